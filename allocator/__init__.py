@@ -1,0 +1,1 @@
+"""pagetide.allocator: address ranges, extents and blocks. Pure logic; no torch."""

@@ -1,0 +1,1 @@
+"""pagetide.cache: geometry, block tables, the cache manager; torch only in `storage`."""

@@ -1,0 +1,42 @@
+"""Block tables: per row, the ordered block ids of one sequence; one set of tables for each group of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableUpdate:
+    """New entries of one group's block tables: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never written again."""
+
+    rows: Int32
+    slots: Int32
+    blocks: Int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCopies:
+    """Whole blocks to copy on the device before a forward pass: block `sources[i]` to block `targets[i]`. Plain data."""
+
+    sources: Int32
+    targets: Int32
+
+
+class BlockTables:
+    """The tables of `num_rows` rows, each of up to `max_blocks` blocks; entries beyond a row's length mean nothing.
+
+    The manager keeps one a group and mutates it.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # pages of it are touched only as rows grow
+        self.lengths = np.zeros(num_rows, np.int32)
+
+    def of(self, row: int) -> Int32:
+        """The blocks of `row`: a view, valid until the row changes."""
+        return self.blocks[row, : self.lengths[row]]

@@ -1,0 +1,1 @@
+"""pagetide.engine: loads a model and runs it out of paged blocks."""

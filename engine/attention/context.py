@@ -1,0 +1,89 @@
+"""What attention is told about a step: which tokens are whose, where their K and V go, and where the earlier ones lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """One layer's place in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+    key: torch.Tensor
+    value: torch.Tensor  # its head_dim may differ from the key's
+    group: int = 0
+    aliased: bool = False  # the layer reads another layer's K and V and writes none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """One packed batch of n chunks and T tokens. Immutable; valid for one forward pass.
+
+    Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence that has
+    `kv_lens[i]` tokens with them: token j of the chunk stands at position `kv_lens[i] - q_lens[i] + j`. The first
+    `num_decodes` chunks have one token each. Host arrays are for planning, tensors lie on the device.
+    """
+
+    layers: Sequence[LayerCache]
+    kernel: Kernel
+    q_starts: Int32  # [n], host
+    q_lens: Int32  # [n], host
+    kv_lens: Int32  # [n], host
+    num_decodes: int
+    tables: tuple[torch.Tensor, ...]  # per group: int64 [n, W] block ids, W covers the longest; the rest is block 0
+    write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
+    write_offsets: torch.Tensor  # int64 [T], the token's place within that block
+    block_size: int
+
+
+class Kernel(Protocol):
+    """One way to attend through block tables. An instance belongs to one runner and may keep buffers between calls."""
+
+    name: str
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [T, num_heads, head_dim]
+        key: torch.Tensor,  # [T, num_kv_heads, head_dim], the batch's own, already written to the arena
+        value: torch.Tensor,  # [T, num_kv_heads, v_head_dim]
+        cache: LayerCache,
+        step: StepContext,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,  # [num_heads]
+    ) -> torch.Tensor:  # [T, num_heads, v_head_dim]
+        """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only."""
+        ...
+
+
+_step: ContextVar[StepContext | None] = ContextVar("pagetide_step", default=None)
+
+
+@contextmanager
+def running(step: StepContext) -> Iterator[None]:
+    """Make `step` findable for the model families that swallow keyword arguments."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def current(keywords: dict[str, Any]) -> StepContext:
+    """The step of this forward pass. Raises RuntimeError outside of one."""
+    step = keywords.get("step") or _step.get()
+    if step is None:
+        raise RuntimeError("pagetide attention was called outside of a pagetide step: use LLM(...), not the model itself")
+    return step

@@ -1,0 +1,162 @@
+"""The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
+
+It keeps, per row, the tokens (from admissions and from its own samples) and the block tables, packs the chunks of a plan
+into one batch without padding, runs the model over it and samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..cache.storage import Storage
+from ..scheduler.plan import Failure, Int32, Plan, Result
+from .attention.context import Kernel, StepContext, running
+from .sampler import Sampler
+
+log = logging.getLogger(__name__)
+Indices = npt.NDArray[np.intp]
+
+
+class Runner:
+    """One model on one device, with its rows. Not thread-safe; `execute` plans in the order they were made."""
+
+    def __init__(
+        self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self.kernel = kernel
+        self.sampler = sampler
+        geometry = storage.geometry
+        self._block_size = geometry.block_size
+        self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
+        self._device = self._layers[0].key.device
+        self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
+        num_groups = 1 + max(layer.group for layer in geometry.layers)
+        self._tables = tuple(
+            np.zeros((num_rows, geometry.blocks_for_tokens(max_tokens)), np.int32) for _ in range(num_groups)
+        )
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def execute(self, plan: Plan) -> Result:
+        """Run `plan`. A chunk that cannot be computed is a failure in the result; the others have their tokens.
+
+        When the batch raises, each chunk is tried alone: what a chunk writes lies in its own sequence's blocks and is the
+        same however often it is written.
+        """
+        with torch.inference_mode():
+            self._follow(plan)
+            every = np.arange(len(plan.rows))
+            try:
+                tokens, failures = self._compute(plan, every)
+            except Exception as error:
+                log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
+                tokens, failures = self._one_by_one(plan, error)
+        failed = [f.index for f in failures]
+        counts = plan.samples.astype(np.int32)
+        counts[failed] = 0
+        got = tokens[counts > 0]
+        rows = plan.rows[counts > 0].astype(np.intp)
+        self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
+        return Result(plan.step_id, counts, got, tuple(failures))
+
+    def _follow(self, plan: Plan) -> None:
+        """Take in what changed: rows left and taken, tables grown, blocks copied."""
+        if len(plan.released):
+            self.sampler.release(plan.released)
+        for new in plan.admitted:
+            self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt)
+        for table, update in zip(self._tables, plan.tables, strict=False):
+            table[update.rows, update.slots] = update.blocks
+        if plan.copies is not None:
+            self.storage.copy(plan.copies.sources, plan.copies.targets)
+
+    def _compute(self, plan: Plan, chunks: Indices) -> tuple[Int32, list[Failure]]:
+        """Run the given chunks as one batch. Returns a token for every chunk (what has no sample is 0), and failures."""
+        tokens = np.zeros(len(chunks), np.int32)
+        if not len(chunks):
+            return tokens, []
+        rows = plan.rows[chunks].astype(np.intp)
+        starts, lengths = plan.starts[chunks], plan.lengths[chunks]
+        step, input_ids, positions = self._pack(rows, starts, lengths)
+        sampling = np.flatnonzero(plan.samples[chunks])
+        keep = (step.q_starts + lengths - 1)[sampling] if len(sampling) else np.zeros(1, np.intp)
+        logits = self._forward(step, input_ids, positions, keep)
+        if not len(sampling):
+            return tokens, []
+        at = (starts + lengths)[sampling].astype(np.int64)
+        sampled, bad = self.sampler.sample(rows[sampling], at, logits)
+        tokens[sampling] = sampled
+        failures = []
+        if bad is not None:
+            failures = [
+                Failure(int(chunks[sampling[i]]), f"the model's logits behind token {at[i]:,} are not finite numbers")
+                for i in np.flatnonzero(bad)
+            ]
+        return tokens, failures
+
+    def _one_by_one(self, plan: Plan, error: Exception) -> tuple[Int32, list[Failure]]:
+        n = len(plan.rows)
+        if n == 1:
+            return np.zeros(1, np.int32), [Failure(0, _told(error))]
+        tokens, failures = np.zeros(n, np.int32), []
+        for i in range(n):
+            try:
+                tokens[i : i + 1], bad = self._compute(plan, np.array([i]))
+                failures += bad
+            except Exception as own:
+                failures.append(Failure(i, _told(own)))
+        return tokens, failures
+
+    def _forward(self, step: StepContext, input_ids: Indices, positions: Indices, keep: Indices) -> torch.Tensor:
+        """Logits [len(keep), vocab] behind the batch's tokens `keep`."""
+        index = self._to_device(keep)
+        with running(step):
+            output = self.model(
+                input_ids=self._to_device(input_ids)[None],
+                position_ids=self._to_device(positions)[None],
+                use_cache=False,
+                step=step,
+                **({"logits_to_keep": index} if self._keeps else {}),
+            )
+        return output.logits[0] if self._keeps else output.logits[0, index]
+
+    def _pack(self, rows: Indices, starts: Int32, lengths: Int32) -> tuple[StepContext, Indices, Indices]:
+        """Chunks as one batch of T tokens: the context, the input ids [T] and the positions [T]."""
+        q_ends = np.cumsum(lengths, dtype=np.int32)
+        q_starts = q_ends - lengths
+        kv_lens = starts + lengths
+        owners = np.repeat(np.arange(len(rows)), lengths)  # [T] the chunk of each token
+        positions = np.arange(len(owners)) + (starts - q_starts)[owners]
+        slots, offsets = np.divmod(positions, self._block_size)
+        width = -(-int(kv_lens.max()) // self._block_size)
+        tables = [table[rows, :width] for table in self._tables]  # [n, width]
+        for table in tables:
+            table[np.arange(width) * self._block_size >= kv_lens[:, None]] = 0  # what the row holds beyond is stale
+        step = StepContext(
+            layers=self._layers,
+            kernel=self.kernel,
+            q_starts=q_starts,
+            q_lens=lengths,
+            kv_lens=kv_lens,
+            num_decodes=int(np.count_nonzero(lengths == 1)),
+            tables=tuple(self._to_device(table.astype(np.intp)) for table in tables),
+            write_blocks=tuple(self._to_device(table[owners, slots].astype(np.intp)) for table in tables),
+            write_offsets=self._to_device(offsets),
+            block_size=self._block_size,
+        )
+        return step, self._tokens[rows[owners], positions].astype(np.intp), positions
+
+    def _to_device(self, array: Indices) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""pagetide.scheduler: who runs, with how many tokens, in which blocks. Pure logic; no torch."""

@@ -1,0 +1,75 @@
+"""What one step shall do, and what came out of it: plain data that can cross a process border.
+
+A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
+the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
+only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tables
+grow (`tables`), blocks are copied (`copies`), then the chunks run. Arrays in a plan or result are never written again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.block_table import BlockCopies, TableUpdate
+from .request import Sampling
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+NO_ROWS: Int32 = np.empty(0, np.int32)
+NO_ROWS.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """A sequence takes row `row`, with every token known of it so far: its prompt, and what it sampled before."""
+
+    row: int
+    request_id: str
+    token_ids: Int32  # [known]
+    num_prompt: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One forward pass over `len(rows)` chunks; chunk i computes tokens `starts[i] .. starts[i] + lengths[i]` of its row.
+
+    Chunks of one token come first. A token is sampled behind the last position of the chunks with `samples[i]`.
+    """
+
+    step_id: int
+    rows: Int32  # [n]
+    starts: Int32  # [n]
+    lengths: Int32  # [n], each >= 1
+    samples: Bool  # [n]
+    released: Int32 = field(default_factory=lambda: NO_ROWS)
+    admitted: tuple[Admission, ...] = ()
+    tables: tuple[TableUpdate, ...] = ()  # one a group, or none when no table grew
+    copies: BlockCopies | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """Chunk `index` of the plan could not be computed; `message` says why."""
+
+    index: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`."""
+
+    step_id: int
+    counts: Int32  # [n]; 0 for chunks without a sample and for failed ones
+    tokens: Int32  # [sum of counts]
+    failures: tuple[Failure, ...] = ()

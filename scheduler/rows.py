@@ -1,0 +1,66 @@
+"""The scheduler's arrays: one row per running sequence, so that a step over all of them is a handful of vector operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .plan import Bool, Int32
+from .request import Sampling
+
+
+class Rows:
+    """Numbers of up to `num_rows` running sequences. The scheduler mutates the arrays; a free row's values mean nothing.
+
+    tokens    [num_rows, max_tokens]  prompt and sampled ids; only what a sequence reached is memory
+    known     tokens known;  computed  tokens whose K and V are in the cache
+    prompt    tokens of the user's prompt;  limit  `known` at which the sequence ends by length
+    request_ids  whose row it is
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int) -> None:
+        self.tokens = np.zeros((num_rows, max_tokens), np.int32)
+        self.known = np.zeros(num_rows, np.int32)
+        self.computed = np.zeros(num_rows, np.int32)
+        self.prompt = np.zeros(num_rows, np.int32)
+        self.limit = np.zeros(num_rows, np.int32)
+        self.request_ids = np.empty(num_rows, object)
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._may_stop = np.zeros(1, np.bool_)  # by token id, the last entry standing for all ids beyond: never a stop
+
+    @property
+    def num_free(self) -> int:
+        """Rows nobody has."""
+        return len(self._free)
+
+    def take(self, request_id: str, token_ids: Int32, num_prompt: int, sampling: Sampling) -> int:
+        """Put a sequence with nothing computed into a free row. Returns the row."""
+        row = self._free.pop()
+        known, max_tokens = len(token_ids), self.tokens.shape[1]
+        self.tokens[row, :known] = token_ids
+        self.known[row] = known
+        self.computed[row] = 0
+        self.prompt[row] = num_prompt
+        self.limit[row] = min(num_prompt + sampling.max_new_tokens, max_tokens)
+        self.request_ids[row] = request_id
+        self._may_stop = _with(self._may_stop, sampling.stop_token_ids)
+        return row
+
+    def may_stop(self, tokens: Int32) -> Bool:
+        """Which of `tokens` are a stop id of anyone so far; whether it is one of its own row's, the sequence knows."""
+        return self._may_stop.take(tokens, mode="clip")
+
+    def leave(self, row: int) -> Int32:
+        """Free `row`. Returns a copy of the tokens known of its sequence."""
+        tokens = self.tokens[row, : self.known[row]].copy()
+        self.request_ids[row] = None
+        self._free.append(row)
+        return tokens
+
+
+def _with(table: Bool, ids: tuple[int, ...]) -> Bool:
+    """`table` with `ids` set, grown as needed."""
+    beyond = max(ids, default=-1) + 2
+    if beyond > len(table):
+        table = np.append(table, np.zeros(beyond - len(table), np.bool_))
+    table[list(ids)] = True
+    return table

@@ -1,0 +1,455 @@
+"""The scheduler: which sequences catch up by how many tokens in the next step, and in which blocks.
+
+There are no prefill and decode phases. A sequence has tokens known and tokens computed, and every step lets some
+sequences catch up: a prompt chunk, a decode token and a resumed sequence are the same thing. Rules:
+
+- Order is (priority, arrival): a lower priority number first, then first come first served.
+- Who lacks one token (decodes) goes first; every one of them is in every step. Then unfinished prompts in order, each by
+  at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the step and blocks last.
+- A request is admitted with the blocks of all its known tokens, when the forecast says the others can still grow
+  (policy.py). The head of the queue is never passed over. Who waits does not push out who runs.
+- A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
+  it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
+  place in the queue and is computed again. The last one running ends at the pool's capacity, with reason "length".
+
+`schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..cache.block_table import TableUpdate
+from ..cache.manager import CacheManager
+from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
+from .plan import NO_ROWS, Admission, Bool, Int32, Plan, Result
+from .policy import OutputForecast, peak_blocks
+from .request import Request
+from .rows import Rows
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's bounds. No more than `max_step_tokens` sequences run, as each gets a token in every step."""
+
+    max_seqs: int
+    max_step_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int | None = None
+    forecast: bool = True  # False admits whatever fits now
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqs", "max_step_tokens", "max_model_len", "max_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def seats(self) -> int:
+        """Sequences that may run at the same time."""
+        return min(self.max_seqs, self.max_step_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """A request's end: why, and everything it generated."""
+
+    request_id: str
+    reason: FinishReason
+    token_ids: Int32
+    num_preemptions: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emissions:
+    """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""
+
+    step_id: int
+    request_ids: list[str]
+    tokens: list[int]
+    finished: tuple[Finished, ...] = ()
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start. The scheduler mutates them."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    peak_used_blocks: int = 0
+
+
+class _Sequence:
+    """One request on its way: in a row, or waiting with the tokens known of it."""
+
+    __slots__ = ("key", "marked", "preemptions", "request", "row", "tokens")
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request = request
+        self.key = (request.priority, request.arrival, number)
+        self.tokens = request.prompt_token_ids  # current only while it waits
+        self.row: int | None = None
+        self.preemptions = 0
+        self.marked: FinishReason | None = None  # to be ended at the next chance
+
+    def __lt__(self, other: _Sequence) -> bool:
+        return self.key < other.key
+
+
+@dataclass(slots=True, eq=False)
+class _Changes:
+    """What happened to rows since the last plan. Mutated by the scheduler until the plan takes it."""
+
+    released: list[int] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class Scheduler:
+    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn. Not thread-safe."""
+
+    def __init__(self, cache: CacheManager, limits: Limits) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.stats = Stats()
+        self.forecast = OutputForecast()
+        self.rows = Rows(limits.seats, limits.max_model_len)
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: list[_Sequence] = []  # a heap
+        self._running: dict[int, _Sequence] = {}  # by row
+        self._decoding: Int32 = NO_ROWS  # rows that lack exactly their newest token
+        self._prefilling: list[_Sequence] = []  # the other running ones, in order
+        self._marked: list[_Sequence] = []
+        self._changes = _Changes()
+        self._plan: Plan | None = None
+        self._blocked = False  # nothing changed since the head of the queue was last refused
+        self._numbers = itertools.count()
+        self._ones = np.ones(limits.seats, np.int32)
+        self._trues = np.ones(limits.seats, np.bool_)
+        self._ones.flags.writeable = self._trues.flags.writeable = False
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for one, the preempted included."""
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: somebody is here, or an end is not yet told."""
+        return bool(self._sequences or self._changes.finished)
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        """The queue, first one first."""
+        return [s.request.request_id for s in sorted(self._waiting)]
+
+    def add(self, request: Request) -> None:
+        """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
+        self.check(request)
+        sequence = _Sequence(request, next(self._numbers))
+        self._sequences[request.request_id] = sequence
+        heapq.heappush(self._waiting, sequence)
+        self._blocked = self._blocked and self._waiting[0] is not sequence
+
+    def check(self, request: Request) -> None:
+        """Raise RequestRejected, PromptTooLong or DuplicateRequest for what `add` would refuse. Read-only."""
+        length = len(request.prompt_token_ids)
+        if request.request_id in self._sequences:
+            raise DuplicateRequest(f"request id {request.request_id!r} is in use")
+        if length < 1:
+            raise RequestRejected("the prompt is empty: at least one token is needed to start from")
+        if length >= self.limits.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {length:,} tokens; with a context of {self.limits.max_model_len:,} tokens it may have "
+                f"{self.limits.max_model_len - 1:,} at most: shorten it, or raise max_model_len where the model allows"
+            )
+        needed = self.cache.blocks_for(length)
+        if needed > self.cache.usable:
+            raise PromptTooLong(
+                f"the prompt's {length:,} tokens need {needed:,} blocks of {self.cache.block_size} tokens, the whole pool "
+                f"has {self.cache.usable:,}: shorten it, or give the engine more kv_memory"
+            )
+
+    def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
+        """End a request, in whatever state it is; its `Finished` comes with the next emissions, once.
+
+        False, and no change, for an unknown, ended or already aborted one. Its blocks are free before the next step.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.marked:
+            return False
+        sequence.marked = reason
+        self._marked.append(sequence)
+        return True
+
+    def schedule(self, now: float = 0.0) -> Plan:
+        """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
+
+        `now` (seconds) is for policies that weigh waiting times; today's order needs none.
+        """
+        if self._plan is not None:
+            raise OutOfTurn(f"plan {self._plan.step_id} is out: apply its result first")
+        self._end_marked()
+        preemptions = self.stats.preemptions
+        decodes = self._extend_decodes()
+        budget = self.limits.max_step_tokens - len(decodes)
+        chunks = self._chunk_prefills(budget)
+        budget -= sum(length for _, length in chunks)
+        settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
+        if self._waiting and not self._blocked and settled:
+            chunks += self._admit(budget)
+        self._plan = self._build(decodes, chunks)
+        return self._plan
+
+    def apply(self, plan: Plan, result: Result) -> Emissions:
+        """Take in what a plan gave: tokens are appended, the ended leave, their blocks are free."""
+        if plan is not self._plan or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
+            raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out")
+        sampled = self._sampled_rows(plan, result)
+        rows, at = self.rows, self.rows.known[sampled]
+        rows.computed[plan.rows] = plan.starts + plan.lengths
+        rows.tokens[sampled, at] = result.tokens
+        at += 1
+        rows.known[sampled] = at
+        ended = at >= rows.limit[sampled]
+        ended |= rows.may_stop(result.tokens)
+        request_ids: list[str] = rows.request_ids[sampled].tolist()
+        self._plan = None
+        if self._prefilling:
+            self._promote()
+        for failure in result.failures:
+            self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
+        if ended.any():
+            for i in np.flatnonzero(ended):
+                self._end_if_due(self._running[int(sampled[i])], int(result.tokens[i]))
+        self._end_marked()
+        finished, self._changes.finished = tuple(self._changes.finished), []
+        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished)
+
+    def check_invariants(self) -> None:
+        """Recompute every derived fact. Raises AssertionError naming what does not hold."""
+        self.cache.check_invariants()
+        rows, held = self.rows, self.cache.tables[0].lengths
+        assert {s.row for s in self._running.values()} == set(self._running), "a sequence's row is not its own"
+        assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
+        assert rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
+        prefilling = [s.row for s in self._prefilling]
+        assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self._running), "a row is in no list, or two"
+        assert self._prefilling == sorted(self._prefilling), "prefills are out of order"
+        assert set(np.flatnonzero(held).tolist()) <= set(self._running), "a row without a sequence holds blocks"
+        for row, sequence in self._running.items():
+            lacking = rows.known[row] - rows.computed[row]
+            assert lacking >= 1 and (lacking == 1 or row in prefilling), f"row {row} lacks {lacking} tokens"
+            assert held[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
+            assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
+
+    # -- deciding ------------------------------------------------------------------------------------------------
+
+    def _extend_decodes(self) -> Int32:
+        """A block for every decoding row at a block's border, preempting the last in order when blocks are short."""
+        known = self.rows.known
+        short = self.cache.short(self._decoding, known[self._decoding])
+        if len(short):
+            extension = self.cache.extend(short, known[short])
+            if extension is None:
+                short = self._make_room(short)
+                extension = self.cache.extend(short, known[short])
+                assert extension is not None, "room was made for these rows"
+            self._changes.tables.append(extension.tables)
+        return self._decoding
+
+    def _make_room(self, short: Int32) -> Int32:
+        """Preempt, last in order first, until the rows of `short` that remain can each have a block. Returns those."""
+        groups = len(self.cache.tables)
+        victims = sorted(self._running.values())
+        while len(short) * groups > self.cache.available:
+            victim = victims.pop()
+            short = short[short != victim.row]
+            if victims:
+                self._preempt(victim)
+            else:
+                self._end(victim, "length")  # alone, and the pool is full: this is as long as it can get
+        return short
+
+    def _chunk_prefills(self, budget: int) -> list[tuple[_Sequence, int]]:
+        chunks = []
+        for sequence in self._prefilling:
+            if budget <= 0:
+                break
+            assert sequence.row is not None
+            length = self._chunk(int(self.rows.known[sequence.row] - self.rows.computed[sequence.row]), budget)
+            chunks.append((sequence, length))
+            budget -= length
+        return chunks
+
+    def _admit(self, budget: int) -> list[tuple[_Sequence, int]]:
+        """Seat waiting sequences, in order, while seats, blocks and tokens of this step last."""
+        chunks = []
+        while budget > 0 and self._waiting and self.rows.num_free:
+            sequence = self._waiting[0]
+            known = len(sequence.tokens)
+            if not self._fits(sequence):
+                self._blocked = True
+                break
+            heapq.heappop(self._waiting)
+            self._seat(sequence)
+            length = self._chunk(known, budget)
+            chunks.append((sequence, length))
+            budget -= length
+        return chunks
+
+    def _chunk(self, lacking: int, budget: int) -> int:
+        return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+
+    def _fits(self, sequence: _Sequence) -> bool:
+        """Whether the sequence's tokens fit now and, unless it would be alone, everybody's growth does as forecast."""
+        known = len(sequence.tokens)
+        if self.cache.blocks_for(known) > self.cache.available:
+            return False
+        if not self._running or not self.limits.forecast:
+            return True
+        rows = self.rows
+        running = np.fromiter(self._running, np.int32, len(self._running))
+        prompt = len(sequence.request.prompt_token_ids)
+        limit = min(prompt + sequence.request.sampling.max_new_tokens, self.limits.max_model_len)
+        generated = np.append(rows.known[running] - rows.prompt[running], np.int32(known - prompt))
+        allowed = np.append(rows.limit[running] - rows.prompt[running], np.int32(limit - prompt))
+        to_come = self.forecast.to_come(generated, allowed)
+        peak = peak_blocks(np.append(rows.known[running], np.int32(known)), to_come, self.cache.block_size)
+        return peak * len(self.cache.tables) <= self.cache.usable - self.cache.counts().in_flight
+
+    def _seat(self, sequence: _Sequence) -> None:
+        request, tokens = sequence.request, sequence.tokens
+        num_prompt = len(request.prompt_token_ids)
+        row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
+        extension = self.cache.extend(np.array([row], np.int32), np.array([len(tokens)]))
+        assert extension is not None, "admitted without enough blocks"
+        sequence.row = row
+        self._running[row] = sequence
+        bisect.insort(self._prefilling, sequence)
+        self._changes.tables.append(extension.tables)
+        self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, request.sampling))
+
+    def _build(self, decodes: Int32, chunks: list[tuple[_Sequence, int]]) -> Plan:
+        changes, n = self._changes, len(decodes)
+        rows, lengths, samples = decodes, self._ones[:n], self._trues[:n]
+        if chunks:
+            chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
+            rows = np.append(decodes, np.array([s.row for s, _ in chunks], np.int32))
+            lengths = np.append(lengths, np.array([length for _, length in chunks], np.int32))
+            samples = self.rows.computed[rows] + lengths == self.rows.known[rows]
+        plan = Plan(
+            step_id=self.stats.steps,
+            rows=rows,
+            starts=self.rows.computed[rows],
+            lengths=lengths,
+            samples=samples,
+            released=np.array(changes.released, np.int32) if changes.released else NO_ROWS,
+            admitted=tuple(changes.admitted),
+            tables=_merged(changes.tables),
+        )
+        self._changes = _Changes(finished=changes.finished)
+        counts = self.cache.counts()
+        self.stats.steps += 1
+        self.stats.computed_tokens += n + sum(length for _, length in chunks)
+        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.mapped - counts.free)
+        return plan
+
+    # -- applying ------------------------------------------------------------------------------------------------
+
+    def _sampled_rows(self, plan: Plan, result: Result) -> Int32:
+        """The rows that got a token. Raises OutOfTurn when the counts are not what the plan asked for."""
+        got = result.counts == 1
+        if got.all() and plan.samples.all():
+            return plan.rows
+        failed = np.zeros(len(got), np.bool_)
+        failed[[f.index for f in result.failures]] = True
+        expected: Bool = plan.samples & ~failed
+        if (result.counts != expected).any():
+            raise OutOfTurn(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
+        return plan.rows[expected]
+
+    def _promote(self) -> None:
+        """Sequences that lack only their newest token now decode."""
+        done = [s for s in self._prefilling if self.rows.known[s.row] > len(s.tokens)]  # sampled since it was seated
+        if done:
+            self._prefilling = [s for s in self._prefilling if s not in done]
+            self._decoding = np.append(self._decoding, np.array([s.row for s in done], np.int32))
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Take row and blocks back; the sequence waits at its old place, with its tokens, to be computed again."""
+        self.stats.preemptions += 1
+        assert sequence.row is not None
+        self.stats.recomputed_tokens += int(self.rows.computed[sequence.row])
+        sequence.preemptions += 1
+        sequence.tokens = self._leave_row(sequence)
+        heapq.heappush(self._waiting, sequence)
+
+    def _end_if_due(self, sequence: _Sequence, token: int) -> None:
+        sampling, row = sequence.request.sampling, sequence.row
+        generated = self.rows.known[row] - self.rows.prompt[row]
+        if token in sampling.stop_token_ids and generated >= sampling.min_new_tokens:
+            self._end(sequence, "stop")
+        elif self.rows.known[row] >= self.rows.limit[row]:
+            self._end(sequence, "length")
+
+    def _end_marked(self) -> None:
+        for sequence in self._marked:
+            if sequence.request.request_id in self._sequences and sequence.marked:
+                self._end(sequence, sequence.marked)
+        self._marked.clear()
+
+    def _end(self, sequence: _Sequence, reason: FinishReason, error: str | None = None) -> None:
+        request = sequence.request
+        if sequence.row is not None:
+            sequence.tokens = self._leave_row(sequence)
+        else:
+            self._waiting.remove(sequence)
+            heapq.heapify(self._waiting)
+        self._blocked = False
+        del self._sequences[request.request_id]
+        generated = sequence.tokens[len(request.prompt_token_ids) :]
+        if reason in ("stop", "length"):
+            self.forecast.observe(len(generated), request.sampling.max_new_tokens)
+        self._changes.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
+
+    def _leave_row(self, sequence: _Sequence) -> Int32:
+        row = sequence.row
+        assert row is not None
+        self.cache.release(row)
+        self._blocked = False
+        del self._running[row]
+        self._changes.released.append(row)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        else:
+            self._decoding = self._decoding[self._decoding != row]
+        sequence.row = None
+        return self.rows.leave(row)
+
+
+def _merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
+    """One update a group, in the order they happened."""
+    if len(updates) <= 1:
+        return updates[0] if updates else ()
+    return tuple(
+        TableUpdate(*(np.concatenate([getattr(u, name) for u in group]) for name in ("rows", "slots", "blocks")))
+        for group in zip(*updates, strict=True)
+    )

@@ -1,0 +1,23 @@
+"""Many short random lives of a scheduler; `make stress` has the long ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_walk import walk
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed(seed):
+    walk(seed, events=120)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fixed_seeds_meet_pressure(seed):
+    walk(seed, events=400)
+
+
+def test_the_walks_really_preempt():
+    assert sum(walk(seed, events=300).scheduler.stats.preemptions for seed in range(14)) > 20

@@ -1,0 +1,18 @@
+"""Long random lives of the scheduler; seeds are printed, so that a failing one can be run again."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from random_walk import walk
+
+pytestmark = pytest.mark.stress
+SEEDS = [int(s) for s in os.environ.get("PAGETIDE_SEEDS", "").split(",") if s] or random.sample(range(2**32), 100)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_walk(seed):
+    print("seed", seed)
+    walk(seed, events=1_000)
