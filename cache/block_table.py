@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
+Int32 = npt.NDArray[np.int32]  # token ids, block ids
+Index = npt.NDArray[np.int64]  # rows, positions, lengths: numpy indexes fastest by these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableUpdate:
     """New entries of one group's block tables: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never written again."""
 
-    rows: Int32
-    slots: Int32
+    rows: Index
+    slots: Index
     blocks: Int32
 
 
@@ -35,7 +36,7 @@ class BlockTables:
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # pages of it are touched only as rows grow
-        self.lengths = np.zeros(num_rows, np.int32)
+        self.lengths = np.zeros(num_rows, np.int64)
 
     def of(self, row: int) -> Int32:
         """The blocks of `row`: a view, valid until the row changes."""

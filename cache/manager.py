@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..allocator.blocks import BlockAllocator, Counts
 from ..allocator.errors import NoFreeBlocks
-from .block_table import BlockCopies, BlockTables, Int32, TableUpdate
+from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +53,11 @@ class CacheManager:
         """Blocks, of all groups together, that a sequence of `tokens` tokens holds."""
         return -(-tokens // self.block_size) * len(self.tables)
 
-    def short(self, rows: Int32, upto: npt.NDArray[np.integer]) -> Int32:
+    def short(self, rows: Index, upto: Index) -> Index:
         """Those of `rows` whose tables do not reach to `upto[i]` tokens. Read-only."""
         return rows[upto > self.tables[0].lengths[rows] * self.block_size]
 
-    def extend(self, rows: Int32, upto: npt.NDArray[np.integer]) -> Extension | None:
+    def extend(self, rows: Index, upto: Index) -> Extension | None:
         """Let the tables of `rows` (distinct) cover `upto[i]` tokens each; None, and no change, when blocks are short."""
         wanted = (upto + (self.block_size - 1)) // self.block_size
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
@@ -89,7 +88,7 @@ class CacheManager:
             if rest:
                 sources.append(blocks[full])
                 blocks[full] = fresh[group]
-            updates.append(_append(table, np.array([child], np.int32), np.array([len(blocks)]), blocks))
+            updates.append(_append(table, np.array([child]), np.array([len(blocks)]), blocks))
         copies = BlockCopies(np.array(sources, np.int32), fresh) if rest else None
         return Extension(tuple(updates), copies)
 
@@ -104,7 +103,7 @@ class CacheManager:
         self.allocator.check_invariants(t.of(row) for t in self.tables for row in np.flatnonzero(t.lengths))
 
 
-def _append(table: BlockTables, rows: Int32, need: npt.NDArray[np.integer], blocks: Int32) -> TableUpdate:
+def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> TableUpdate:
     """Put `need[i]` of `blocks` behind the table of `rows[i]`."""
     if len(blocks) == len(rows) and need.all():  # a block each, as when decoding
         slots = table.lengths[rows]
@@ -114,6 +113,6 @@ def _append(table: BlockTables, rows: Int32, need: npt.NDArray[np.integer], bloc
         table.lengths[rows] = slots + need
         rows = np.repeat(rows, need)
         ends = np.cumsum(need)  # of each row's stretch of `blocks`
-        slots = np.repeat(slots - ends + need, need).astype(np.int32) + np.arange(len(blocks), dtype=np.int32)
+        slots = np.repeat(slots - ends + need, need) + np.arange(len(blocks))
     table.blocks[rows, slots] = blocks
     return TableUpdate(rows, slots, blocks)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..scheduler.plan import NO_ROWS, Failure, Plan, Result
+from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Emissions, FinishReason, Scheduler
 from .runner import Runner
@@ -61,10 +61,10 @@ class EngineCore:
 
 
 def _nothing(plan: Plan) -> Result:
-    return Result(plan.step_id, NO_ROWS, NO_ROWS)
+    return Result(plan.step_id, NO_ROWS, NO_TOKENS)
 
 
 def _all_failed(plan: Plan, error: BaseException) -> Result:
     message = f"{type(error).__name__}: {error}"
     failures = tuple(Failure(i, message) for i in range(len(plan.rows)))
-    return Result(plan.step_id, np.zeros(len(plan.rows), np.int32), NO_ROWS, failures)
+    return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)

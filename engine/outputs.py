@@ -10,9 +10,8 @@ from ..scheduler.scheduler import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds on one clock: waited before its first step, until the first token, until the end."""
+    """Seconds from the submission to the first token, and to the end."""
 
-    queued_s: float
     first_token_s: float | None  # None when it ended without a token
     total_s: float
 

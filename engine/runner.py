@@ -11,16 +11,14 @@ import logging
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..cache.storage import Storage
-from ..scheduler.plan import Failure, Int32, Plan, Result
+from ..scheduler.plan import Failure, Index, Int32, Plan, Result
 from .attention.context import Kernel, StepContext, running
 from .sampler import Sampler
 
 log = logging.getLogger(__name__)
-Indices = npt.NDArray[np.intp]
 
 
 class Runner:
@@ -59,12 +57,20 @@ class Runner:
                 log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
                 tokens, failures = self._one_by_one(plan, error)
         failed = [f.index for f in failures]
-        counts = plan.samples.astype(np.int32)
+        counts = plan.samples.astype(np.int64)
         counts[failed] = 0
         got = tokens[counts > 0]
-        rows = plan.rows[counts > 0].astype(np.intp)
+        rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
         return Result(plan.step_id, counts, got, tuple(failures))
+
+    def close(self) -> None:
+        """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
+        del self.model, self.storage, self.kernel, self._layers
+
+    def close(self) -> None:
+        """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
+        del self.model, self.storage, self.kernel, self._layers
 
     def _follow(self, plan: Plan) -> None:
         """Take in what changed: rows left and taken, tables grown, blocks copied."""
@@ -78,20 +84,20 @@ class Runner:
         if plan.copies is not None:
             self.storage.copy(plan.copies.sources, plan.copies.targets)
 
-    def _compute(self, plan: Plan, chunks: Indices) -> tuple[Int32, list[Failure]]:
+    def _compute(self, plan: Plan, chunks: Index) -> tuple[Int32, list[Failure]]:
         """Run the given chunks as one batch. Returns a token for every chunk (what has no sample is 0), and failures."""
         tokens = np.zeros(len(chunks), np.int32)
         if not len(chunks):
             return tokens, []
-        rows = plan.rows[chunks].astype(np.intp)
+        rows = plan.rows[chunks]
         starts, lengths = plan.starts[chunks], plan.lengths[chunks]
         step, input_ids, positions = self._pack(rows, starts, lengths)
         sampling = np.flatnonzero(plan.samples[chunks])
-        keep = (step.q_starts + lengths - 1)[sampling] if len(sampling) else np.zeros(1, np.intp)
+        keep = (step.q_starts + lengths - 1)[sampling] if len(sampling) else np.zeros(1, np.int64)
         logits = self._forward(step, input_ids, positions, keep)
         if not len(sampling):
             return tokens, []
-        at = (starts + lengths)[sampling].astype(np.int64)
+        at = (starts + lengths)[sampling]
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
         tokens[sampling] = sampled
         failures = []
@@ -115,7 +121,7 @@ class Runner:
                 failures.append(Failure(i, _told(own)))
         return tokens, failures
 
-    def _forward(self, step: StepContext, input_ids: Indices, positions: Indices, keep: Indices) -> torch.Tensor:
+    def _forward(self, step: StepContext, input_ids: Index, positions: Index, keep: Index) -> torch.Tensor:
         """Logits [len(keep), vocab] behind the batch's tokens `keep`."""
         index = self._to_device(keep)
         with running(step):
@@ -128,9 +134,9 @@ class Runner:
             )
         return output.logits[0] if self._keeps else output.logits[0, index]
 
-    def _pack(self, rows: Indices, starts: Int32, lengths: Int32) -> tuple[StepContext, Indices, Indices]:
+    def _pack(self, rows: Index, starts: Index, lengths: Index) -> tuple[StepContext, Index, Index]:
         """Chunks as one batch of T tokens: the context, the input ids [T] and the positions [T]."""
-        q_ends = np.cumsum(lengths, dtype=np.int32)
+        q_ends = np.cumsum(lengths, dtype=np.int64)
         q_starts = q_ends - lengths
         kv_lens = starts + lengths
         owners = np.repeat(np.arange(len(rows)), lengths)  # [T] the chunk of each token
@@ -147,14 +153,14 @@ class Runner:
             q_lens=lengths,
             kv_lens=kv_lens,
             num_decodes=int(np.count_nonzero(lengths == 1)),
-            tables=tuple(self._to_device(table.astype(np.intp)) for table in tables),
-            write_blocks=tuple(self._to_device(table[owners, slots].astype(np.intp)) for table in tables),
+            tables=tuple(self._to_device(table.astype(np.int64)) for table in tables),
+            write_blocks=tuple(self._to_device(table[owners, slots].astype(np.int64)) for table in tables),
             write_offsets=self._to_device(offsets),
             block_size=self._block_size,
         )
-        return step, self._tokens[rows[owners], positions].astype(np.intp), positions
+        return step, self._tokens[rows[owners], positions].astype(np.int64), positions
 
-    def _to_device(self, array: Indices) -> torch.Tensor:
+    def _to_device(self, array: Index) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.block_table import BlockCopies, TableUpdate
+from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
 from .request import Sampling
 
-Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
-NO_ROWS: Int32 = np.empty(0, np.int32)
-NO_ROWS.flags.writeable = False
+NO_ROWS: Index = np.empty(0, np.int64)
+NO_TOKENS: Int32 = np.empty(0, np.int32)
+NO_ROWS.flags.writeable = NO_TOKENS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,11 +42,11 @@ class Plan:
     """
 
     step_id: int
-    rows: Int32  # [n]
-    starts: Int32  # [n]
-    lengths: Int32  # [n], each >= 1
+    rows: Index  # [n]
+    starts: Index  # [n]
+    lengths: Index  # [n], each >= 1
     samples: Bool  # [n]
-    released: Int32 = field(default_factory=lambda: NO_ROWS)
+    released: Index = field(default_factory=lambda: NO_ROWS)
     admitted: tuple[Admission, ...] = ()
     tables: tuple[TableUpdate, ...] = ()  # one a group, or none when no table grew
     copies: BlockCopies | None = None
@@ -70,6 +70,6 @@ class Result:
     """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`."""
 
     step_id: int
-    counts: Int32  # [n]; 0 for chunks without a sample and for failed ones
+    counts: Index  # [n]; 0 for chunks without a sample and for failed ones
     tokens: Int32  # [sum of counts]
     failures: tuple[Failure, ...] = ()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from .plan import Int32
+from .plan import Index
 
 
-def peak_blocks(known: Int32, to_come: Int32, block_size: int) -> int:
+def peak_blocks(known: Index, to_come: Index, block_size: int) -> int:
     """The most blocks held at one time by sequences of `known` tokens that each gain one token a step, `to_come` in all.
 
     Just before the sequence with the k-th most tokens to come leaves, the k that are left have grown as much as it.
     """
     order = np.argsort(-to_come)
     alive = np.arange(1, len(order) + 1)
-    tokens = np.cumsum(known[order], dtype=np.int64) + alive * to_come[order].astype(np.int64)
+    tokens = np.cumsum(known[order]) + alive * to_come[order]
     return int(np.max(-(-tokens // block_size) + alive // 2))  # and half a block of rounding up for each
 
 
@@ -38,6 +38,6 @@ class OutputForecast:
         self._seen = min(self._seen + 1, self._memory)
         self.share += (generated / allowed - self.share) / self._seen
 
-    def to_come(self, generated: Int32, allowed: Int32) -> Int32:
+    def to_come(self, generated: Index, allowed: Index) -> Index:
         """Tokens each sequence is expected to generate yet: the learned share of what it may still."""
-        return np.ceil((allowed - generated) * self.share).astype(np.int32)
+        return np.ceil((allowed - generated) * self.share).astype(np.int64)

@@ -28,7 +28,7 @@ import numpy as np
 from ..cache.block_table import TableUpdate
 from ..cache.manager import CacheManager
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
-from .plan import NO_ROWS, Admission, Bool, Int32, Plan, Result
+from .plan import NO_ROWS, Admission, Bool, Index, Int32, Plan, Result
 from .policy import OutputForecast, peak_blocks
 from .request import Request
 from .rows import Rows
@@ -129,14 +129,14 @@ class Scheduler:
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: list[_Sequence] = []  # a heap
         self._running: dict[int, _Sequence] = {}  # by row
-        self._decoding: Int32 = NO_ROWS  # rows that lack exactly their newest token
+        self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
         self._prefilling: list[_Sequence] = []  # the other running ones, in order
         self._marked: list[_Sequence] = []
         self._changes = _Changes()
         self._plan: Plan | None = None
         self._blocked = False  # nothing changed since the head of the queue was last refused
         self._numbers = itertools.count()
-        self._ones = np.ones(limits.seats, np.int32)
+        self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
 
@@ -223,12 +223,9 @@ class Scheduler:
         if plan is not self._plan or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
             raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out")
         sampled = self._sampled_rows(plan, result)
-        rows, at = self.rows, self.rows.known[sampled]
+        rows = self.rows
         rows.computed[plan.rows] = plan.starts + plan.lengths
-        rows.tokens[sampled, at] = result.tokens
-        at += 1
-        rows.known[sampled] = at
-        ended = at >= rows.limit[sampled]
+        ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
         ended |= rows.may_stop(result.tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
         self._plan = None
@@ -262,7 +259,7 @@ class Scheduler:
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
-    def _extend_decodes(self) -> Int32:
+    def _extend_decodes(self) -> Index:
         """A block for every decoding row at a block's border, preempting the last in order when blocks are short."""
         known = self.rows.known
         short = self.cache.short(self._decoding, known[self._decoding])
@@ -275,7 +272,7 @@ class Scheduler:
             self._changes.tables.append(extension.tables)
         return self._decoding
 
-    def _make_room(self, short: Int32) -> Int32:
+    def _make_room(self, short: Index) -> Index:
         """Preempt, last in order first, until the rows of `short` that remain can each have a block. Returns those."""
         groups = len(self.cache.tables)
         victims = sorted(self._running.values())
@@ -326,20 +323,20 @@ class Scheduler:
         if not self._running or not self.limits.forecast:
             return True
         rows = self.rows
-        running = np.fromiter(self._running, np.int32, len(self._running))
+        running = np.fromiter(self._running, np.int64, len(self._running))
         prompt = len(sequence.request.prompt_token_ids)
         limit = min(prompt + sequence.request.sampling.max_new_tokens, self.limits.max_model_len)
-        generated = np.append(rows.known[running] - rows.prompt[running], np.int32(known - prompt))
-        allowed = np.append(rows.limit[running] - rows.prompt[running], np.int32(limit - prompt))
+        generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
+        allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         to_come = self.forecast.to_come(generated, allowed)
-        peak = peak_blocks(np.append(rows.known[running], np.int32(known)), to_come, self.cache.block_size)
+        peak = peak_blocks(np.append(rows.known[running], known), to_come, self.cache.block_size)
         return peak * len(self.cache.tables) <= self.cache.usable - self.cache.counts().in_flight
 
     def _seat(self, sequence: _Sequence) -> None:
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
-        extension = self.cache.extend(np.array([row], np.int32), np.array([len(tokens)]))
+        extension = self.cache.extend(np.array([row]), np.array([len(tokens)]))
         assert extension is not None, "admitted without enough blocks"
         sequence.row = row
         self._running[row] = sequence
@@ -347,13 +344,13 @@ class Scheduler:
         self._changes.tables.append(extension.tables)
         self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, request.sampling))
 
-    def _build(self, decodes: Int32, chunks: list[tuple[_Sequence, int]]) -> Plan:
+    def _build(self, decodes: Index, chunks: list[tuple[_Sequence, int]]) -> Plan:
         changes, n = self._changes, len(decodes)
         rows, lengths, samples = decodes, self._ones[:n], self._trues[:n]
         if chunks:
             chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
-            rows = np.append(decodes, np.array([s.row for s, _ in chunks], np.int32))
-            lengths = np.append(lengths, np.array([length for _, length in chunks], np.int32))
+            rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
+            lengths = np.append(lengths, np.array([length for _, length in chunks]))
             samples = self.rows.computed[rows] + lengths == self.rows.known[rows]
         plan = Plan(
             step_id=self.stats.steps,
@@ -361,7 +358,7 @@ class Scheduler:
             starts=self.rows.computed[rows],
             lengths=lengths,
             samples=samples,
-            released=np.array(changes.released, np.int32) if changes.released else NO_ROWS,
+            released=np.array(changes.released) if changes.released else NO_ROWS,
             admitted=tuple(changes.admitted),
             tables=_merged(changes.tables),
         )
@@ -374,7 +371,7 @@ class Scheduler:
 
     # -- applying ------------------------------------------------------------------------------------------------
 
-    def _sampled_rows(self, plan: Plan, result: Result) -> Int32:
+    def _sampled_rows(self, plan: Plan, result: Result) -> Index:
         """The rows that got a token. Raises OutOfTurn when the counts are not what the plan asked for."""
         got = result.counts == 1
         if got.all() and plan.samples.all():
@@ -391,7 +388,7 @@ class Scheduler:
         done = [s for s in self._prefilling if self.rows.known[s.row] > len(s.tokens)]  # sampled since it was seated
         if done:
             self._prefilling = [s for s in self._prefilling if s not in done]
-            self._decoding = np.append(self._decoding, np.array([s.row for s in done], np.int32))
+            self._decoding = np.append(self._decoding, np.array([s.row for s in done]))
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Take row and blocks back; the sequence waits at its old place, with its tokens, to be computed again."""

@@ -12,17 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...cache.storage import LayerCache as LayerCache  # what kernels are handed; they import it from here
+
 Int32 = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
-    """One layer's place in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
-
-    key: torch.Tensor
-    value: torch.Tensor  # its head_dim may differ from the key's
-    group: int = 0
-    aliased: bool = False  # the layer reads another layer's K and V and writes none
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,77 @@
+# Every target makes the environment it needs first (.ci/setup.py), says what it downloads, and is quick the next time.
+#
+#   PYTHON=python3.12        the interpreter to make the environment with; without it, the first recent one on the PATH.
+#                            If it can import torch 2.10 or later already, that torch is used and not downloaded.
+#   TORCH=torch==2.13.0      the torch to install into the environment, instead of the pin in constraints.txt.
+#
+# On Linux x86-64 the default package index has torch with CUDA, several GB with its libraries. A machine without an
+# NVIDIA GPU is served by a CPU build of 200 MB: the authors of torch keep an index of those, which pip consults too once
+# PIP_EXTRA_INDEX_URL holds its address (or alone, with PIP_INDEX_URL, if it mirrors the other packages). Its builds are
+# called 2.13.0+cpu, and are preferred to a plain 2.13.0; TORCH=torch==2.13.0+cpu accepts nothing else. A folder of
+# wheels in PIP_FIND_LINKS does the same.
+
+VENV ?= .venv
+PYTHON ?=
+TORCH ?=
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+BIN := $(VENV)/bin
+# -P: the folders of this checkout (cache, engine, ...) are no modules by themselves.
+RUN := $(BIN)/python -P -m
+PACKAGES := monitor allocator cache scheduler engine configs
+
+# $(call setup,EXTRA ...): the environment, with these optional dependencies of pyproject.toml.
+define setup
+@for python in $(CANDIDATES); do \
+	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		PYTHON="$(PYTHON)" TORCH="$(TORCH)" exec "$$python" .ci/setup.py --venv "$(VENV)" $(addprefix --extra=,$(1)); \
+	fi; \
+done; \
+echo "pagetide needs Python 3.11 or later, and found none as: $(CANDIDATES)." \
+	"Install it, or name it with PYTHON=/path/to/python." >&2; exit 1
+endef
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo:  ## watch the engine generate out of a pool that shrinks and grows
+	$(call setup)
+	$(BIN)/pagetide demo
+
+test:  ## the tests that need no GPU and no patience
+	$(call setup,test)
+	$(RUN) pytest -q -m "not gpu and not stress"
+
+stress:  ## the long randomised tests
+	$(call setup,test)
+	$(RUN) pytest -q -m stress
+
+gpu:  ## the tests and the demo on a CUDA device
+	$(call setup,test)
+	@$(BIN)/python -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
+		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')"
+	$(RUN) pytest -q -m gpu
+	$(RUN) pagetide.cli demo --device cuda
+
+check: types  ## lint, format and types
+	$(call setup,dev)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+bench:  ## measure; the figures go to build/bench
+	$(call setup)
+	@mkdir -p build/bench
+	$(BIN)/python -m benchmarks.bookkeeping --json build/bench/bookkeeping.json
+	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
+
+types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors
+	@rm -rf build/types && mkdir -p build/types/pagetide
+	@ln -s $(addprefix ../../../,$(wildcard pagetide/*.py) pagetide/py.typed $(PACKAGES)) build/types/pagetide/
+
+clean:  ## remove everything that make made, the environment too
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf "$(VENV)"
+
+.DEFAULT_GOAL := help
+.PHONY: demo test stress gpu check bench types clean help

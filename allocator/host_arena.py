@@ -1,0 +1,308 @@
+"""An arena of host memory: one reserved mapping whose extents are populated and given back by madvise.
+
+    reserve  mmap(PRIVATE | ANONYMOUS | NORESERVE)      addresses, no memory
+    map      budget, then madvise(POPULATE_WRITE)       memory comes now, or the refusal does
+    unmap    madvise(DONTNEED)                          memory goes back to the system; zeros come next time
+
+Why so, each measured: MAP_SHARED (what `mmap.mmap(-1, n)` gives) keeps the cgroup's charge and the old bytes after
+DONTNEED. Untouched memory is no memory yet, so without POPULATE the refusal would be a kill at some later write. Inside
+a cgroup even POPULATE is answered by the killer and not by ENOMEM, hence the budget. `mmap.madvise` holds the
+interpreter's lock for its 0.3 s a few GiB, a ctypes call does not. `mmap.close()` under a live tensor is a segmentation
+fault, so nothing here ever closes: the mapping goes when its last view does.
+
+Huge pages make unmapping 1 GiB take 3-9 ms and not 62-85. They are asked for only where a whole one lies inside one
+extent: a page that straddled two would come with the first and stay, charged, until both had gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .errors import BlockMisuse, OutOfDeviceMemory
+
+_LINUX = sys.platform == "linux"
+_MAX_ADVISED = 4096  # every island of huge pages splits the mapping, and a process has 65,530 (vm.max_map_count)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; in the mmap module from no version yet
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the mmap module from Python 3.13
+_PROT_NONE = 0
+
+
+def _huge_page_bytes(kernel: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> int:
+    """Bytes of a transparent huge page (2 MiB on x86; 512 MiB where pages have 64 KiB), 0 where there are none."""
+    try:
+        return int((kernel / "hpage_pmd_size").read_text())
+    except OSError:
+        return 0
+
+
+_HUGE_PAGE = _huge_page_bytes()  # the base of an arena that can use them is aligned to it
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process may still take: MemAvailable, or what its cgroups leave of their limits if that is less.
+
+    `proc` and `cgroups` are where the kernel shows its files (cgroup v2, or v1 below `memory/`).
+    """
+    rooms = [_cgroup_room(directory, names) for directory, names in _cgroup_directories(proc, cgroups)]
+    return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
+
+
+class HostArena:
+    """`num_extents` extents of `extent_bytes` host bytes at addresses that never move; see `Arena` for the contract.
+
+    `budget()` says how many bytes are free to take; `map` asks it before it takes any. With `debug` an unmapped extent
+    is protected, before `map`, after `unmap` and after `close`: touching it ends the process with SIGSEGV. Without
+    `debug` it reads as zeros and, written to, silently takes memory. Calls may come from any thread, one is done at a
+    time. Raises ValueError for sizes that are no whole number of pages, OutOfDeviceMemory where no address range is
+    left.
+    """
+
+    _populate_advice = _MADV_POPULATE_WRITE  # tests name one that no kernel knows
+
+    def __init__(
+        self, num_extents: int, extent_bytes: int, *, budget: Callable[[], int] | None = None, debug: bool = False
+    ) -> None:
+        if num_extents < 1:
+            raise ValueError(f"num_extents must be at least 1, got {num_extents}")
+        if extent_bytes < 1 or extent_bytes % mmap.PAGESIZE:
+            raise ValueError(f"extent_bytes must be a multiple of the page size {mmap.PAGESIZE}, got {extent_bytes}")
+        self._num_extents = num_extents
+        self._extent_bytes = extent_bytes
+        self._budget = budget or free_host_bytes
+        self._debug = debug and _LINUX
+        self._lock = threading.Lock()
+        self._mapped: frozenset[int] = frozenset()
+        length = num_extents * extent_bytes
+        slack = _HUGE_PAGE if _HUGE_PAGE <= extent_bytes else 0
+        reserved = _reserve(length + slack)
+        base = _address(reserved)
+        offset = -base % _HUGE_PAGE if slack else 0
+        self._base = base + offset
+        self._buffer: memoryview | None = memoryview(reserved)[offset : offset + length]
+        self._advise_page_size()
+        if self._debug:
+            _mprotect(self._base, length, _PROT_NONE)
+
+    @property
+    def num_extents(self) -> int:
+        """Extents in the reserved range."""
+        return self._num_extents
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent; a whole number of pages."""
+        return self._extent_bytes
+
+    @property
+    def mapped_extents(self) -> frozenset[int]:
+        """The extents that have memory behind them now."""
+        return self._mapped
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory behind the range now."""
+        return len(self._mapped) * self._extent_bytes
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole range, writable. It and what is made of it own the mapping. Raises BlockMisuse once closed."""
+        return self._open()
+
+    def map(self, extents: Sequence[int]) -> None:
+        """Populate `extents` with zero bytes, all or none. Raises OutOfDeviceMemory; BlockMisuse if one is mapped."""
+        with self._lock:
+            wanted = self._checked(extents, mapped=False)
+            asked = len(wanted) * self._extent_bytes
+            if asked and asked > (free := self._budget()):
+                raise OutOfDeviceMemory(asked, free, "host memory")
+            done: list[tuple[int, int]] = []
+            try:
+                for run in _runs(sorted(wanted)):
+                    done.append(run)
+                    self._populate(*self._range(run))
+            except BaseException as error:
+                for run in done:
+                    self._give_back(*self._range(run))
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    raise OutOfDeviceMemory(asked, self._budget(), "host memory") from error
+                raise
+            self._mapped |= wanted
+
+    def unmap(self, extents: Sequence[int]) -> None:
+        """Give the memory behind `extents` back to the system. Raises BlockMisuse if one is not mapped."""
+        with self._lock:
+            for first, last in _runs(sorted(self._checked(extents, mapped=True))):
+                self._give_back(*self._range((first, last)))
+                self._mapped -= frozenset(range(first, last))
+
+    def close(self) -> None:
+        """Give all memory back and refuse further calls; the addresses go with their last view. Idempotent."""
+        with self._lock:
+            if self._buffer is None:
+                return
+            for run in _runs(sorted(self._mapped)):
+                self._give_back(*self._range(run))
+            self._mapped = frozenset()
+            self._buffer = None
+
+    def _populate(self, start: int, length: int) -> None:
+        """Put zero pages behind the addresses. Raises OSError, ENOMEM where there are none."""
+        if self._debug:
+            _mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE)
+        if _LINUX:
+            try:
+                return _madvise(start, length, self._populate_advice)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14 does not know it
+                    raise
+        ctypes.memset(start, 0, length)  # a touch that holds no lock and keeps "zeros" true on every system
+
+    def _give_back(self, start: int, length: int) -> None:
+        """Return the pages behind the addresses. Where the system has no DONTNEED that frees, they stay."""
+        if _LINUX:
+            _madvise(start, length, mmap.MADV_DONTNEED)
+            if self._debug:
+                _mprotect(start, length, _PROT_NONE)
+
+    def _advise_page_size(self) -> None:
+        """Huge pages where they fit inside an extent, none elsewhere. Advice: a kernel without them may refuse it."""
+        if not _HUGE_PAGE:
+            return
+        try:
+            if self._extent_bytes % _HUGE_PAGE == 0:
+                return _madvise(*self._range((0, self._num_extents)), mmap.MADV_HUGEPAGE)
+            _madvise(*self._range((0, self._num_extents)), mmap.MADV_NOHUGEPAGE)
+            if self._extent_bytes < _HUGE_PAGE or self._num_extents > _MAX_ADVISED:
+                return
+            for extent in range(self._num_extents):
+                start, length = self._range((extent, extent + 1))
+                inner = start + -start % _HUGE_PAGE
+                inner_bytes = (start + length - inner) // _HUGE_PAGE * _HUGE_PAGE
+                if inner_bytes > 0:
+                    _madvise(inner, inner_bytes, mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EAGAIN):  # EINVAL: built without; EAGAIN: no room for the advice
+                raise
+
+    def _range(self, run: tuple[int, int]) -> tuple[int, int]:
+        """(address, bytes) of the extents `run[0] .. run[1]`."""
+        return self._base + run[0] * self._extent_bytes, (run[1] - run[0]) * self._extent_bytes
+
+    def _open(self) -> memoryview:
+        if self._buffer is None:
+            raise BlockMisuse("the arena is closed")
+        return self._buffer
+
+    def _checked(self, extents: Sequence[int], *, mapped: bool) -> frozenset[int]:
+        """`extents` as a set. Raises BlockMisuse unless each is there once and mapped, or not mapped, as said."""
+        self._open()
+        wanted = frozenset(extents)
+        if len(wanted) != len(extents):
+            raise BlockMisuse(f"an extent is named twice in {list(extents)}")
+        if outside := [extent for extent in wanted if not 0 <= extent < self._num_extents]:
+            raise BlockMisuse(f"extents {sorted(outside)} are outside the arena of {self._num_extents}")
+        if wrong := (wanted - self._mapped if mapped else wanted & self._mapped):
+            raise BlockMisuse(f"extents {sorted(wrong)} are {'not mapped' if mapped else 'mapped already'}")
+        return wanted
+
+
+def _runs(extents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours merged: [1, 2, 5] -> (1, 3), (5, 6)."""
+    start = 0
+    for index in range(1, len(extents) + 1):
+        if index == len(extents) or extents[index] != extents[index - 1] + 1:
+            yield extents[start], extents[index - 1] + 1
+            start = index
+
+
+def _reserve(length: int) -> mmap.mmap:
+    """`length` bytes of addresses. Raises OutOfDeviceMemory where there are none."""
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, length)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if _LINUX else 0)
+        return mmap.mmap(-1, length, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise OutOfDeviceMemory(length, free_host_bytes(), "address space") from error
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _libc() -> Any:
+    """The C library, called without the interpreter's lock; None where madvise is not used."""
+    if not _LINUX:
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    for function in (library.madvise, library.mprotect):
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        function.restype = ctypes.c_int
+    return library
+
+
+_LIBC = _libc()
+
+
+def _madvise(start: int, length: int, advice: int) -> None:
+    _call(_LIBC.madvise, start, length, advice)
+
+
+def _mprotect(start: int, length: int, protection: int) -> None:
+    _call(_LIBC.mprotect, start, length, protection)
+
+
+def _call(function: Any, start: int, length: int, argument: int) -> None:
+    """Call until no signal interrupts. Raises OSError with the call's errno."""
+    while function(start, length, argument):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, f"{function.__name__}({length:,} bytes, {argument}): {os.strerror(code)}")
+
+
+# (limit, use, key in memory.stat) of cgroup v2 and v1; file pages not used lately go before anyone is killed
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroup_directories(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process' memory cgroups and their ancestors, since the limit of each holds.
+
+    A container without a cgroup namespace sees the host's path in /proc but only its own part of the tree, as the root:
+    a directory that is not there is passed over and the root is looked at always.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:  # no cgroups here: macOS, Windows
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth]), _V1 if controllers else _V2
+
+
+def _cgroup_room(directory: Path, names: tuple[str, str, str]) -> int | None:
+    """Bytes left of one cgroup's limit, or None where it has none."""
+    limit_name, use_name, reclaimable_name = names
+    try:
+        limit = (directory / limit_name).read_text().strip()
+        if limit == "max":
+            return None
+        use = int((directory / use_name).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:  # a root cgroup has no such files; nor has one that is not shown here
+        return None
+    return int(limit) - use + int(stat.get(reclaimable_name, 0))

@@ -1,0 +1,133 @@
+"""What a step costs besides the model: scheduler, block work and output lists. No model, no torch.
+
+    python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks.figures import Figure, report
+from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.manager import CacheManager
+from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Limits, Scheduler
+
+BLOCK_SIZE = 16
+STOP_IDS = (0, 2)
+VOCAB = 32_000
+
+
+def answer(plan: Plan, rng: np.random.Generator) -> Result:
+    """What a runner would send back: a random token, never a stop id, for each chunk that samples."""
+    counts = plan.samples.astype(np.int32)
+    return Result(plan.step_id, counts, rng.integers(3, VOCAB, int(counts.sum()), dtype=np.int32))
+
+
+def decode_steps(num_seqs: int, steps: int, seed: int) -> list[float]:
+    """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token."""
+    rng = np.random.default_rng(seed)
+    most = 400 + steps + 16
+    cache = CacheManager(1 + num_seqs * (-(-most // BLOCK_SIZE) + 1), BLOCK_SIZE, num_seqs, most)
+    scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
+    told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
+    for name in told:
+        prompt = rng.integers(3, VOCAB, int(rng.integers(20, 400)), dtype=np.int32)  # staggers the block borders
+        scheduler.add(Request(name, prompt, Sampling(steps + 8, stop_token_ids=STOP_IDS)))
+    samples: list[float] = []
+    due: dict[str, list[int]] = {name: [] for name in told}
+    while scheduler.num_waiting or len(samples) < steps:
+        counted = not scheduler.num_waiting and bool(samples or scheduler.stats.steps > 1)
+        start = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        planned = time.perf_counter()
+        result = answer(plan, rng)
+        applying = time.perf_counter()
+        emissions = scheduler.apply(plan, result)
+        ended = time.perf_counter()
+        if counted:
+            samples.append(planned - start + ended - applying)
+        names = [scheduler.rows.request_ids[row] for row in plan.rows[plan.samples]]
+        for name, token in zip(names, result.tokens.tolist(), strict=True):
+            due[name].append(token)
+        for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
+            told[name].append(token)
+    assert scheduler.num_running == num_seqs, "a sequence ended early"
+    assert told == due, "what was told differs from what was sampled"
+    scheduler.check_invariants()
+    return samples
+
+
+def admission(tokens: int, repeats: int) -> list[float]:
+    """Seconds from `add` to the plan that computes the first tokens of one prompt of `tokens` tokens."""
+    prompt = np.random.default_rng(0).integers(3, VOCAB, tokens, dtype=np.int32)
+    cache = CacheManager(2 * tokens // BLOCK_SIZE, BLOCK_SIZE, 4, tokens + 100)
+    scheduler = Scheduler(cache, Limits(4, 2048, tokens + 100))
+    samples = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        scheduler.add(Request(f"r{i}", prompt, Sampling(50)))
+        plan = scheduler.schedule(0.0)
+        samples.append(time.perf_counter() - start)
+        assert plan.num_tokens == 2048
+        scheduler.abort(f"r{i}")
+        scheduler.apply(plan, answer(plan, np.random.default_rng(0)))
+    return samples[1:]  # the first one touches fresh memory
+
+
+def allocate_and_free(blocks: int, repeats: int) -> list[float]:
+    """Seconds to allocate `blocks` blocks and to free them."""
+    pool, samples = BlockAllocator(100_001), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pool.release(pool.allocate(blocks))
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def build_pool(blocks: int, repeats: int) -> list[float]:
+    """Seconds to build a pool."""
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pool = BlockAllocator(blocks)
+        samples.append(time.perf_counter() - start)
+        assert pool.available == blocks - 1
+    return samples
+
+
+def figure(name: str, seconds: list[float], unit: str, target: float | None) -> Figure:
+    """The median of `seconds`, in `unit`."""
+    scaled = [s * {"us": 1e6, "ms": 1e3}[unit] for s in seconds]
+    return Figure(name, statistics.median(scaled), unit, target, samples=[round(s, 3) for s in scaled])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    figures = []
+    for num_seqs, target in ((256, 70), (4096, 450)):
+        gc.collect()
+        samples = decode_steps(num_seqs, args.steps, args.seed)
+        median = figure(f"decode step, {num_seqs:,} running sequences, median", samples, "us", target)
+        p99 = float(np.percentile(samples, 99)) * 1e6
+        figures += [median, Figure(f"decode step, {num_seqs:,}, p99 / median", p99 / median.value, "x", 3.0)]
+    figures += [
+        figure("admission of a prompt of 100,000 tokens", admission(100_000, 50), "ms", 6),
+        figure("allocate + free 512 blocks", allocate_and_free(512, 2000), "us", 40),
+        figure("build a pool of 1,000,000 blocks", build_pool(1_000_000, 20), "ms", 20),
+    ]
+    report("bookkeeping: scheduler, blocks, output lists", figures, args.seed, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""What a model's KV cache costs: model shape <-> bytes <-> blocks <-> extents, both ways.
+
+A block holds `block_size` tokens of K and V of all layers, contiguously. With equal layers it is
+
+    [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]
+
+    | layer 0: K | layer 0: V | layer 1: K | layer 1: V | ... | padding |
+    |<- 16 x 8 x 128 ->|                                      |
+    |<------------------- payload_bytes --------------------->|
+    |<------------------------- block_stride ------------------------->|
+
+Where layers differ it is the concatenation of each layer's K piece, then V piece: `[block_size, num_kv_heads, k_dim]`
+and `[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces of its own.
+
+Pieces begin at multiples of 64 bytes: a cache line, and what vector loads ask for. Pieces of real models have such
+lengths anyway, so nothing stands between them. The end of a block is padded so that `blocks_per_extent` strides are a
+whole number of granules: an extent holds whole blocks, and block `i` lies at byte `i * block_stride` of the arena,
+whatever extent that is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Self
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ALIGNMENT = 64  # bytes; where a piece may begin
+PAGE_BYTES = 4096
+EXTENT_TARGET_BYTES = 32 << 20
+
+
+class GeometryError(ValueError):
+    """The shape of a KV cache cannot be told from a config, or makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`.
+
+    `shares`: the layer whose K and V this one reads, in place of having any. No heads: a layer without attention.
+    """
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    group: int = 0
+    shares: int | None = None
+
+
+@dataclass(frozen=True)  # no slots: the derived numbers are computed once and kept in the instance's dict
+class Geometry:
+    """Bytes and blocks of one KV pool. `block_size` in tokens, everything that ends in `bytes` or `stride` in bytes.
+
+    `granule_bytes` is what the device maps at least (4 KiB of host memory, 2 MiB of CUDA's); a power of two.
+    An extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads.
+    Block 0 is the null block, never handed out: of the blocks counted here one is not usable. Raises GeometryError.
+    """
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    dtype: str
+    granule_bytes: int = PAGE_BYTES
+    extent_target_bytes: int = EXTENT_TARGET_BYTES
+    shard: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise GeometryError(f"block_size must be at least 1 token, got {self.block_size}")
+        if self.dtype not in ITEM_BYTES:
+            raise GeometryError(f"dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+        if self.granule_bytes < ALIGNMENT or self.granule_bytes & (self.granule_bytes - 1):
+            raise GeometryError(f"granule_bytes must be a power of two from {ALIGNMENT}, got {self.granule_bytes}")
+        for index, layer in enumerate(self.layers):
+            _check_layer(self.layers, index, layer)
+        if not self.block_bytes:
+            raise GeometryError("no layer has K and V of its own: there is nothing to cache")
+
+    @classmethod
+    def from_config(
+        cls,
+        config: object,
+        *,
+        block_size: int,
+        dtype: str,
+        granule_bytes: int = PAGE_BYTES,
+        extent_target_bytes: int = EXTENT_TARGET_BYTES,
+    ) -> Self:
+        """The geometry of the model that `config`, a transformers config, describes. Raises GeometryError."""
+        return cls(layer_shapes(config), block_size, dtype, granule_bytes, extent_target_bytes)
+
+    def with_extents(self, target_bytes: int) -> Self:
+        """The same blocks in extents of at most `target_bytes` (or of one block). The stride may be another."""
+        return replace(self, extent_target_bytes=target_bytes)
+
+    # --- one block
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token has in all layers."""
+        own = (layer for layer in self.layers if layer.shares is None)
+        return sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own) * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of K and V in a block, without any padding."""
+        return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes from a block's start to the end of its last piece: what a copy has to carry."""
+        return self._layout[1]
+
+    @property
+    def block_stride(self) -> int:
+        """Bytes from one block to the next."""
+        return self._packing[0]
+
+    @property
+    def waste_bytes(self) -> int:
+        """Bytes of a block that hold nothing; an extent wastes `blocks_per_extent` times as many."""
+        return self.block_stride - self.block_bytes
+
+    def piece(self, layer: int) -> tuple[int, int]:
+        """(K, V) offsets of a layer's pieces from the start of the block, in elements."""
+        return self._layout[0][layer]
+
+    @cached_property
+    def layout_id(self) -> str:
+        """What two pools must have in common to exchange a block's first `payload_bytes`.
+
+        It fixes every offset within the payload. The stride is left out on purpose: it follows the granule of the
+        arena, 4 KiB on the host and 2 MiB on the device, and the padding does not travel.
+        """
+        runs = [(f"{len(list(run))}*", layer) for layer, run in groupby(self.layers)]
+        layers = ",".join((count if count != "1*" else "") + _layer_name(layer) for count, layer in runs)
+        rank, ranks = self.shard
+        return f"block-major-1/{self.dtype}/{self.block_size}/{layers}/{rank}of{ranks}"
+
+    # --- many blocks
+
+    @property
+    def blocks_per_extent(self) -> int:
+        """Blocks of one extent."""
+        return self._packing[1]
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent: a whole number of granules."""
+        return self.block_stride * self.blocks_per_extent
+
+    def blocks_for_tokens(self, num_tokens: int) -> int:
+        """Blocks that one sequence of `num_tokens` needs."""
+        return _ceil(num_tokens, self.block_size)
+
+    def extents_for_blocks(self, num_blocks: int) -> int:
+        """The fewest extents that hold `num_blocks`, the null block counted among them."""
+        return _ceil(num_blocks, self.blocks_per_extent)
+
+    def bytes_for_blocks(self, num_blocks: int) -> int:
+        """Bytes of the fewest extents that hold `num_blocks`, the null block counted among them."""
+        return self.extents_for_blocks(num_blocks) * self.extent_bytes
+
+    def blocks_for_bytes(self, num_bytes: int) -> int:
+        """Blocks of the extents that fit into `num_bytes` as a whole, the null block counted among them.
+
+        The inverse of `bytes_for_blocks` up to whole extents: `bytes_for_blocks(blocks_for_bytes(n)) <= n` by less than
+        an extent, and `blocks_for_bytes(bytes_for_blocks(b)) >= b` by less than an extent's blocks.
+        """
+        return max(0, num_bytes) // self.extent_bytes * self.blocks_per_extent
+
+    def usable_blocks(self, num_blocks: int) -> int:
+        """How many of a pool's `num_blocks` sequences can have: all but the null block."""
+        return max(0, num_blocks - 1)
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """((K, V) offsets per layer in elements, payload bytes)."""
+        pieces: list[tuple[int, int]] = []
+        end = 0  # bytes
+        for layer in self.layers:
+            if layer.shares is not None:
+                pieces.append(pieces[layer.shares])
+                continue
+            tokens = self.block_size * layer.num_kv_heads * self.itemsize
+            k_offset = _align(end, ALIGNMENT)
+            v_offset = _align(k_offset + tokens * layer.k_dim, ALIGNMENT)
+            end = v_offset + tokens * layer.v_dim
+            pieces.append((k_offset // self.itemsize, v_offset // self.itemsize))
+        return tuple(pieces), end
+
+    @cached_property
+    def _packing(self) -> tuple[int, int]:
+        """(block stride, blocks per extent): the least stride that fits the target, then the most blocks.
+
+        2^k blocks make whole granules when the stride is a multiple of granule / 2^k. Only the power of two in the
+        number of blocks counts, so trying each k finds the best there is.
+        """
+        target = max(self.extent_target_bytes, self.granule_bytes)
+        stride = _align(self.payload_bytes, self.granule_bytes)
+        count = max(1, target // stride)
+        blocks, unit = 2, self.granule_bytes // 2
+        while unit >= ALIGNMENT and blocks * (candidate := _align(self.payload_bytes, unit)) <= target:
+            if candidate < stride:
+                stride, count = candidate, target // (blocks * candidate) * blocks
+            blocks, unit = blocks * 2, unit // 2
+        return stride, count
+
+
+def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
+    """The K and V that each layer of a transformers model hands to its attention function.
+
+    `config` is any text config, or one that has one (`get_text_config`); it is only read. Attribute names differ
+    between families: their aliases, lists by layer, `per_layer_config` and `block_configs` are understood. Raises
+    GeometryError naming the attribute that is missing, or a layer that keeps another state than K and V.
+    """
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    num_layers = _need(config, "num_hidden_layers")
+    types = _layer_types(config, num_layers)
+    views = _layer_configs(config, num_layers)
+    sources = _sources(config, num_layers, types)
+    shapes = [_shape(view, index, kind) for index, (view, kind) in enumerate(zip(views, types, strict=True))]
+    return tuple(
+        shape if source is None else replace(shapes[source], shares=source)
+        for shape, source in zip(shapes, sources, strict=True)
+    )
+
+
+# Layers that attend over K and V as they are; those that attend over nothing; all others keep a state of another kind.
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_EMPTY_TYPES = {"moe", "mlp"}
+
+
+def _layer_types(config: Any, num_layers: int) -> Sequence[str]:
+    types = _first(config, "layer_types", "layers_block_type")
+    if types is None:
+        return ["full_attention"] * num_layers
+    for index, kind in enumerate(types):
+        if kind not in _ATTENTION_TYPES | _EMPTY_TYPES:
+            raise GeometryError(f"layer {index} is of type {kind!r}: its state is not K and V of each token")
+    if len(types) != num_layers:
+        raise GeometryError(f"layer_types names {len(types)} layers, num_hidden_layers is {num_layers}")
+    return list(types)
+
+
+def _layer_configs(config: Any, num_layers: int) -> Sequence[Any]:
+    """The config as each layer sees it; attributes that differ by layer cannot be read from the config itself."""
+    views = getattr(config, "per_layer_config", None)
+    if views is None or len(views) != num_layers:
+        return [config] * num_layers
+    return [views[index] for index in range(num_layers)]
+
+
+def _sources(config: Any, num_layers: int, types: Sequence[str]) -> Iterator[int | None]:
+    """Per layer, the one whose K and V it reads (gemma 3n and 4: the last unshared one of its type), or None."""
+    sources = getattr(config, "kv_source_layers", None)
+    first_shared = num_layers - (_first(config, "num_kv_shared_layers") or 0)
+    for index in range(num_layers):
+        if sources is not None:
+            yield None if sources[index] == index else sources[index]
+        elif index < first_shared:
+            yield None
+        else:
+            like = [other for other in range(first_shared) if types[other] == types[index]]
+            if not like:
+                raise GeometryError(
+                    f"num_kv_shared_layers: layer {index} shares, but no {types[index]} layer has K and V"
+                )
+            yield like[-1]
+
+
+def _shape(config: Any, index: int, kind: str) -> LayerShape:
+    """One layer's shape; `config` is the layer's own view."""
+    block = _block_attention(config, index)
+    if kind in _EMPTY_TYPES or _first(block, "no_op") or _first(block, "replace_with_linear"):
+        return LayerShape(0, 0, 0)
+    nope, rope = (_size(config, f"qk_{part}_head_dim", index=index) for part in ("nope", "rope"))
+    if nope is not None and rope is not None:  # MLA as transformers computes it: K and V expanded to all heads
+        heads = _need(config, "num_attention_heads", index=index)
+        return LayerShape(heads, nope + rope, _need(config, "v_head_dim", index=index))
+    head_dim = _head_dim(config, index, kind)
+    v_dim = _by_kind(config, "v_head_dim", index, kind) or head_dim
+    return LayerShape(_kv_heads(config, index, kind, block), head_dim, v_dim)
+
+
+def _kv_heads(config: Any, index: int, kind: str, block: Any) -> int:
+    model_type = getattr(config, "model_type", None)
+    if _first(config, "new_decoder_architecture") or model_type == "jetmoe":
+        return _need(config, "num_attention_heads", index=index)  # falcon and jetmoe repeat K and V for each query head
+    if _first(config, "multi_query"):
+        return 1
+    if (queries_per_kv := _first(block, "n_heads_in_group")) is not None:
+        return _need(config, "num_attention_heads", index=index) // int(queries_per_kv)
+    if kind == "full_attention" and getattr(config, "attention_k_eq_v", True):  # gemma 4 before it had per_layer_config
+        shared = _size(config, "num_global_key_value_heads", index=index)
+        if shared is not None:
+            return shared
+    heads = _by_kind(config, "num_key_value_heads", index, kind) or _size(config, "num_kv_heads", index=index)
+    if heads is None:
+        return _need(config, "num_attention_heads", "num_key_value_heads", index=index)
+    if kind == "sliding_attention" and model_type == "mimo_v2_flash":
+        return 2 * heads  # said by its attention class alone
+    return heads
+
+
+def _head_dim(config: Any, index: int, kind: str) -> int:
+    if kind == "full_attention" and (size := _size(config, "global_head_dim", index=index)) is not None:
+        return size
+    if (size := _by_kind(config, "head_dim", index, kind)) is not None:
+        return size
+    hidden = _need(config, "hidden_size", "head_dim", index=index)
+    return hidden // _need(config, "num_attention_heads", "head_dim", index=index)
+
+
+def _block_attention(config: Any, index: int) -> Any:
+    """The attention part of `block_configs` (Nemotron-NAS: one record or dict a layer), or None."""
+    blocks = getattr(config, "block_configs", None)
+    return None if blocks is None else _get(blocks[index], "attention")
+
+
+def _by_kind(config: Any, name: str, index: int, kind: str) -> int | None:
+    """The attribute, or the one that some families have for their sliding layers beside it."""
+    names = (f"swa_{name}", name) if kind == "sliding_attention" else (name,)
+    return _size(config, *names, index=index)
+
+
+def _need(config: Any, name: str, *instead: str, index: int = 0) -> int:
+    """The attribute as an int. Raises GeometryError naming it, and those that would do `instead`."""
+    if (value := _size(config, name, index=index)) is None:
+        wanted = " or ".join((*instead, name))
+        raise GeometryError(f"{type(config).__name__} has no {wanted}: the size of its K and V cannot be told")
+    return value
+
+
+def _size(config: Any, *names: str, index: int) -> int | None:
+    """The first of the attributes that is there and not None, an int; of a list by layer, the layer's item."""
+    value: int | None = _first(config, *names, index=index)
+    return value
+
+
+def _first(config: Any, *names: str, index: int = 0) -> Any:
+    """The first of the attributes that is there and not None; of a list by layer, the layer's item."""
+    for name in names:
+        if (value := _get(config, name)) is not None:
+            by_layer = isinstance(value, (list, tuple)) and name not in ("layer_types", "layers_block_type")
+            return value[index] if by_layer else value
+    return None
+
+
+def _get(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
+
+
+def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) -> None:
+    if min(layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.group) < 0:
+        raise GeometryError(f"layer {index} has a negative size: {layer}")
+    if layer.shares is None:
+        return
+    if not 0 <= layer.shares < index or layers[layer.shares].shares is not None:
+        raise GeometryError(
+            f"layer {index} shares K and V of layer {layer.shares}, which is no earlier layer with its own"
+        )
+    if replace(layer, shares=None) != layers[layer.shares]:
+        raise GeometryError(f"layer {index} differs from layer {layer.shares}, whose K and V it shares")
+
+
+def _layer_name(layer: LayerShape) -> str:
+    return f"={layer.shares}" if layer.shares is not None else f"{layer.num_kv_heads}x({layer.k_dim}+{layer.v_dim})"
+
+
+def _ceil(amount: int, unit: int) -> int:
+    return -(-max(0, amount) // unit)
+
+
+def _align(amount: int, unit: int) -> int:
+    return _ceil(amount, unit) * unit

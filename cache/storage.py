@@ -1,0 +1,212 @@
+"""Tensors over an arena: where each layer's K and V lie, and copies of whole blocks. Cache's only module with torch.
+
+    arena.buffer -> bytes [num_blocks, block_stride] -> layer i: key   [num_blocks, block_size, num_kv_heads, k_dim]
+                                                                 value [num_blocks, block_size, num_kv_heads, v_dim]
+
+All are views of one address range, strided by the block. They keep the range alive after `arena.close()`, where a host
+arena reads as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..allocator.arena import Arena
+from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
+from ..allocator.host_arena import free_host_bytes
+from .geometry import Geometry
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NULL_BLOCK = 0
+
+BlockIds = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """One layer's place in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+    key: torch.Tensor
+    value: torch.Tensor  # its head_dim may differ from the key's
+    group: int = 0
+    aliased: bool = False  # the layer reads another layer's K and V and writes none
+
+
+class Storage:
+    """The blocks of `arena` as tensors on `device`. Building it reads and writes no memory, and maps none.
+
+    The arena's extents must have the geometry's size. Touching a block whose extent is not mapped is undefined. Block
+    0, the null block, is to be mapped always: freshly mapped it is zeros, and nothing here writes to it but `clear`.
+    Raises ValueError where arena and geometry differ, or where the arena holds no block beside the null block.
+    """
+
+    staging_bytes = 64 << 20  # what a copy of blocks may take of the device's memory for itself
+
+    def __init__(self, geometry: Geometry, arena: Arena, device: torch.device | str = "cpu") -> None:
+        if arena.extent_bytes != geometry.extent_bytes:
+            raise ValueError(f"the arena's extents have {arena.extent_bytes:,} bytes, not {geometry.extent_bytes:,}")
+        num_blocks = arena.num_extents * geometry.blocks_per_extent
+        if num_blocks < 2:
+            raise ValueError(
+                f"the arena's {arena.num_extents * arena.extent_bytes:,} bytes hold the null block alone: "
+                f"{geometry.bytes_for_blocks(2):,} bytes are the least that hold another"
+            )
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
+        self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
+        self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
+        elements = memory.view(_DTYPES[geometry.dtype])
+        self._layers = tuple(self._views(elements, layer) for layer in range(len(geometry.layers)))
+
+    def layer(self, layer: int) -> LayerCache:
+        """The views of one layer. A layer that shares another's K and V has the same memory, and `aliased` set."""
+        return self._layers[layer]
+
+    def block_bytes(self, block: int) -> torch.Tensor:
+        """What a swap carries: the bytes of one block without the padding behind it, a view, uint8 [payload_bytes]."""
+        self._check(np.asarray([block]))
+        return self.blocks[block, : self.geometry.payload_bytes]
+
+    def copy(self, sources: BlockIds, targets: BlockIds) -> None:
+        """Copy block `sources[i]` to block `targets[i]`, all as if at once: a target may be the source of another copy.
+
+        Whole blocks, in the order of the device's current stream. Takes `staging_bytes` of the device, or the sources'
+        own size where a target is a source too. Raises BlockMisuse, with nothing copied, for the null block or
+        a repetition among the targets and for ids outside the pool.
+        """
+        if sources.shape != targets.shape or sources.ndim != 1:
+            raise BlockMisuse(f"{sources.shape} sources cannot be copied to {targets.shape} targets")
+        self._check(sources)
+        self._check(targets)
+        if (targets == _NULL_BLOCK).any():
+            raise BlockMisuse("the null block is no target of copies")
+        if len(np.unique(targets)) != len(targets):
+            raise BlockMisuse("a block is the target of two copies")
+        apart = not np.isin(targets, sources).any()
+        step = max(1, self.staging_bytes // self.geometry.block_stride) if apart else max(1, len(sources))
+        read, write = self._index(sources), self._index(targets)
+        for start in range(0, len(sources), step):
+            part = slice(start, start + step)
+            self._words.index_copy_(0, write[part], self._words.index_select(0, read[part]))
+
+    def clear(self, blocks: Sequence[int] | BlockIds) -> None:
+        """Fill whole blocks with zero bytes; the null block too, should padding have been written to it."""
+        ids = np.asarray(blocks)
+        self._check(ids)
+        self._words.index_fill_(0, self._index(ids), 0)
+
+    def _views(self, elements: torch.Tensor, index: int) -> LayerCache:
+        geometry, layer = self.geometry, self.geometry.layers[index]
+        stride = geometry.block_stride // geometry.itemsize
+        k_offset, v_offset = geometry.piece(index)
+
+        def view(offset: int, size: int) -> torch.Tensor:
+            shape = (self.num_blocks, geometry.block_size, layer.num_kv_heads, size)
+            return elements.as_strided(shape, (stride, layer.num_kv_heads * size, size, 1), offset)
+
+        return LayerCache(
+            view(k_offset, layer.k_dim), view(v_offset, layer.v_dim), layer.group, aliased=layer.shares is not None
+        )
+
+    def _index(self, ids: BlockIds) -> torch.Tensor:
+        return torch.from_numpy(np.array(ids, np.int64)).to(self.device)
+
+    def _check(self, ids: BlockIds) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
+            outside = ids[(ids < 0) | (ids >= self.num_blocks)]
+            raise BlockMisuse(f"blocks {outside.tolist()} are outside the pool of {self.num_blocks:,}")
+
+
+class TensorArena:
+    """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic one.
+
+    Its extents are mapped from the start and until `close`; single ones cannot be given back, so `map` and `unmap`
+    refuse all but nothing. Memory goes when the last view of `buffer` does. Raises OutOfDeviceMemory, with nothing
+    allocated.
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int, device: torch.device | str) -> None:
+        if num_extents < 1 or extent_bytes < 1:
+            raise ValueError(f"num_extents and extent_bytes must be at least 1, got {num_extents} and {extent_bytes}")
+        self._num_extents = num_extents
+        self._extent_bytes = extent_bytes
+        self._buffer: torch.Tensor | None = _allocate(num_extents * extent_bytes, torch.device(device))
+
+    @property
+    def num_extents(self) -> int:
+        """Extents of the allocation."""
+        return self._num_extents
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent."""
+        return self._extent_bytes
+
+    @property
+    def mapped_extents(self) -> frozenset[int]:
+        """All extents until `close`, then none."""
+        return frozenset(range(0 if self._buffer is None else self._num_extents))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the allocation until `close`, then 0."""
+        return len(self.mapped_extents) * self._extent_bytes
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The allocation: uint8 [num_extents * extent_bytes], zeros at first. Raises BlockMisuse once closed."""
+        if self._buffer is None:
+            raise BlockMisuse("the arena is closed")
+        return self._buffer
+
+    def map(self, extents: Sequence[int]) -> None:
+        """Raises BlockMisuse for any extent: all are mapped."""
+        self._refuse(extents, "mapped already")
+
+    def unmap(self, extents: Sequence[int]) -> None:
+        """Raises BlockMisuse for any extent: memory goes back as a whole, by `close`."""
+        self._refuse(extents, "parts of one allocation, which goes back as a whole")
+
+    def close(self) -> None:
+        """Drop the allocation; torch takes it back with its last view. Idempotent."""
+        self._buffer = None
+
+    def _refuse(self, extents: Sequence[int], why: str) -> None:
+        if self._buffer is None:
+            raise BlockMisuse("the arena is closed")
+        if len(extents):
+            raise BlockMisuse(f"extents {list(extents)} are {why}")
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zero bytes on the device. Raises OutOfDeviceMemory with what the device really has free."""
+    if device.type == "cpu" and num_bytes > (free := free_host_bytes()):
+        raise OutOfDeviceMemory(num_bytes, free, "host memory")  # else the kernel would promise it, and kill us later
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise OutOfDeviceMemory(num_bytes, free, f"memory on {device}") from error
+
+
+def _as_bytes(buffer: object, device: torch.device) -> torch.Tensor:
+    """`buffer` as uint8 of the same memory, which it keeps alive. Raises ValueError if that is on another device."""
+    if isinstance(buffer, torch.Tensor):
+        tensor = buffer.view(torch.uint8)
+    elif hasattr(buffer, "__cuda_array_interface__"):
+        tensor = torch.as_tensor(buffer, device=device).view(torch.uint8)
+        if tensor.data_ptr() != buffer.__cuda_array_interface__["data"][0]:
+            raise ValueError(f"the arena's memory is not on {device}: torch copied it there")
+    else:
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise ValueError(f"the arena's memory is on {tensor.device}, not on {device}")
+    return tensor.flatten()

@@ -1,0 +1,1 @@
+"""Files that are not code: the model names of `models.yaml`."""

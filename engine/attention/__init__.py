@@ -1,0 +1,1 @@
+"""Paged attention: what a step tells it, the seam to transformers, the kernels."""

@@ -1,0 +1,431 @@
+"""Paged attention in plain torch, for any device: the reference of the other kernels, and what serves where none fits.
+
+Decodes are gathered a tile of rows at a time into buffers that stay warm in the processor's cache: rows sorted by
+length, as many as fit a tile's bytes and waste little on padding. A tile of one row is cut to its length and needs no
+mask. In a tile of several, every slot that its row may not see is zeroed, since a mask over NaN still gives NaN.
+
+Prefill goes sequence by sequence, and query tile by query tile where a mask is needed. Queries that share a KV head lie
+on the query length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An
+attention sink is one more key, of zeros, whose place in the mask holds the sink's logit. Only a softcap needs explicit
+scores.
+
+Tiles, gather indices and masks follow from the step and from a layer's shape: the first layer of each shape makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from .context import LayerCache, StepContext
+
+MAX_PADDING = 1.3  # slots of a decode tile, over those that its rows see
+FREE_PADDING = 128  # slots of padding that cost less than another tile
+CPU_TILE_BYTES = 2 << 20  # K and V of a decode tile, per thread: what a core's own cache holds
+DEVICE_TILE_BYTES = 128 << 20
+QUERY_TILE = 512  # queries of a masked prefill tile; keys later than its last query are not even read
+SCORE_BYTES = 32 << 20  # of one tensor of scores or of masks; an explicit softmax holds two
+KEPT_MASK_BYTES = 32 << 20  # prefill masks kept from one layer to the next
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Shape(NamedTuple):
+    """What the tiles of a step depend on besides the step: a layer's shape, and how it attends."""
+
+    group: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    window: int | None
+    softcap: bool
+    sinks: bool  # as one more key; where there is a softcap they are no key but part of the explicit scores
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """Some decode rows that are gathered and attended to together. The views are of the kernel's buffers."""
+
+    rows: slice  # of the step's decodes, sorted
+    blocks: torch.Tensor  # int64 [rows * blocks a row]
+    key_blocks: torch.Tensor  # [rows * blocks a row, block_size, num_kv_heads, head_dim], where the blocks go
+    value_blocks: torch.Tensor
+    key: torch.Tensor  # [rows, num_kv_heads, span, head_dim], the same memory, cut to what is seen
+    value: torch.Tensor
+    stale: torch.Tensor | None  # int64, slots of the gathered ones that their row does not see: to be zeroed
+    mask: torch.Tensor | None  # 0 or -inf [rows, 1, 1, span]; with sinks [rows, num_kv_heads, group_size, span]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decodes:
+    """The tiles of all decodes of a step, for layers of one shape."""
+
+    places: torch.Tensor  # int64 [num_decodes], tokens of the batch in the order of the tiles
+    tiles: list[_Tile]
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """What was made for one step so far. The kernel adds to it."""
+
+    step: StepContext
+    decodes: dict[_Shape, _Decodes] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    mask_bytes: int = 0
+
+
+class _Scores(NamedTuple):
+    """How scores are made of queries and keys."""
+
+    scaling: float
+    softcap: float | None
+    sinks: torch.Tensor | None  # [num_kv_heads, group_size]
+
+
+class TorchKernel:
+    """`Kernel` by gathering blocks and calling torch's attention. Owns two buffers, which grow and never shrink.
+
+    Args:
+        tile_bytes: K and V gathered at once for decodes, if they are of more than one row. By default what fits the
+            threads' caches (CPU) or 128 MiB (other devices).
+    """
+
+    name = "torch"
+
+    def __init__(self, tile_bytes: int | None = None) -> None:
+        self._tile_bytes = tile_bytes
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._plan: _Plan | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the gather buffers now."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def release_buffers(self) -> None:
+        """Drop the buffers, and what was made for the last step; the next call makes them anew."""
+        self._buffers.clear()
+        self._plan = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        step: StepContext,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `Kernel.attend`. Raises ValueError for a window of less than one token."""
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
+        if self._plan is None or self._plan.step is not step:
+            self._plan = _Plan(step)
+        (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape, value.shape[1:]
+        flags = (sliding_window, softcap is not None, sinks is not None and softcap is None)
+        shape = _Shape(cache.group, num_heads, num_kv_heads, head_dim, v_head_dim, cache.key.dtype, *flags)
+        per_head = None if sinks is None else sinks.view(num_kv_heads, -1)
+        scores = _Scores(scaling, softcap, per_head)
+        full = int(step.q_lens.sum()) == num_tokens  # else the batch is padded, and padding gets zeros
+        out = (query.new_empty if full else query.new_zeros)(num_tokens, num_heads, v_head_dim)
+        if step.num_decodes:
+            self._attend_decodes(query, cache, self._plan, shape, scores, out)
+        for chunk in range(step.num_decodes, len(step.q_lens)):
+            tokens = slice(int(step.q_starts[chunk]), int(step.q_starts[chunk] + step.q_lens[chunk]))
+            own = None if cache.aliased else (key[tokens], value[tokens])
+            out[tokens] = self._attend_chunk(chunk, query[tokens], own, cache, self._plan, shape, scores)
+        return out
+
+    def _attend_decodes(
+        self, query: torch.Tensor, cache: LayerCache, plan: _Plan, shape: _Shape, scores: _Scores, out: torch.Tensor
+    ) -> None:
+        """Fill the decodes' places in `out` [T, num_heads, v_head_dim]."""
+        decodes = plan.decodes.get(shape)
+        if decodes is None:
+            decodes = plan.decodes[shape] = self._plan_decodes(plan.step, shape, query.device)
+        packed = query.index_select(0, decodes.places)
+        packed = packed.view(-1, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        outs = []
+        for tile in decodes.tiles:
+            torch.index_select(cache.key, 0, tile.blocks, out=tile.key_blocks)
+            torch.index_select(cache.value, 0, tile.blocks, out=tile.value_blocks)
+            if tile.stale is not None:
+                tile.key_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
+                tile.value_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
+            q = packed[tile.rows]  # [rows, Hk, G, D]
+            if scores.softcap is not None:  # tiles of one row
+                outs.append(_explicit(q[0].unsqueeze(2), tile.key[0], tile.value[0], None, scores).permute(2, 0, 1, 3))
+                continue
+            if scores.sinks is not None:
+                assert tile.mask is not None
+                tile.mask[..., -1] = scores.sinks
+            outs.append(_fused(q, tile.key, tile.value, tile.mask, scores.scaling))
+        merged = torch.cat([o.reshape(-1, shape.num_heads, shape.v_head_dim) for o in outs])
+        out.index_copy_(0, decodes.places, merged)
+
+    def _plan_decodes(self, step: StepContext, shape: _Shape, device: torch.device) -> _Decodes:
+        """Sort the decode rows by what they see, and cut them into tiles."""
+        n, block_size = step.num_decodes, step.block_size
+        ends = step.kv_lens[:n].astype(np.int64)
+        starts = np.zeros_like(ends) if shape.window is None else np.maximum(ends - shape.window, 0)
+        first_blocks = starts // block_size  # blocks before a window are not gathered
+        starts -= first_blocks * block_size
+        stops = ends - first_blocks * block_size  # a row sees slots starts .. stops of the blocks gathered for it
+        order = np.argsort(-stops, kind="stable")
+        starts, stops, first_blocks = starts[order], stops[order], first_blocks[order]
+        extents = stops + shape.sinks  # a sink takes the slot behind the last token
+        blocks = _gathered_blocks(step, shape, order, first_blocks, -(-int(extents[0]) // block_size), device)
+        bounds = self._cut(extents, shape, block_size, device)
+        buffers = self._decode_buffers(bounds, extents, shape, block_size, device)
+        tiles = []
+        for low, high in bounds:
+            per_row = -(-int(extents[low]) // block_size)
+            rows = slice(low, high)
+            row_blocks = blocks[rows, :per_row]
+            tiles.append(_make_tile(rows, starts[rows], stops[rows], row_blocks, shape, block_size, *buffers))
+        return _Decodes(torch.from_numpy(step.q_starts[:n][order].astype(np.int64)).to(device), tiles)
+
+    def _cut(self, extents: Ints, shape: _Shape, block_size: int, device: torch.device) -> list[tuple[int, int]]:
+        """Rows of falling extent as tiles `low .. high`: within the bytes of a tile, with little padding."""
+        limit = self._tile_bytes
+        if limit is None:
+            limit = CPU_TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE_BYTES
+        token_bytes = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
+        lengths: list[int] = extents.tolist()
+        bounds, low, seen = [], 0, lengths[0]
+        for row in range(1, len(lengths)):
+            padded = (row + 1 - low) * lengths[low]
+            seen += lengths[row]
+            wasteful = padded > seen * MAX_PADDING + FREE_PADDING
+            if shape.softcap or wasteful or (padded + block_size) * token_bytes > limit:
+                bounds.append((low, row))
+                low, seen = row, lengths[row]
+        return [*bounds, (low, len(lengths))]
+
+    def _decode_buffers(
+        self, bounds: list[tuple[int, int]], extents: Ints, shape: _Shape, block_size: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers for K and V that hold the largest tile."""
+        slots = max((high - low) * -(-int(extents[low]) // block_size) * block_size for low, high in bounds)
+        return self._take_both(slots, shape, device)
+
+    def _attend_chunk(
+        self,
+        chunk: int,
+        query: torch.Tensor,  # [n, num_heads, head_dim]
+        own: tuple[torch.Tensor, torch.Tensor] | None,  # the chunk's K and V, unless it must read them from the arena
+        cache: LayerCache,
+        plan: _Plan,
+        shape: _Shape,
+        scores: _Scores,
+    ) -> torch.Tensor:  # [n, num_heads, v_head_dim]
+        """One chunk of several tokens of one sequence."""
+        n, end, window = len(query), int(plan.step.kv_lens[chunk]), shape.window
+        start = end - n
+        if start == 0 and own is not None:
+            base, (key, value) = 0, own
+        else:
+            base, key, value = self._gather_chunk(chunk, start, end, cache, plan.step, shape)
+        q = query.view(n, shape.num_kv_heads, shape.group_size, -1).permute(1, 2, 0, 3)  # [Hk, G, n, D]
+        explicit = shape.softcap or shape.sinks
+        if start == 0 and not explicit and (window is None or n <= window):
+            out = _fused(q, *_grouped(key, value, shape), None, scores.scaling, is_causal=True)
+            return out.permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
+        if shape.softcap:
+            key, value = key.float(), value.float()
+        out = query.new_empty(n, shape.num_heads, shape.v_head_dim)
+        for low, high in _query_tiles(n, end - base, shape):
+            first = max(base, start + low - window + 1) if window is not None else base
+            keys = slice(first - base, start + high - base)
+            mask = _mask(plan, start + low - first, high - low, start + high - first, shape, query.device)
+            k, v, tile = key[keys], value[keys], q[:, :, low:high]
+            if scores.softcap is not None:
+                got = _explicit(tile, k.transpose(0, 1), v.transpose(0, 1), mask, scores)
+            else:
+                if scores.sinks is not None:
+                    k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+                    mask = _with_sinks(mask, scores.sinks, high - low, len(k))
+                got = _fused(tile, *_grouped(k, v, shape), mask, scores.scaling)
+            out[low:high] = got.permute(2, 0, 1, 3).flatten(1, 2)
+        return out
+
+    def _gather_chunk(
+        self, chunk: int, start: int, end: int, cache: LayerCache, step: StepContext, shape: _Shape
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """K and V [tokens, num_kv_heads, dim] of positions `base` .. `end` of a sequence, and `base`."""
+        size = step.block_size
+        first = 0 if shape.window is None else max(0, start - shape.window + 1) // size
+        blocks = step.tables[cache.group][chunk, first : -(-end // size)]
+        buffers = self._take_both(len(blocks) * size, shape, blocks.device)
+        views = []
+        for source, buffer in zip((cache.key, cache.value), buffers, strict=True):
+            view = buffer.view(len(blocks), *source.shape[1:])
+            torch.index_select(source, 0, blocks, out=view)
+            views.append(view.flatten(0, 1)[: end - first * size])
+        return first * size, views[0], views[1]
+
+    def _take_both(self, slots: int, shape: _Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K and the V buffer, cut to `slots` tokens, flat."""
+        key = self._take("key", slots * shape.num_kv_heads * shape.head_dim, shape.dtype, device)
+        return key, self._take("value", slots * shape.num_kv_heads * shape.v_head_dim, shape.dtype, device)
+
+    def _take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The first `numel` elements of the buffer called `name`, which grows if need be."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.dtype != dtype or buffer.device != device or buffer.numel() < numel:
+            self._buffers.pop(name, None)  # before its successor is there, so that the two are never held at once
+            del buffer
+            with torch.inference_mode(False):  # such tensors may be written in either mode
+                buffer = self._buffers[name] = torch.empty(numel + numel // 4, dtype=dtype, device=device)
+        return buffer[:numel]
+
+
+def _gathered_blocks(
+    step: StepContext, shape: _Shape, order: Ints, first_blocks: Ints, width: int, device: torch.device
+) -> torch.Tensor:
+    """int64 [num_decodes, width]: the blocks that the rows, in the given order, have to gather; then block 0."""
+    tables = step.tables[shape.group].index_select(0, torch.from_numpy(order).to(device))
+    if not first_blocks.any():
+        return F.pad(tables, (0, max(0, width - tables.shape[1])))
+    columns = torch.from_numpy(first_blocks[:, None] + np.arange(width)).to(device)
+    known = columns < tables.shape[1]
+    return tables.gather(1, columns.clamp(max=tables.shape[1] - 1)) * known
+
+
+def _make_tile(
+    rows: slice,
+    starts: Ints,
+    stops: Ints,
+    blocks: torch.Tensor,  # [rows, blocks a row]
+    shape: _Shape,
+    block_size: int,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+) -> _Tile:
+    num_rows, per_row = blocks.shape
+    low, high = int(starts.min()), int(stops.max()) + shape.sinks
+    gathered, cut = [], []
+    for buffer, dim in ((key_buffer, shape.head_dim), (value_buffer, shape.v_head_dim)):
+        flat = buffer[: num_rows * per_row * block_size * shape.num_kv_heads * dim]
+        gathered.append(flat.view(num_rows * per_row, block_size, shape.num_kv_heads, dim))
+        by_row = flat.view(num_rows, per_row * block_size, shape.num_kv_heads, dim)
+        cut.append(by_row[:, low:high].transpose(1, 2))
+    slots = np.arange(low, high)
+    unseen = (slots < starts[:, None]) | (slots >= stops[:, None])  # [rows, span]
+    stale = mask = None
+    if unseen.any():
+        row, slot = np.nonzero(unseen)
+        stale = torch.from_numpy(row * (per_row * block_size) + slot + low).to(blocks.device)
+        lows = torch.zeros(unseen.shape, dtype=shape.dtype).masked_fill_(torch.from_numpy(unseen), float("-inf"))
+        mask = lows.to(blocks.device)[:, None, None]
+        if shape.sinks:
+            mask = mask.repeat(1, shape.num_kv_heads, shape.group_size, 1)
+    return _Tile(rows, blocks.reshape(-1), gathered[0], gathered[1], cut[0], cut[1], stale, mask)
+
+
+def _query_tiles(n: int, num_keys: int, shape: _Shape) -> list[tuple[int, int]]:
+    """A chunk's queries as tiles `low .. high`, so that masks and scores keep within SCORE_BYTES."""
+    most = QUERY_TILE
+    if shape.window is not None:
+        most = min(most, max(shape.window, 64))
+        num_keys = min(num_keys, shape.window + most)
+    heads = shape.num_heads if shape.softcap or shape.sinks else 1
+    size = max(1, min(most, SCORE_BYTES // (4 * heads * (num_keys + 1))))
+    return [(low, min(low + size, n)) for low in range(0, n, size)]
+
+
+def _mask(
+    plan: _Plan, offset: int, num_queries: int, num_keys: int, shape: _Shape, device: torch.device
+) -> torch.Tensor | None:
+    """0 or -inf [num_queries, num_keys], where query i stands at key `offset + i`. None where nothing is hidden."""
+    if num_queries == 1:
+        return None
+    dtype = torch.float32 if shape.softcap else shape.dtype
+    name = (offset, num_queries, num_keys, shape.window, dtype)
+    mask = plan.masks.get(name)
+    if mask is None:
+        query = torch.arange(offset, offset + num_queries, device=device)[:, None]
+        key = torch.arange(num_keys, device=device)
+        hidden = key > query if shape.window is None else (key > query) | (key <= query - shape.window)
+        mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        if plan.mask_bytes + mask.nbytes <= KEPT_MASK_BYTES:
+            plan.masks[name] = mask
+            plan.mask_bytes += mask.nbytes
+    return mask
+
+
+def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    """A mask [num_queries, num_keys - 1] as one per head, the last key's column holding the sinks' logits."""
+    if mask is None:
+        wide = sinks.new_zeros(*sinks.shape, num_queries, num_keys)
+    else:
+        wide = F.pad(mask, (0, 1)).repeat(*sinks.shape, 1, 1)
+    wide[..., -1] = sinks[..., None]
+    return wide
+
+
+def _grouped(key: torch.Tensor, value: torch.Tensor, shape: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [span, Hk, dim] as [Hk, G, span, dim], the groups of stride 0."""
+    size = (-1, shape.group_size, -1, -1)
+    return key.transpose(0, 1)[:, None].expand(size), value.transpose(0, 1)[:, None].expand(size)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Torch's attention over [B, H, tokens, dim]. Its fast kernels want K and V of one width: the narrower is padded.
+
+    `mask` broadcasts to [B, H, queries, keys].
+    """
+    dim, v_dim = query.shape[-1], value.shape[-1]
+    if dim < v_dim:
+        query, key = F.pad(query, (0, v_dim - dim)), F.pad(key, (0, v_dim - dim))
+    elif v_dim < dim:
+        value = F.pad(value, (0, dim - v_dim))
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scaling)
+    return out[..., :v_dim]
+
+
+def _explicit(
+    query: torch.Tensor,  # [Hk, G, n, D]
+    key: torch.Tensor,  # [Hk, span, D]
+    value: torch.Tensor,  # [Hk, span, Dv]
+    mask: torch.Tensor | None,  # [n, span]
+    scores: _Scores,
+) -> torch.Tensor:  # [Hk, G, n, Dv]
+    """Attention with its scores in the open, in float32: for a softcap, which goes on the scores before the mask."""
+    assert scores.softcap is not None
+    num_kv_heads, group_size, n, _ = query.shape
+    q = (query.float() * scores.scaling).flatten(1, 2)  # [Hk, G * n, D]
+    logits = torch.bmm(q, key.float().transpose(1, 2)).div_(scores.softcap).tanh_().mul_(scores.softcap)
+    logits = logits.view(num_kv_heads, group_size, n, -1)
+    if mask is not None:
+        logits += mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[..., None, None].expand(-1, -1, n, 1)
+        weights = torch.softmax(torch.cat((logits, sinks), -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(logits, -1)
+    out = torch.bmm(weights.flatten(1, 2), value.float())
+    return out.view(num_kv_heads, group_size, n, -1).to(query.dtype)

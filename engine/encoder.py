@@ -1,0 +1,95 @@
+"""Prompts in, token ids out: strings, ids and conversations become checked int32 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..scheduler.errors import RequestRejected
+from ..scheduler.request import SamplingParams
+from .text import TextStream
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class Encoder:
+    """Turns prompts into token ids of one model. `tokenizer` is None for a model that serves token ids only."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+
+    def encode(self, prompt: str | Sequence[int], params: SamplingParams) -> TokenIds:
+        """The ids of `prompt`, at least one. An empty string starts from BOS, where the model has one.
+
+        Raises:
+            RequestRejected: no tokenizer for a string, no ids, or ids outside the vocabulary.
+        """
+        if not isinstance(prompt, str):
+            return self._checked(prompt)
+        tokenizer = self._tokenizer("a string")
+        # Long texts are the scheduler's to refuse, with numbers; the tokenizer's own warning would only repeat it.
+        ids = tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens, verbose=False)
+        if not ids and not prompt and self.bos_token_id is not None:
+            ids = [self.bos_token_id]
+        if not ids:
+            raise RequestRejected(f"the prompt {prompt!r} has no token, and the model has no BOS to start from")
+        return self._checked(ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """A conversation's ids, through the tokenizer's chat template, up to where the answer begins.
+
+        Raises:
+            RequestRejected: no tokenizer, no template, or messages that the template refuses.
+        """
+        tokenizer = self._tokenizer("a conversation")
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestRejected(
+                "the model's tokenizer has no chat template: use generate() with a prompt of your own, or set "
+                "`tokenizer: {chat_template: ...}` for the model in the models file"
+            )
+        settings = {"add_generation_prompt": True, **options}
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
+        except Exception as error:  # jinja's errors, and what templates raise on purpose
+            raise RequestRejected(f"the chat template refuses these messages: {error}") from error
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def text_stream(self, prompt: TokenIds, params: SamplingParams) -> TextStream | None:
+        """What turns the output's ids into text; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, prompt.tolist(), params.stop_strings)
+
+    def check_stops(self, params: SamplingParams) -> None:
+        """Raises RequestRejected for stop strings without a tokenizer, or stop ids outside the vocabulary."""
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestRejected("stop strings need a tokenizer, which this model's folder has not: use stop_token_ids")
+        beyond = [i for i in params.stop_token_ids or () if i >= self.vocab_size]
+        if beyond:
+            raise RequestRejected(f"stop_token_ids {beyond} are outside the vocabulary of {self.vocab_size:,}")
+
+    def _tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestRejected(f"the model's folder has no tokenizer, so it serves token ids only, not {what}")
+        return self.tokenizer
+
+    def _checked(self, ids: Sequence[int]) -> TokenIds:
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError) as error:
+            raise RequestRejected(f"a prompt is a string or a flat list of token ids: {error}") from error
+        if array.size == 0:
+            raise RequestRejected("the prompt is empty: at least one token is needed to start from")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise RequestRejected(
+                f"a prompt is a string or a flat list of integers, got {array.ndim} dimensions of {array.dtype}"
+            )
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            wrong = array[(array < 0) | (array >= self.vocab_size)][:5].tolist()
+            raise RequestRejected(f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}")
+        return array.astype(np.int32)

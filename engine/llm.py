@@ -1,0 +1,352 @@
+"""The embedded engine: `LLM`, for programs that generate in their own process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ..scheduler.errors import RequestRejected
+from ..scheduler.request import Request, SamplingParams
+from ..scheduler.scheduler import Emissions, Finished
+from .build import Engine, build
+from .config import EngineConfig
+from .errors import EngineClosed
+from .outputs import RequestOutput, StreamChunk, Timings
+from .text import TextStream
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+_UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
+
+
+class LLM:
+    """A model and its paged KV cache, ready to generate.
+
+    Args:
+        model: A name from `configs/models.yaml` (or the file that PAGETIDE_CONFIG names; "demo" is always there), a
+            folder in transformers' format, or a hub id that is in the local cache. Nothing is ever downloaded.
+        device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is a device.
+        dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
+        kv_memory: Bytes for the KV cache, as a number or like "2GiB"; "auto" as `pagetide plan` shows.
+        block_size: Tokens in a block; "auto" is what the attention kernel likes best.
+        max_seqs: Sequences that run at the same time.
+        max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
+        max_model_len: Longest prompt and output together; None is the model's own limit.
+        max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
+        trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
+
+    Raises:
+        ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
+
+    May be used from several threads; whoever waits for an output drives the engine. Use as a context manager, or
+    `close` it, to give the memory back at a known time.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_memory: int | str = "auto",
+        block_size: int | str = "auto",
+        max_seqs: int = 256,
+        max_step_tokens: int = 2048,
+        max_model_len: int | None = None,
+        max_chunk_tokens: int | None = None,
+        trust_remote_code: bool | None = None,
+    ) -> None:
+        self.config = EngineConfig.resolve(
+            model,
+            device=device,
+            dtype=dtype,
+            kv_memory=kv_memory,
+            block_size=block_size,
+            max_seqs=max_seqs,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+            max_chunk_tokens=max_chunk_tokens,
+            trust_remote_code=trust_remote_code,
+        )
+        self._engine: Engine | None = build(self.config)
+        self._lock = threading.Lock()
+        self._tickets: dict[str, _Ticket] = {}
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. Returns the outputs in the order of the prompts (a list for a single prompt too).
+
+        Args:
+            prompts: A string or token ids, or several of them, mixed as you like.
+            sampling_params: One for all, or one each; None is the model's generation config.
+            priority: Lower goes first.
+            progress: Show a bar; None shows one on a terminal when it takes longer than two seconds.
+
+        Raises:
+            RequestRejected: a prompt that cannot be served; then nothing of the call was started.
+        """
+        tickets = self._submit(self._encode_all(prompts, sampling_params), priority)
+        try:
+            with tqdm(
+                total=len(tickets), unit="prompt", delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
+                disable=None if progress is None else not progress, leave=False, desc="generating",
+            ) as bar:  # fmt: skip
+                for ticket in tickets:
+                    while ticket.output is None:
+                        self._step(ticket)
+                    bar.update()
+        finally:
+            self._drop(tickets)
+        return [ticket.output for ticket in tickets if ticket.output is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of `{"role": ..., "content": ...}`, through the tokenizer's template.
+
+        Raises:
+            RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
+        """
+        prompts = self._render(messages, template_options)
+        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream_interval: int = 1,
+        priority: int = 0,
+    ) -> Iterator[StreamChunk]:
+        """Like `generate`, but gives what is new of each prompt as it comes, at least `stream_interval` tokens at a time.
+
+        The requests are checked and queued by this call; they advance while the iterator is read. Closing it aborts what
+        has not ended. A chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
+        """
+        if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
+            raise ValueError(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
+        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, streams=True)
+        return self._chunks(tickets, stream_interval)
+
+    def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The token ids that `generate` would start from. Raises RequestRejected for what it would refuse."""
+        ids: list[int] = self._open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
+        return ids
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine holds and did: requests, blocks, bytes, counters. Plain data."""
+        engine = self._open()
+        with self._lock:
+            return engine.stats()
+
+    def close(self) -> None:
+        """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is None:
+                return
+            for request_id in list(self._tickets):
+                engine.core.abort(request_id)
+            while engine.core.has_work:
+                self._deliver(engine, engine.core.step())
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosed("this LLM is closed: make a new one")
+        return self._engine
+
+    def _encode_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[str | None, np.ndarray, SamplingParams]]:
+        """Each prompt as (its string, its token ids, its parameters)."""
+        self._open()
+        many = _as_list(prompts)
+        each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
+        if len(each) != len(many):
+            raise RequestRejected(
+                f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
+            )
+        for given in each:
+            if not isinstance(given, SamplingParams):
+                raise TypeError(f"sampling_params must be SamplingParams, got {type(given).__name__}")
+        engine = self._open()
+        return [
+            (prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, given), given)
+            for prompt, given in zip(many, each, strict=True)
+        ]
+
+    def _submit(
+        self, encoded: list[tuple[str | None, np.ndarray, SamplingParams]], priority: int, streams: bool = False
+    ) -> list[_Ticket]:
+        """Queue all, or, when one is refused, none."""
+        with self._lock:
+            engine = self._open()
+            tickets = []
+            for index, (prompt, ids, given) in enumerate(encoded):
+                params = given.over(engine.sampling)
+                request = Request(
+                    request_id=f"r{next(self._numbers)}",
+                    prompt_token_ids=ids,
+                    sampling=params.resolve(engine.eos_token_ids),
+                    priority=priority,
+                    arrival=engine.core.clock(),
+                )
+                engine.encoder.check_stops(params)
+                engine.core.scheduler.check(request)
+                tickets.append(_Ticket(index, prompt, request, engine.encoder.text_stream(ids, params), streams))
+            for ticket in tickets:
+                engine.core.add(ticket.request)
+                self._tickets[ticket.request.request_id] = ticket
+        return tickets
+
+    def _step(self, ticket: _Ticket) -> None:
+        """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
+        with self._lock:
+            if ticket.output is None:
+                engine = self._open()
+                self._deliver(engine, engine.core.step())
+
+    def _deliver(self, engine: Engine, emissions: Emissions) -> None:
+        now = engine.core.clock()
+        for request_id, token in zip(emissions.request_ids, emissions.tokens, strict=True):
+            ticket = self._tickets.get(request_id)
+            if ticket is not None and ticket.push(token, now):
+                engine.core.abort(request_id, "stop")  # a stop string is complete
+        for finished in emissions.finished:
+            ticket = self._tickets.pop(finished.request_id, None)
+            if ticket is not None:
+                ticket.finish(finished, now)
+
+    def _drop(self, tickets: Iterable[_Ticket]) -> None:
+        """Abort what has not ended: its caller is gone."""
+        with self._lock:
+            left = [t for t in tickets if t.output is None]
+            if self._engine is None or not left:
+                return
+            for ticket in left:
+                self._engine.core.abort(ticket.request.request_id)
+            while any(t.output is None for t in left):
+                self._deliver(self._engine, self._engine.core.step())
+
+    def _chunks(self, tickets: list[_Ticket], interval: int) -> Iterator[StreamChunk]:
+        try:
+            waiting = tickets
+            while waiting:
+                for ticket in waiting:
+                    if ticket.ready(interval):
+                        yield ticket.take()
+                waiting = [t for t in waiting if not t.taken]
+                if waiting and not any(t.ready(interval) for t in waiting):
+                    self._step(waiting[0])
+        finally:
+            self._drop(tickets)
+
+    def _render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
+        engine = self._open()
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        return [engine.encoder.render(conversation, options) for conversation in conversations]
+
+
+class _Ticket:
+    """One request as its caller sees it. Mutated under the engine's lock."""
+
+    def __init__(
+        self, index: int, prompt: str | None, request: Request, text: TextStream | None, streams: bool
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.output: RequestOutput | None = None
+        self.taken = False  # the last chunk was given
+        self._text = text
+        self._eager = text is not None and (streams or text.has_stops)
+        self._new: list[int] = []
+        self._new_text: list[str] = []
+        self._first_token_at: float | None = None
+
+    def push(self, token: int, now: float) -> bool:
+        """Take in a token. True when a stop string ends the text here."""
+        if self._first_token_at is None:
+            self._first_token_at = now
+        self._new.append(token)
+        if not self._eager or self._text is None:
+            return False
+        text, stopped = self._text.push([token])
+        self._new_text.append(text)
+        return stopped
+
+    def finish(self, finished: Finished, now: float) -> None:
+        """The request has ended: make its output."""
+        tokens = finished.token_ids.tolist()
+        if self._text is not None:
+            if not self._eager:
+                self._text.push(tokens)
+            self._new_text.append(self._text.finish())
+        arrival = self.request.arrival
+        first = None if self._first_token_at is None else self._first_token_at - arrival
+        self.output = RequestOutput(
+            request_id=finished.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids.tolist(),
+            text=None if self._text is None else self._text.text,
+            token_ids=tokens,
+            finish_reason="stop" if self._text is not None and self._text.stopped else finished.reason,
+            timings=Timings(first_token_s=first, total_s=now - arrival),
+            num_preemptions=finished.num_preemptions,
+            error=finished.error,
+        )
+
+    def ready(self, interval: int) -> bool:
+        """Whether a chunk is to be given now."""
+        return not self.taken and (self.output is not None or len(self._new) >= interval)
+
+    def take(self) -> StreamChunk:
+        """What is new since the last chunk."""
+        chunk = StreamChunk(self.index, "".join(self._new_text), self._new, self.output)
+        self._new, self._new_text = [], []
+        self.taken = self.output is not None
+        return chunk
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or many, as many. Raises RequestRejected for none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
+    many = list(prompts)
+    if not many:
+        raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
+    first = many[0]
+    return [many] if not isinstance(first, str) and not isinstance(first, Iterable) else many

@@ -1,0 +1,292 @@
+"""From a model's name to its folder: the models file, a path, or a hub id in the local cache. Never the network.
+
+A models file is YAML, `name: path` or `name: {path: ..., dtype: ..., ...}` an entry (`configs/models.yaml` shows both).
+The file that PAGETIDE_CONFIG names is laid over the built-in one, entry by entry, so `demo` is always there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import configs
+from ..scheduler.request import SamplingParams
+from .errors import CheckpointError, ConfigError, ModelNotFound
+from .weight_files import find_weights
+
+CONFIG_VARIABLE = "PAGETIDE_CONFIG"
+BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+_ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling")
+# What SamplingParams cannot tell from "not given", or what belongs to one request, is no default of a model.
+_SAMPLING_KEYS = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("ignore_eos", "seed", "add_special_tokens")
+)
+_NOT_TOKENIZER_OPTIONS = ("local_files_only", "trust_remote_code", "force_download", "cache_dir", "token", "revision")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Where a model lies and how it wants to be loaded. None means: as the checkpoint or the machine says.
+
+    `sampling` holds the models file's defaults only; those of `generation_config.json` are in `Checkpoint`.
+    """
+
+    name: str  # as the user asked for it
+    path: Path  # a folder with a configuration and weights
+    source: str  # who says so: "configs/models.yaml:3", "a folder", "the local hub cache"
+    dtype: str | None = None
+    device: str | None = None
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One entry of a models file, checked but not looked up: its folder need not exist."""
+
+    name: str
+    path: str  # as written
+    file: Path
+    line: int  # from 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelSpec
+
+    @property
+    def where(self) -> str:
+        """File and line of the entry."""
+        return f"{self.file}:{self.line}"
+
+    def resolve(self, cache_dir: Path | None = None) -> ModelSpec:
+        """The entry's model. Raises ModelNotFound when its folder, or the hub id it names, is not on this machine."""
+        written = os.path.expanduser(os.path.expandvars(self.path))
+        folder = Path(os.path.normpath(self.file.parent / written))
+        try:
+            if not folder.exists() and _HUB_ID.fullmatch(self.path):
+                cached = _cached_folder(self.path, cache_dir)
+                if cached is None:
+                    raise ModelNotFound(
+                        f"there is no folder {folder}, and {self.path} is not in the local hub cache either; correct "
+                        f"the path, or fetch it with: {fetch_command(self.path)}"
+                    )
+                folder = cached
+            else:
+                check_folder(folder)
+        except (ModelNotFound, CheckpointError) as error:
+            raise type(error)(f"model {self.name!r} ({self.where}): {error}") from error
+        return ModelSpec(self.name, folder, self.where, **self.options)
+
+
+def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> ModelSpec:
+    """The model that `reference` means: a name of the models files, else a folder, else a hub id in the local cache.
+
+    A `Path`, and a text that starts like one (`/`, `./`, `~`), is a folder and nothing else. `cache_dir` stands in for
+    the hub cache that HF_HOME and HF_HUB_CACHE name.
+
+    Raises:
+        ModelNotFound: nothing of that name is here; says which names are known, and the command that would fetch it.
+        ConfigError: a models file is wrong.
+        CheckpointError: an index of weights cannot be read.
+    """
+    text = os.fspath(reference)
+    if not text:
+        raise ModelNotFound(f"the model's name is empty; {_known_names(read_models())}")
+    path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
+    entries = {} if path_only else read_models()
+    if text in entries:
+        return entries[text].resolve(cache_dir)
+    folder = Path(text).expanduser()
+    if folder.exists():
+        check_folder(folder)
+        return ModelSpec(text, folder.absolute(), "a folder")
+    if path_only:
+        raise ModelNotFound(
+            f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json"
+        )
+    is_hub_id = _HUB_ID.fullmatch(text) is not None
+    cached = _cached_folder(text, cache_dir) if is_hub_id else None
+    if cached is not None:
+        return ModelSpec(text, cached, "the local hub cache")
+    fetch = (
+        f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)}" if is_hub_id else ""
+    )
+    looked = "a known name, a folder or a hub id in the local cache" if is_hub_id else "a known name or a folder"
+    raise ModelNotFound(f"{text!r} is not {looked}; {_known_names(entries)}{fetch}")
+
+
+def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
+    """All named models: the built-in ones, and over them those of `file` (default: the one PAGETIDE_CONFIG names).
+
+    Raises ConfigError, which names file and line, for anything that is not as the file's form demands.
+    """
+    entries = _read_file(BUILT_IN_FILE)
+    own = file or os.environ.get(CONFIG_VARIABLE)
+    if own:
+        path = Path(own).expanduser().absolute()
+        if not path.is_file():
+            said = "" if file else f" {CONFIG_VARIABLE} names it:"
+            raise ConfigError(f"there is no models file {path};{said} correct the path, or unset it")
+        entries |= _read_file(path)
+    return entries
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelNotFound unless `folder` has a configuration and all its weight files. Read-only."""
+    if not folder.exists():
+        raise ModelNotFound(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is a file; name the folder that holds it, its config.json and its tokenizer")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"{folder} has no config.json, so it is no model saved by transformers; name the folder that has it"
+        )
+    find_weights(folder)
+
+
+def fetch_command(hub_id: str) -> str:
+    """What a user would type to fetch `hub_id` into the local cache (the `hf` of huggingface_hub >= 0.34)."""
+    return f"hf download {hub_id}"
+
+
+def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
+    """The snapshot of `hub_id`'s main branch in the hub cache, or None. Looks at files only.
+
+    `snapshot_download(local_files_only=True)` would do too, but calls a snapshot incomplete that lacks a README.
+    Raises ModelNotFound when it is there without its weights.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(hub_id, "config.json", cache_dir=cache_dir)
+    except HFValidationError:
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    try:
+        check_folder(folder)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} "
+            f"({error})"
+        ) from error
+    return folder
+
+
+def _known_names(entries: Mapping[str, ModelEntry]) -> str:
+    by_file: dict[Path, list[str]] = {}
+    for entry in entries.values():
+        by_file.setdefault(entry.file, []).append(entry.name)
+    known = "; ".join(f"{file} names {', '.join(sorted(names))}" for file, names in by_file.items())
+    more = "" if os.environ.get(CONFIG_VARIABLE) else f" (set {CONFIG_VARIABLE} to add a file of your own)"
+    return known + more
+
+
+def _read_file(file: Path) -> dict[str, ModelEntry]:
+    try:
+        text = file.read_text("utf-8")
+        document = yaml.compose(text, Loader=yaml.SafeLoader)  # for the lines, and for keys given twice
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that is none
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{file}: must hold `name: path` entries, got a {type(content).__name__}")
+    return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
+
+
+def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
+    """The keys of a mapping and their lines; here and below all must be text, and none be there twice.
+
+    YAML readers take the last of two equal keys and say nothing.
+    """
+    keys: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag != "tag:yaml.org,2002:str" or not key.value:
+            raise ConfigError(f"{file}:{line}: a name must be text, got {key.value!r}; put it in quotes")
+        if key.value in keys:
+            raise ConfigError(f"{file}:{line}: {key.value!r} stands there twice, first in line {keys[key.value]}")
+        keys[key.value] = line
+        if isinstance(value, yaml.MappingNode):
+            _keys(file, value)
+    return list(keys.items())
+
+
+def _entry(name: str, value: object, file: Path, line: int) -> ModelEntry:
+    where = f"{file}:{line}"
+    if isinstance(value, str) and value:
+        return ModelEntry(name, value, file, line)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{where}: model {name!r} must be a path, or a mapping of {', '.join(_ENTRY_KEYS)}; got {value!r}"
+        )
+    _refuse_unknown(value, _ENTRY_KEYS, f"{where}: model {name!r}")
+    path = value.get("path")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r}"
+        )
+    try:
+        return ModelEntry(name, path, file, line, _options(value))
+    except ValueError as error:
+        raise ConfigError(f"{where}: model {name!r}: {error}") from error
+
+
+def _options(value: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if value.get("dtype") is not None:
+        options["dtype"] = check_dtype(value["dtype"])
+    if value.get("device") is not None:
+        options["device"] = check_device(value["device"])
+    trust = value.get("trust_remote_code", False)
+    if not isinstance(trust, bool):
+        raise ValueError(f"trust_remote_code must be true or false, got {trust!r}")
+    tokenizer, sampling = value.get("tokenizer") or {}, value.get("sampling") or {}
+    if not isinstance(tokenizer, dict) or any(not isinstance(key, str) for key in tokenizer):
+        raise ValueError(f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r}")
+    fixed = [key for key in _NOT_TOKENIZER_OPTIONS if key in tokenizer]
+    if fixed:
+        raise ValueError(
+            f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's"
+        )
+    if not isinstance(sampling, dict):
+        raise ValueError(f"sampling must map {', '.join(_SAMPLING_KEYS)} to values, got {sampling!r}")
+    _refuse_unknown(sampling, _SAMPLING_KEYS, "sampling")
+    given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in sampling.items()}
+    return options | {"trust_remote_code": trust, "tokenizer": dict(tokenizer), "sampling": SamplingParams(**given)}
+
+
+def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"{what}: unknown key {unknown[0]!r}; the known ones are {', '.join(known)}")
+
+
+def check_dtype(dtype: object) -> str:
+    """The name of `dtype`, a name or a torch dtype. Raises ConfigError for one that is not served."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return name
+
+
+def check_device(device: object) -> str:
+    """The name of `device`, a name or a torch device. Raises ConfigError for one that no machine has."""
+    name = str(device)
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N (cuda:0, cuda:1, ...), got {device!r}")
+    return name

@@ -1,0 +1,42 @@
+"""Keeps transformers' log lines and progress bars back for a while, and puts everything as it was afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[list[str]]:
+    """Within, nothing of transformers is printed. Gives the list that its warnings go to meanwhile.
+
+    Process-wide while it lasts: another thread's transformers is quiet too.
+    """
+    logger = logging.getLogger("transformers")
+    collector = _Collector()
+    before = logger.handlers[:], logger.propagate
+    bars, hub_bars = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logger.handlers[:], logger.propagate = [collector], False
+    if bars:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield collector.lines
+    finally:
+        logger.handlers[:], logger.propagate = before
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        if hub_bars != (not are_progress_bars_disabled()):
+            (enable_progress_bars if hub_bars else disable_progress_bars)()

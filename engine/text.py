@@ -1,0 +1,289 @@
+"""Token ids into text while they come: only text that no later token can change, cut before the first stop string."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_LONG_WINDOW = 16  # tokens without a whole character at their end, from which on the oldest are let go
+
+
+class Detokenizer:
+    """The text of one output, piece by piece; what all pieces say together is `tokenizer.decode` of all ids.
+
+    The text is *what follows the prompt*: the ids are decoded behind a token of text, whose own text is taken off again
+    (the prefix offset of vLLM and TGI), so that a tokenizer which marks words by a leading space keeps the space of the
+    first word. Only if the prompt itself shows no text (nothing but special tokens) does the output stand at the
+    beginning and lose that space, as `decode` alone would have it. `clean_up_tokenization_spaces` is off throughout,
+    since it would change text already given.
+
+    Text is held back while it may change: an unfinished character at the end; and, with a tokenizer of byte tokens
+    (`<0xE4>`), a run of them until another token ends it, because their decoder gives up a whole run for one bad byte.
+    Every id is decoded a bounded number of times, whatever the pieces' sizes. Not safe for concurrent use.
+
+    Args:
+        tokenizer: A transformers tokenizer, shared by many.
+        prompt_ids: The prompt; only whether it shows text matters.
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._vocabulary = _vocabulary(tokenizer, skip_special_tokens)
+        self._anchor: tuple[int, ...] = ()
+        if any(not self._vocabulary.is_silent(int(token_id)) for token_id in reversed(prompt_ids)):
+            self._anchor = self._vocabulary.anchor
+        self._pending: list[int] = []  # ids whose text is not all given
+        self._run = 0  # byte tokens at the end of `_pending`
+        self._given = 0  # characters of the text of `_pending` that are given
+        self._long = _LONG_WINDOW
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take in the next ids; returns the text that is certain now and was not before."""
+        vocabulary, parts = self._vocabulary, []
+        for token_id in map(int, ids):
+            if vocabulary.is_silent(token_id):
+                continue
+            if not self._pending and self._anchor:
+                piece = vocabulary.whole_piece(token_id)
+                if piece is not None:
+                    parts.append(piece)
+                    continue
+            self._pending.append(token_id)
+            self._run = self._run + 1 if vocabulary.is_byte(token_id) else 0
+        if len(self._pending) > self._run:
+            parts.append(self._settle())
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """The rest, with a replacement character for what never became whole. Nothing may be pushed behind it."""
+        text = self._vocabulary.text(self._anchor, self._pending)[self._given :] if self._pending else ""
+        self._pending, self._run, self._given = [], 0, 0
+        return text
+
+    def _settle(self) -> str:
+        """Give what is certain of the pending ids before the run of byte tokens at their end."""
+        vocabulary, size = self._vocabulary, len(self._pending) - self._run
+        text = vocabulary.text(self._anchor, self._pending[:size])
+        unfinished = text.endswith(_REPLACEMENT) and not vocabulary.has_byte_tokens
+        given, self._given = self._given, len(text) - unfinished
+        certain = text[given : self._given]
+        if not unfinished:
+            del self._pending[:size]
+            self._given = 0
+            self._anchor = vocabulary.anchor
+            self._long = _LONG_WINDOW
+        elif size >= self._long:
+            self._shorten()
+        return certain
+
+    def _shorten(self) -> None:
+        """Let go of the older half of the pending ids, all of whose text is given.
+
+        What stays may begin inside a character and then decodes differently at its beginning, but not at its end: UTF-8
+        finds its place again at the next first byte. An unfinished character has at most three bytes, so its first
+        one is among those that stay if they make four characters or more.
+        """
+        newer = self._pending[len(self._pending) // 2 :]
+        text = self._vocabulary.text(self._anchor, newer)
+        if len(text) >= _LONGEST_CHARACTER and text.endswith(_REPLACEMENT):
+            self._pending, self._given = newer, len(text) - 1
+        self._long = 2 * len(self._pending)
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string.
+
+    The first is the one that is complete first, and of several complete at once the one that begins first: a text ends
+    as soon as it can, and at the same place however it is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self._hit = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take in more text. Returns the text that is free to show, and whether a stop string was met (for good)."""
+        if self._hit or not self._stops:
+            return ("" if self._hit else text), self._hit
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self._hit, self._held = True, ""
+            return text[: min(found)[1]], True
+        free = self._first_doubt(text)
+        self._held = text[free:]
+        return text[:free], False
+
+    def flush(self) -> str:
+        """The text held back as the possible beginning of a stop string, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_doubt(self, text: str) -> int:
+        """Where the longest end of `text` begins that a stop string could begin with."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            rest = text[start:]
+            if any(stop.startswith(rest) for stop in self._stops):
+                return start
+        return len(text)
+
+
+class TextStream:
+    """The visible text of one output: `Detokenizer`, then `StopStrings`."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._stop_strings = StopStrings(stops)
+        self._parts: list[str] = []
+        self.has_stops = bool(stops)
+        self.stopped = False  # a stop string was met
+
+    @property
+    def text(self) -> str:
+        """All that was given so far."""
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+    def push(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """Take in the next ids. Returns the new visible text, and whether a stop string was met (for good)."""
+        if self.stopped:
+            return "", True
+        return self._give(self._detokenizer.push(ids)), self.stopped
+
+    def finish(self) -> str:
+        """The visible text still held back; it may meet a stop string too. Nothing may be pushed behind it."""
+        if self.stopped:
+            return ""
+        text = self._give(self._detokenizer.finish())
+        rest = self._stop_strings.flush()
+        self._parts.append(rest)
+        return text + rest
+
+    def _give(self, text: str) -> str:
+        visible, self.stopped = self._stop_strings.push(text)
+        self._parts.append(visible)
+        return visible
+
+
+class _Vocabulary:
+    """What a tokenizer's ids are to a detokenizer. Remembers what it finds out about an id; else read-only.
+
+    Attributes:
+        anchor: One id that shows a whole text alone and can stand before any other, so that these are not at the
+            beginning; () if no id does.
+        has_byte_tokens: Ids like `<0xE4>` stand for single bytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # not every kind of tokenizer has it
+        special = {i for i, token in added.items() if token.special}.union(tokenizer.all_special_ids)
+        self._special = special if skip_special_tokens else set()
+        self._silent: dict[int, bool] = {}
+        self._byte: dict[int, bool] = {}
+        self._pieces: dict[int, str | None] = {}
+        self._piecewise = _decodes_piecewise(tokenizer)
+        self.anchor: tuple[int, ...] = ()
+        self._anchor_length = 0
+        anchor = next((i for i in range(len(tokenizer)) if self._can_stand_first(i)), None)
+        if anchor is not None:
+            self.anchor, self._anchor_length = (anchor,), len(self._decode([anchor]))
+        self.has_byte_tokens = any(self.is_byte(i) for i in _ids_of_byte_tokens(tokenizer))
+
+    def text(self, anchor: tuple[int, ...], ids: Sequence[int]) -> str:
+        """The text of `ids` behind `anchor`, which is `self.anchor` or ()."""
+        return self._decode([*anchor, *ids])[self._anchor_length if anchor else 0 :]
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` passes over the id: a special token to be skipped, or an id without a token."""
+        silent = self._silent.get(token_id)
+        if silent is None:
+            nothing = self.text(self.anchor, [token_id]) == ""
+            silent = nothing and (token_id in self._special or self._token(token_id) is None)
+            self._silent[token_id] = silent
+        return silent
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the id stands for a single byte, which its decoder joins with its neighbours."""
+        byte = self._byte.get(token_id)
+        if byte is None:
+            token = self._token(token_id) or ""
+            byte = _BYTE_TOKEN.fullmatch(token) is not None and token not in self.text(self.anchor, [token_id])
+            self._byte[token_id] = byte
+        return byte
+
+    def whole_piece(self, token_id: int) -> str | None:
+        """What the id adds to a text with whole characters at its end; None if that depends on what follows."""
+        if token_id in self._pieces:
+            return self._pieces[token_id]
+        piece: str | None = None
+        if self._piecewise and not self.is_byte(token_id):
+            text = self.text(self.anchor, [token_id])
+            piece = None if _REPLACEMENT in text else text
+        self._pieces[token_id] = piece
+        return piece
+
+    def _can_stand_first(self, token_id: int) -> bool:
+        token, text = self._token(token_id), self._decode([token_id])
+        if token is None or _BYTE_TOKEN.fullmatch(token) or not text.strip() or _REPLACEMENT in text:
+            return False
+        twice = self._decode([token_id, token_id])
+        return len(twice) > len(text) and twice.startswith(text)
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _token(self, token_id: int) -> str | None:
+        token: str | None = self._tokenizer.convert_ids_to_tokens([token_id])[0]
+        return token
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _Vocabulary:
+    return _Vocabulary(tokenizer, skip_special_tokens)
+
+
+def _ids_of_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """Ids of tokens called `<0x00>` .. `<0xFF>`."""
+    for name in (f"<0x{byte:02X}>" for byte in range(256)):
+        token_id = tokenizer.convert_tokens_to_ids(name)
+        if (
+            isinstance(token_id, int) and tokenizer.convert_ids_to_tokens([token_id])[0] == name
+        ):  # not the unknown token
+            yield token_id
+
+
+def _decodes_piecewise(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether behind the first token each adds its own text, save for bytes: so with the decoders of common models."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    fused = False
+    for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+        kind = step["type"]
+        if fused and not (kind == "Strip" and step["stop"] == 0):
+            return False  # it sees the whole text
+        if kind not in ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"):
+            return False
+        fused = fused or kind in ("ByteLevel", "Fuse")
+    return True

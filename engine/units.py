@@ -1,0 +1,44 @@
+"""Amounts of memory as people write them: `parse_bytes("1.5G")` and `format_bytes(1610612736)`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
+
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+# A bare letter is binary, as in torch, docker and numfmt's iec: "1.5G" is 1.5 GiB. Only "GB" is the decimal one.
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_bytes(amount: int | str) -> int:
+    """Bytes, at least 1, from an integer or from text such as "2GiB", "512 MiB", "1.5G" (GiB), "2GB" (10⁹ each).
+
+    Raises:
+        ValueError: not an amount, or less than one byte; the message shows how to write one.
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool):
+        if amount < 1:
+            raise ValueError(f"an amount of memory must be at least 1 byte, got {amount}")
+        return amount
+    match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(
+            f"cannot read {amount!r} as an amount of memory; write bytes (1073741824), or 1.5GiB, 512MiB, 2GB"
+        )
+    num_bytes = math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if num_bytes < 1:
+        raise ValueError(f"an amount of memory must be at least 1 byte, got {amount!r}")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` for a person: "512 bytes", "1.50 GiB", "-3.00 MiB"."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes} byte" if num_bytes == 1 else f"{num_bytes} bytes"

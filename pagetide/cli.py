@@ -1,0 +1,274 @@
+"""The command `pagetide`: generate text, watch the demo, see which models there are and how much of one fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, 1 when a request failed, 2 for bad input, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=[logging.WARNING, logging.INFO, logging.DEBUG][min(args.verbose, 2)],
+        format="%(asctime)s %(name)s %(levelname)s: %(message)s",
+    )
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
+        return 141
+    except Exception as error:
+        if not _is_ours(error) or args.verbose > 1:
+            raise
+        print(f"pagetide: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the message says all that its reader needs."""
+    from .engine.errors import EngineError
+    from .scheduler.errors import SchedulerError
+
+    return isinstance(error, EngineError | SchedulerError | ValueError | OSError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagetide", description="Generate text out of a paged KV cache.")
+    parser.add_argument("--version", action="version", version=f"pagetide {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given often")
+    generate.add_argument(
+        "--prompt-file", action="append", default=[], metavar="F", help="a file that is one prompt; - is standard input"
+    )
+    generate.add_argument("--stream", action="store_true", help="print the text as it comes")
+    _add_json(generate, "one object a line: outputs, or with --stream what is new")
+    _add_engine(generate, "model-name", required=True)
+    _add_sampling(generate)
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser(
+        "demo", help="watch the engine serve many prompts out of a small pool",
+        description="Serve many prompts with the bundled model out of a KV pool too small for all of them, then again "
+        "with room for all, and compare the tokens.",
+    )  # fmt: skip
+    demo.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    demo.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, at least 16 (default 24)")
+    demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    demo.add_argument("--pool", type=float, default=0.35, metavar="SHARE", help="pool as a share of the need (default 0.35)")
+    demo.add_argument("--seed", type=int, default=0)
+    _add_json(demo, "the closing table and the texts as JSON, without the live view")
+    demo.set_defaults(run=_demo)
+
+    models = commands.add_parser("models", help="list the models that have names")
+    _add_json(models, "as JSON")
+    models.set_defaults(run=_models)
+
+    plan = commands.add_parser(
+        "plan", help="what a model would take, and how many sequences fit",
+        description="What a model's weights and KV cache take, what is free now, and how many sequences fit. Reads no "
+        "weights and takes no memory.",
+    )  # fmt: skip
+    _add_engine(plan, "MODEL")
+    plan.add_argument("--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)")
+    _add_json(plan, "as JSON")
+    plan.set_defaults(run=_plan)
+
+    for command in (generate, demo, models, plan):
+        command.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv with tracebacks")
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=what)
+
+
+def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> None:
+    """Arguments of the engine; their defaults are `LLM`'s, so that they are written down once."""
+    told = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
+    if required:
+        parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=told)
+    else:
+        parser.add_argument("model", metavar=model, help=told)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    engine.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
+    engine.add_argument("--kv-memory", metavar="BYTES", help="like 2GiB (default: see `pagetide plan`)")
+    engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS")
+    engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences that run at the same time (default 256)")
+    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens of one step (default 2048)")
+    engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and output together")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of SamplingParams; what is not given is the model's default."""
+    group = parser.add_argument_group("sampling (default: as the model's generation config says)")
+    for name, kind in (
+        ("max-new-tokens", int), ("min-new-tokens", int), ("temperature", float), ("top-k", int), ("top-p", float),
+        ("min-p", float), ("repetition-penalty", float), ("seed", int),
+    ):  # fmt: skip
+        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often")
+    group.add_argument("--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end ids")
+    group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="add no BOS")
+
+
+def _int_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return _given(
+        args, "device", "dtype", "kv_memory", "block_size", "max_seqs", "max_step_tokens", "max_model_len"
+    )  # fmt: skip
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .scheduler.request import SamplingParams
+
+    params = SamplingParams(
+        **_given(
+            args, "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens",
+        )  # fmt: skip
+    )
+    prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
+    if not prompts:
+        raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file F")
+    from .engine.llm import LLM
+
+    with LLM(args.model, **_engine_arguments(args)) as llm:
+        outputs = _stream(llm, prompts, params, args.json) if args.stream else llm.generate(prompts, params)
+        if args.json and not args.stream:
+            for output in outputs:
+                print(json.dumps(output.to_dict(), ensure_ascii=False))
+        elif not args.stream:
+            _print_texts([str(output.text) if output.text is not None else str(output.token_ids) for output in outputs])
+    for output in outputs:
+        if output.error:
+            print(f"pagetide: a request failed: {output.error}", file=sys.stderr)
+    return int(any(output.error for output in outputs))
+
+
+def _read_prompt(name: str) -> str:
+    return sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+
+
+def _print_texts(texts: Sequence[str]) -> None:
+    for i, text in enumerate(texts):
+        if len(texts) > 1:
+            print(f"{'' if i == 0 else chr(10)}--- {i + 1} of {len(texts)} ---")
+        print(text)
+
+
+def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
+    """Print what comes, as it comes: JSON lines of all prompts mixed, or one text after the other."""
+    outputs: dict[int, Any] = {}
+    view = _InTurn(len(prompts))
+    for chunk in llm.stream(list(prompts), params):
+        if chunk.output is not None:
+            outputs[chunk.index] = chunk.output
+        if as_json:
+            line = {"index": chunk.index, "text": chunk.text, "token_ids": chunk.token_ids}
+            line |= {"output": chunk.output.to_dict()} if chunk.output else {}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        else:
+            view.show(chunk)
+    return [outputs[i] for i in range(len(prompts))]
+
+
+class _InTurn:
+    """Prints the texts of several streams one after the other: the first that is not complete is live."""
+
+    def __init__(self, count: int) -> None:
+        self._waiting = [""] * count
+        self._done = [False] * count
+        self._live = 0
+        self._begin()
+
+    def show(self, chunk: Any) -> None:
+        self._waiting[chunk.index] += chunk.text
+        self._done[chunk.index] = chunk.output is not None
+        while self._live < len(self._done):
+            print(self._waiting[self._live], end="", flush=True)
+            self._waiting[self._live] = ""
+            if not self._done[self._live]:
+                return
+            print()
+            self._live += 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if len(self._done) > 1 and self._live < len(self._done):
+            print(f"{'' if self._live == 0 else chr(10)}--- {self._live + 1} of {len(self._done)} ---")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import run
+
+    return run(
+        device=args.device,
+        num_prompts=args.prompts,
+        max_new_tokens=args.max_new_tokens,
+        share=args.pool,
+        seed=args.seed,
+        as_json=args.json,
+    )
+
+
+def _models(args: argparse.Namespace) -> int:
+    from .engine.errors import EngineError
+    from .engine.models import read_models
+
+    rows = []
+    for entry in read_models().values():
+        try:
+            path, trouble = str(entry.resolve().path), None
+        except EngineError as error:
+            path, trouble = entry.path, str(error)
+        rows.append({"name": entry.name, "path": path, "defined_in": entry.where, "error": trouble})
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        print(f"{row['name']:<{width}}  {row['path']}  ({row['defined_in']})")
+        if row["error"]:
+            print(f"{'':<{width}}  not usable: {row['error']}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .engine.build import plan_only
+    from .engine.config import EngineConfig
+
+    plan = plan_only(EngineConfig.resolve(args.model, **_engine_arguments(args)), context=args.context)
+    if args.json:
+        print(json.dumps(plan.to_dict(), indent=1))
+    else:
+        print(plan.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

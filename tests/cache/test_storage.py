@@ -1,0 +1,372 @@
+"""Where K and V really lie: every test fills the pool with a sentinel, acts, and compares all bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagetide.allocator.arena import Arena
+from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
+from pagetide.allocator.host_arena import HostArena
+from pagetide.cache.geometry import Geometry, LayerShape
+from pagetide.cache.storage import Storage, TensorArena
+
+SENTINEL = 0xAB
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIXED = (
+    LayerShape(2, 8, 8),
+    LayerShape(1, 24, 16),
+    LayerShape(2, 8, 8, shares=0),
+    LayerShape(0, 0, 0),
+    LayerShape(3, 5, 7),
+)
+
+
+def _mapped(arena: Arena) -> Arena:
+    arena.map([extent for extent in range(arena.num_extents) if extent not in arena.mapped_extents])
+    return arena
+
+
+# name -> (extents, bytes) -> arena with all of it mapped
+ARENAS: dict[str, Callable[[int, int], Arena]] = {
+    "cpu host": lambda n, size: _mapped(HostArena(n, size)),
+    "cpu tensor": lambda n, size: TensorArena(n, size, "cpu"),
+    "cuda tensor": lambda n, size: TensorArena(n, size, "cuda"),
+}
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=on_cuda if "cuda" in name else []) for name in ARENAS])
+def pool(request: pytest.FixtureRequest) -> Callable[..., Storage]:
+    """pool(layers, block_size, dtype, num_blocks): a storage of at least so many blocks, a small extent each."""
+
+    def make(layers: tuple[LayerShape, ...], block_size: int, dtype: str, num_blocks: int) -> Storage:
+        geometry = Geometry(layers, block_size, dtype).with_extents(0)
+        arena = ARENAS[request.param](geometry.extents_for_blocks(num_blocks), geometry.extent_bytes)
+        return Storage(geometry, arena, request.param.split()[0])
+
+    return make
+
+
+def _numbers(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().copy()
+
+
+def _expected(storage: Storage) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """All bytes of the pool as they are now, to be changed as the act should have: [num_blocks, block_stride]."""
+    return _bytes(storage.blocks)
+
+
+def _place(storage: Storage, layer: int, which: int, block: int, offset: int) -> tuple[int, int]:
+    """(first, last) byte within the block of one token's K (0) or V (1), by the drawing in the geometry's docstring."""
+    geometry, shape = storage.geometry, storage.geometry.layers[layer]
+    token = shape.num_kv_heads * (shape.k_dim, shape.v_dim)[which] * geometry.itemsize
+    start = geometry.piece(layer)[which] * geometry.itemsize + offset * token
+    return start, start + token
+
+
+# --- addresses
+
+
+def test_a_new_pool_is_zeros_and_its_null_block_too(pool: Callable[..., Storage]) -> None:
+    storage = pool((LayerShape(2, 8, 8),) * 2, 4, "float32", 6)
+    assert storage.num_blocks >= 6
+    assert not storage.blocks.any()
+    assert not storage.layer(1).key[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_new_tokens_land_in_their_slots_and_nowhere_else(pool: Callable[..., Storage], dtype: str) -> None:
+    """Scenario A 7: table [2, 5, 8] of blocks of 32 tokens, 60 tokens present, 10 new."""
+    storage = pool((LayerShape(2, 8, 8),) * 3, 32, dtype, 10)
+    storage.blocks.fill_(SENTINEL)
+    expected = _expected(storage)
+    table, positions = np.array([2, 5, 8]), np.arange(60, 70)
+    blocks, offsets = table[positions // 32], positions % 32
+    slots = blocks * 32 + offsets
+    assert slots.tolist() == [188, 189, 190, 191, 256, 257, 258, 259, 260, 261]
+
+    where = torch.from_numpy(blocks), torch.from_numpy(offsets)
+    new = _numbers(2, 10, 2, 8, dtype=DTYPES[dtype], device=storage.device)  # K and V of 10 tokens
+    layer = storage.layer(1)
+    layer.key[where], layer.value[where] = new[0], new[1]
+
+    for which in (0, 1):
+        for token, slot in enumerate(slots.tolist()):
+            start, end = _place(storage, 1, which, *divmod(slot, 32))
+            expected[slot // 32, start:end] = _bytes(new[which, token]).reshape(-1)
+    assert np.array_equal(_bytes(storage.blocks), expected)
+
+    gathered = layer.key[torch.from_numpy(table)].flatten(0, 1)[60:70]  # reads follow the table
+    assert torch.equal(gathered, new[0])
+
+
+def test_layers_of_a_block_are_one_array_when_they_are_equal(pool: Callable[..., Storage]) -> None:
+    storage = pool((LayerShape(2, 16, 16),) * 3, 4, "float32", 5)
+    words = _numbers(storage.num_blocks, 3, 2, 4, 2, 16, dtype=torch.float32, device=storage.device)
+    storage.blocks[:, : storage.geometry.payload_bytes] = words.flatten(1).view(torch.uint8)
+    for index in range(3):
+        assert torch.equal(storage.layer(index).key, words[:, index, 0])
+        assert torch.equal(storage.layer(index).value, words[:, index, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_differing_layers_do_not_touch_each_other(pool: Callable[..., Storage], dtype: str) -> None:
+    storage = pool(MIXED, 4, dtype, 7)
+    storage.blocks.fill_(SENTINEL)
+    expected = _expected(storage)
+    for index, shape in enumerate(MIXED):
+        layer = storage.layer(index)
+        assert layer.aliased == (index == 2)
+        assert layer.key.shape == (storage.num_blocks, 4, shape.num_kv_heads, shape.k_dim)
+        assert layer.value.shape == (storage.num_blocks, 4, shape.num_kv_heads, shape.v_dim)
+        for which, view in enumerate((layer.key, layer.value)):
+            if layer.aliased or not shape.num_kv_heads:
+                continue
+            view[3, 2] = _numbers(*view.shape[2:], dtype=DTYPES[dtype], device=storage.device, seed=index)
+            start, end = _place(storage, index, which, 3, 2)
+            expected[3, start:end] = _bytes(view[3, 2]).reshape(-1)
+    assert np.array_equal(_bytes(storage.blocks), expected)
+
+
+def test_a_layer_that_shares_reads_what_its_source_wrote(pool: Callable[..., Storage]) -> None:
+    storage = pool(MIXED, 4, "float16", 5)
+    source, reader = storage.layer(0), storage.layer(2)
+    source.key[4, 3], source.value[4, 3] = 2.0, 3.0
+    assert (reader.key[4, 3] == 2.0).all()
+    assert (reader.value[4, 3] == 3.0).all()
+    assert reader.key.data_ptr() == source.key.data_ptr()
+
+
+def test_offsets_beyond_two_to_the_31_elements() -> None:
+    geometry = Geometry((LayerShape(8, 128, 128),) * 2, 16, "float16", extent_target_bytes=1 << 20)
+    arena = HostArena((9 << 30) // geometry.extent_bytes, geometry.extent_bytes)  # 9 GiB of addresses
+    arena.map([0, arena.num_extents - 1])  # and 2 MiB of memory
+    storage = Storage(geometry, arena)
+    last = storage.num_blocks - 1
+    layer = storage.layer(1)
+    assert last * geometry.block_stride // geometry.itemsize > 1 << 32
+
+    where = torch.tensor([last, last]), torch.tensor([3, 15])
+    new = _numbers(2, 8, 128, dtype=torch.float16, device=storage.device)
+    layer.value[where] = new
+    assert torch.equal(layer.value[where], new)
+    start, end = _place(storage, 1, 1, last, 15)
+    base = last * geometry.block_stride
+    assert bytes(arena.buffer[base + start : base + end]) == _bytes(new[1]).tobytes()
+    storage.copy(np.array([last]), np.array([1]))
+    assert torch.equal(layer.value[1, [3, 15]], new)
+    storage.layer(0).key[1, 0] = new[0]
+    storage.copy(np.array([1]), np.array([last - 1]))
+    assert torch.equal(storage.layer(0).key[last - 1, 0], new[0])
+    assert arena.mapped_bytes == 2 << 20
+
+
+# --- copies
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fork_copies_the_partly_filled_block(pool: Callable[..., Storage], dtype: str) -> None:
+    """Scenario A 6: 10 tokens in blocks of 4, two children."""
+    storage = pool((LayerShape(2, 8, 8), LayerShape(1, 24, 16)), 4, dtype, 7)
+    storage.blocks.fill_(SENTINEL)
+    parent, children = torch.tensor([1, 2, 3]), (torch.tensor([1, 2, 4]), torch.tensor([1, 2, 5]))
+    for index in (0, 1):
+        key, value = storage.layer(index).key, storage.layer(index).value
+        for position in range(10):
+            place = parent[position // 4], position % 4
+            key[place] = _numbers(*key.shape[2:], dtype=DTYPES[dtype], device=storage.device, seed=position)
+            value[place] = _numbers(*value.shape[2:], dtype=DTYPES[dtype], device=storage.device, seed=99 + position)
+    expected = _expected(storage)
+    expected[4] = expected[5] = expected[3]
+
+    storage.copy(np.array([3, 3], np.int32), np.array([4, 5], np.int32))
+    assert np.array_equal(_bytes(storage.blocks), expected)
+    for index in (0, 1):
+        key = storage.layer(index).key
+        for child in children:
+            assert torch.equal(key[child].flatten(0, 1)[:10], key[parent].flatten(0, 1)[:10])
+    storage.layer(0).key[4, 2] = 7.0  # the first child's next token
+    assert np.array_equal(_bytes(storage.blocks[[3, 5]]), expected[[3, 5]])
+
+
+@pytest.mark.parametrize(
+    "copies", [([1, 2, 3], [2, 3, 4]), ([3, 2, 1], [4, 3, 2]), ([1, 2], [2, 1]), ([2], [2]), ([], [])]
+)
+def test_a_target_may_be_a_source(pool: Callable[..., Storage], copies: tuple[list[int], list[int]]) -> None:
+    storage = pool((LayerShape(1, 8, 8),), 4, "float32", 6)
+    storage.blocks.copy_(torch.arange(storage.num_blocks, dtype=torch.uint8)[:, None].expand_as(storage.blocks))
+    expected = _expected(storage)
+    expected[copies[1]] = expected[copies[0]]
+    storage.copy(np.array(copies[0], np.int32), np.array(copies[1], np.int32))
+    assert np.array_equal(_bytes(storage.blocks), expected)
+
+
+class OneByOne(Storage):
+    """No room to stage more than a block at a time."""
+
+    staging_bytes = 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from([Storage, OneByOne]))
+def test_any_copies_are_as_if_at_once(data: st.DataObject, kind: type[Storage]) -> None:
+    geometry = Geometry((LayerShape(1, 4, 4),), 2, "float16").with_extents(0)
+    arena = _mapped(HostArena(1, geometry.extent_bytes))
+    storage = kind(geometry, arena)
+    targets = data.draw(st.lists(st.integers(1, storage.num_blocks - 1), unique=True, max_size=12))
+    block = st.integers(0, storage.num_blocks - 1)
+    sources = data.draw(st.lists(block, min_size=len(targets), max_size=len(targets)))
+    storage.blocks.random_(256)
+    expected = _expected(storage)
+    expected[targets] = expected[sources]
+    storage.copy(np.array(sources, np.int32), np.array(targets, np.int32))
+    assert np.array_equal(_bytes(storage.blocks), expected)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "says"),
+    [
+        ([1], [0], "null block"),
+        ([1, 2], [3, 3], "two copies"),
+        ([-1], [1], "outside"),
+        ([1], [1000], "outside"),
+        ([1, 2], [3], "cannot be copied"),
+    ],
+)
+def test_wrong_copies_change_nothing(
+    pool: Callable[..., Storage], sources: list[int], targets: list[int], says: str
+) -> None:
+    storage = pool((LayerShape(1, 8, 8),), 4, "float32", 6)
+    storage.blocks.fill_(SENTINEL)
+    with pytest.raises(BlockMisuse, match=says):
+        storage.copy(np.array(sources), np.array(targets))
+    assert (storage.blocks == SENTINEL).all()
+
+
+def test_clear_zeroes_whole_blocks(pool: Callable[..., Storage]) -> None:
+    storage = pool((LayerShape(1, 8, 8),), 4, "float32", 6)
+    storage.blocks.fill_(SENTINEL)
+    storage.clear([0, 4])
+    assert storage.blocks.any(1).tolist() == [block not in (0, 4) for block in range(storage.num_blocks)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_goes_to_another_pool_and_comes_back_elsewhere(pool: Callable[..., Storage], dtype: str) -> None:
+    """Scenario D 33, between pools of different stride: what travels is `block_bytes`."""
+    device = pool(MIXED, 4, dtype, 24)
+    dense = device.geometry.with_extents(1 << 20)  # more blocks share an extent's padding
+    host = Storage(dense, _mapped(HostArena(1, dense.extent_bytes)))
+    assert host.geometry.block_stride != device.geometry.block_stride
+    assert host.geometry.layout_id == device.geometry.layout_id
+    device.blocks.random_(256)
+    before = [(_bytes(layer.key[1:11]), _bytes(layer.value[1:11])) for layer in map(device.layer, range(len(MIXED)))]
+    for block in range(1, 11):
+        host.block_bytes(block).copy_(device.block_bytes(block))
+    device.blocks[1:11] = SENTINEL
+    for block in range(1, 11):
+        device.block_bytes(block + 12).copy_(host.block_bytes(block))
+    for index, (key, value) in enumerate(before):
+        layer = device.layer(index)
+        assert np.array_equal(_bytes(layer.key[13:23]), key)
+        assert np.array_equal(_bytes(layer.value[13:23]), value)
+
+
+def test_block_bytes_of_no_block_is_refused(pool: Callable[..., Storage]) -> None:
+    storage = pool((LayerShape(1, 8, 8),), 4, "float32", 6)
+    with pytest.raises(BlockMisuse, match="outside"):
+        storage.block_bytes(-1)
+
+
+# --- storage and arena
+
+
+# a host arena's memory goes back at once, and its addresses read as zeros; a tensor's stays while it is seen
+@pytest.mark.parametrize(("name", "left"), [("cpu host", 0.0), ("cpu tensor", 3.0)])
+def test_views_outlive_arena_and_storage(name: str, left: float) -> None:
+    geometry = Geometry((LayerShape(1, 8, 8),), 4, "float32").with_extents(0)
+    arena = ARENAS[name](4, geometry.extent_bytes)
+    key = Storage(geometry, arena).layer(0).key
+    key.fill_(3.0)
+    arena.close()
+    del arena
+    gc.collect()
+    assert (key == left).all()
+    key.fill_(5.0)
+    assert (key == 5.0).all()
+
+
+def test_an_arena_of_another_shape_is_refused() -> None:
+    geometry = Geometry((LayerShape(8, 128, 128),) * 32, 16, "bfloat16").with_extents(0)
+    with pytest.raises(ValueError, match="4,096 bytes, not 2,097,152"):
+        Storage(geometry, HostArena(1, 4096))
+    with pytest.raises(ValueError, match=r"2,097,152 bytes hold the null block alone: 4,194,304"):
+        Storage(geometry, HostArena(1, geometry.extent_bytes))
+    with pytest.raises(ValueError, match="on cpu, not on cuda"):
+        Storage(geometry, HostArena(2, geometry.extent_bytes), "cuda")
+
+
+def test_a_tensor_arena_is_mapped_as_a_whole_until_closed() -> None:
+    arena = TensorArena(3, 4096, "cpu")
+    assert (arena.num_extents, arena.extent_bytes) == (3, 4096)
+    assert arena.mapped_extents == {0, 1, 2}
+    assert arena.mapped_bytes == 3 * 4096
+    assert not arena.buffer.any()
+    arena.map([])
+    arena.unmap([])
+    for call in (arena.map, arena.unmap):
+        with pytest.raises(BlockMisuse):
+            call([1])
+    arena.close()
+    arena.close()
+    assert (arena.mapped_extents, arena.mapped_bytes) == (frozenset(), 0)
+    for act in (lambda: arena.buffer, lambda: arena.map([0]), lambda: arena.unmap([0])):
+        with pytest.raises(BlockMisuse, match="closed"):
+            act()
+
+
+@pytest.mark.parametrize(("extents", "size"), [(0, 4096), (4, 0)])
+def test_a_tensor_arena_of_nothing_is_refused(extents: int, size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        TensorArena(extents, size, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_more_than_the_device_has_is_refused_with_both_numbers(device: str) -> None:
+    """Scenario J 72."""
+    with pytest.raises(OutOfDeviceMemory) as refusal:
+        TensorArena(1 << 14, 1 << 30, device)
+    assert refusal.value.asked_bytes == 1 << 44
+    assert 0 < refusal.value.free_bytes < 1 << 44
+
+
+class Foreign:
+    """Device memory of someone else: what an arena on the driver's virtual-memory API hands out."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+        self._owner = tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_the_cuda_array_interface_is_not_copied() -> None:
+    geometry = Geometry((LayerShape(1, 8, 8),), 4, "float32").with_extents(0)
+    arena = TensorArena(4, geometry.extent_bytes, "cuda")
+    memory = arena.buffer
+    arena._buffer = Foreign(memory)  # type: ignore[assignment]
+    storage = Storage(geometry, arena, "cuda")
+    storage.layer(0).value[3] = 1.0
+    assert storage.blocks.data_ptr() == memory.data_ptr()
+    assert memory.any()

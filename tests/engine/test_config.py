@@ -1,0 +1,402 @@
+"""Engine arguments, the models file, and how a name becomes a folder. No model is loaded here."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagetide.engine.config import EngineConfig, ModelSpec, read_models, resolve_model
+from pagetide.engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    ModelNotFound,
+    NotEnoughMemory,
+    UnsupportedModel,
+)
+from pagetide.engine.models import BUILT_IN_FILE, CONFIG_VARIABLE
+from pagetide.engine.units import format_bytes, parse_bytes
+from pagetide.scheduler.request import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _no_network_and_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something wanted the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+
+
+def make_model(folder: Path) -> Path:
+    """A folder that looks like a model, for whoever does not read the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def make_cached(cache: Path, hub_id: str, commit: str = "a1b2c3") -> Path:
+    """A model in a hub cache, laid out as huggingface_hub does. Returns its snapshot."""
+    repository = cache / ("models--" + hub_id.replace("/", "--"))
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    return make_model(repository / "snapshots" / commit)
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+# -- units
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (1, 1), ("17", 17), ("2GiB", 2 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("1.5 gib", 3 << 29),
+        ("2GB", 2 * 10**9), ("4k", 4096), (" 3 MB ", 3_000_000), ("1T", 1 << 40), (".5KiB", 512),
+        ("9007199254740993", 9007199254740993),
+    ],
+)  # fmt: skip
+def test_parse_bytes(text: int | str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "1 PiB", "10%", "two", 0, -5, True, 1.5, None, "0", "0.1B", "inf"]
+)
+def test_parse_bytes_refuses(text: object) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_format_bytes() -> None:
+    amounts = [format_bytes(n) for n in (0, 1, 1023, 1024, 3 << 29, 5 << 40, -(3 << 20))]
+    assert amounts == ["0 bytes", "1 byte", "1023 bytes", "1.00 KiB", "1.50 GiB", "5.00 TiB", "-3.00 MiB"]
+
+
+# -- errors
+
+
+def test_error_tree_and_pickling() -> None:
+    error = NotEnoughMemory(3 << 30, 1 << 30, "the weights of demo on cpu", "take another device")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert str(error) == (
+        "the weights of demo on cpu: asked for 3.00 GiB (3,221,225,472 bytes), 1.00 GiB (1,073,741,824 bytes) are "
+        "free; take another device"
+    )
+    assert pickle.loads(pickle.dumps(UnsupportedModel("has state"))).reason == "has state"
+    assert all(issubclass(kind, EngineError) for kind in (ModelNotFound, CheckpointError, ConfigError))
+    assert issubclass(ConfigError, ValueError)
+
+
+# -- the models file
+
+
+def test_built_in_file_names_demo() -> None:
+    entry = read_models()["demo"]
+    assert entry.file == BUILT_IN_FILE
+    folder = (entry.file.parent / entry.path).resolve()
+    assert folder.name == "demo_model"
+    assert (folder / "__init__.py").is_file()  # the package that the model's files lie in, in a checkout and in a wheel
+
+
+def test_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    monkeypatch.setenv("MODELS", str(tmp_path / "models"))
+    file = write(
+        tmp_path / "mine.yaml",
+        """
+short: models/tiny
+variable: $MODELS/tiny
+long:
+  path: ./models/../models/tiny
+  dtype: bfloat16
+  device: cuda:1
+  tokenizer: {padding_side: left}
+  trust_remote_code: true
+  sampling: {temperature: 0.7, top_k: 20, stop: [END], stop_token_ids: [3, 4]}
+""",
+    )
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    for name in ("short", "variable"):
+        assert resolve_model(name).path == tmp_path / "models" / "tiny"
+    assert resolve_model("long") == ModelSpec(
+        name="long",
+        path=tmp_path / "models" / "tiny",
+        source=f"{file}:4",
+        dtype="bfloat16",
+        device="cuda:1",
+        tokenizer={"padding_side": "left"},
+        trust_remote_code=True,
+        sampling=SamplingParams(temperature=0.7, top_k=20, stop=("END",), stop_token_ids=(3, 4)),
+    )
+    assert resolve_model("short").trust_remote_code is False
+    assert list(read_models()) == ["demo", "short", "variable", "long"]  # laid over the built-in file
+
+
+def test_home_is_expanded_and_own_demo_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_model(tmp_path / "m")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(write(tmp_path / "mine.yaml", "demo: ~/m")))
+    assert resolve_model("demo").path == tmp_path / "m"
+
+
+def test_empty_file_adds_nothing(tmp_path: Path) -> None:
+    assert list(read_models(write(tmp_path / "mine.yaml", "# nothing yet\n"))) == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: [1\nb: 2", 2, "not valid YAML"),
+        ("a: x\n\tb: y", 2, "not valid YAML"),
+        ("- a\n- b", None, "must hold `name: path` entries, got a list"),
+        ("ok: x\na:\n  dtype: float32", 2, "needs a `path`"),
+        (
+            "a:\n  path: x\n  dytpe: float32",
+            1,
+            "unknown key 'dytpe'; the known ones are path, dtype, device, tokenizer",
+        ),
+        (
+            "\n\na:\n  path: x\n  dtype: float8",
+            3,
+            "dtype must be one of auto, float32, float16, bfloat16, got 'float8'",
+        ),
+        ("a: {path: x, device: gpu}", 1, "device must be auto, cpu, cuda or cuda:N"),
+        ("a: {path: x, trust_remote_code: 'yes'}", 1, "trust_remote_code must be true or false, got 'yes'"),
+        ("a: {path: x, tokenizer: fast}", 1, "tokenizer must map options"),
+        ("a: {path: x, tokenizer: {local_files_only: false}}", 1, "'local_files_only' is not free"),
+        ("a: {path: x, sampling: {temprature: 1}}", 1, "unknown key 'temprature'; the known ones are max_new_tokens"),
+        ("a: {path: x, sampling: {ignore_eos: true}}", 1, "unknown key 'ignore_eos'"),
+        ("a: {path: x, sampling: {top_p: 2}}", 1, "top_p must be in"),
+        ("a: {path: 7}", 1, "needs a `path`"),
+        ("a: 7", 1, "must be a path, or a mapping of path"),
+        ("a:", 1, "must be a path"),
+        ("1: x", 1, "must be text, got '1'"),
+        ("a: x\nb: y\na: z", 3, "'a' stands there twice, first in line 1"),
+        ("a:\n  path: x\n  path: y", 3, "'path' stands there twice, first in line 2"),
+    ],
+)
+def test_bad_files_name_file_and_line(tmp_path: Path, text: str, line: int | None, words: str) -> None:
+    file = write(tmp_path / "mine.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        read_models(file)
+    assert str(caught.value).startswith(f"{file}:{line}: " if line else f"{file}: ")
+    assert words in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: not valid YAML"):
+        read_models(file)
+
+
+def test_named_file_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "gone.yaml"))
+    with pytest.raises(ConfigError, match=r"gone\.yaml; PAGETIDE_CONFIG names it"):
+        resolve_model("demo")
+
+
+# -- from a name to a folder
+
+
+def test_unknown_name_says_which_exist_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "mine.yaml", "beta: x\nalpha: y")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model("gamma!", cache_dir=tmp_path)
+    assert f"{BUILT_IN_FILE} names demo; {file} names alpha, beta" in str(caught.value)
+    assert "hf download" not in str(caught.value)  # it cannot be a hub id
+    with pytest.raises(ModelNotFound, match=r"hf download gamma$"):
+        resolve_model("gamma", cache_dir=tmp_path)
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "here" / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("here/demo").path == folder
+    assert resolve_model(Path("here/demo")).path == folder
+    assert resolve_model(str(folder)) == ModelSpec(str(folder), folder, "a folder")
+    monkeypatch.chdir(tmp_path / "here")
+    assert resolve_model("./demo").path == folder
+    assert resolve_model(Path("demo")).path == folder  # a Path is never a name
+    monkeypatch.setenv(CONFIG_VARIABLE, str(write(tmp_path / "mine.yaml", f"demo: {make_model(tmp_path / 'named')}")))
+    assert resolve_model("demo").path == tmp_path / "named"  # a name goes before a folder
+
+
+@pytest.mark.parametrize("reference", ["./gone", "/gone/away", "~/gone", Path("gone")])
+def test_missing_folder(reference: str | Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no folder /.*gone") as caught:
+        resolve_model(reference)
+    assert "hf download" not in str(caught.value)
+
+
+def test_incomplete_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        resolve_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(tmp_path)
+    assert "looked for model.safetensors, model.safetensors.index.json, pytorch_model.bin, " in str(caught.value)
+    assert "found config.json." in str(caught.value)
+    with pytest.raises(ModelNotFound, match="is a file; name the folder"):
+        resolve_model(tmp_path / "config.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert resolve_model(tmp_path).path == tmp_path
+
+
+def test_missing_shards(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}))
+    (tmp_path / "1.safetensors").write_bytes(b"")
+    with pytest.raises(
+        ModelNotFound, match=r"1 of the 2 files that model\.safetensors\.index\.json lists .*2\.safetensors"
+    ):
+        resolve_model(tmp_path)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json is no index of shards"):
+        resolve_model(tmp_path)
+
+
+def test_entry_with_a_bad_path_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "mine.yaml", "# mine\na: gone/for/good")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model("a")
+    assert str(caught.value) == f"model 'a' ({file}:2): there is no folder {tmp_path / 'gone/for/good'}"
+
+
+def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = make_cached(tmp_path / "hub", "org/name")
+    spec = resolve_model("org/name", cache_dir=tmp_path / "hub")
+    assert (spec.name, spec.path, spec.source) == ("org/name", snapshot, "the local hub cache")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(write(tmp_path / "mine.yaml", "a: org/name\nb: org/other")))
+    assert resolve_model("a", cache_dir=tmp_path / "hub").path == snapshot
+    with pytest.raises(ModelNotFound, match=r"mine\.yaml:2\).*hf download org/other$"):
+        resolve_model("b", cache_dir=tmp_path / "hub")
+    with pytest.raises(ModelNotFound, match=r"hf download org/other$"):
+        resolve_model("org/other", cache_dir=tmp_path / "hub")
+
+
+def test_half_cached(tmp_path: Path) -> None:
+    (make_cached(tmp_path, "org/name") / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelNotFound, match=r"not all of it; fetch the rest with: hf download org/name .*has no weights"
+    ):
+        resolve_model("org/name", cache_dir=tmp_path)
+
+
+def test_hub_cache_follows_hf_home_without_torch(tmp_path: Path) -> None:
+    snapshot = make_cached(tmp_path / "hub", "org/name")
+    program = (
+        "import sys; from pagetide.engine.config import EngineConfig\n"
+        "print(EngineConfig.resolve('org/name').model.path)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    keep = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**keep, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (f"{snapshot}\n", "")
+
+
+def test_the_fetching_command_exists() -> None:
+    from huggingface_hub.cli.download import download  # what `hf download` runs
+
+    assert callable(download)
+
+
+# -- engine arguments
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+def test_defaults(model: Path) -> None:
+    config = EngineConfig.resolve(model)
+    assert (config.device, config.dtype, config.kv_memory_bytes, config.block_size) == ("auto", "auto", None, None)
+    assert (config.max_seqs, config.max_step_tokens, config.max_model_len, config.max_chunk_tokens) == (
+        256,
+        2048,
+        None,
+        None,
+    )
+    assert config.model.path == model
+    assert EngineConfig.resolve(model, device="auto", dtype="auto", kv_memory="auto", block_size="auto") == config
+
+
+def test_given_arguments(model: Path) -> None:
+    config = EngineConfig.resolve(
+        model, device="cuda:1", dtype="bfloat16", kv_memory="1.5G", block_size=32, max_seqs=8, max_step_tokens=64,
+        max_model_len=100, max_chunk_tokens=16, trust_remote_code=True,
+    )  # fmt: skip
+    assert config == EngineConfig(config.model, "cuda:1", "bfloat16", 3 << 29, 32, 8, 64, 100, 16)
+    assert config.model.trust_remote_code
+
+
+def test_models_file_gives_way_to_arguments(model: Path) -> None:
+    spec = ModelSpec("m", model, "a test", dtype="float16", device="cpu")
+    config = EngineConfig.resolve(spec, dtype="float32")
+    assert (config.device, config.dtype) == ("cpu", "float32")
+    assert EngineConfig.resolve(spec, dtype="auto").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("device", "gpu", "device must be auto, cpu, cuda or cuda:N"),
+        ("device", "cuda:-1", "device must be"),
+        ("dtype", "fp64", "dtype must be one of"),
+        ("kv_memory", "much", "kv_memory: cannot read 'much'"),
+        ("kv_memory", 0, "kv_memory: .*at least 1 byte"),
+        ("kv_memory", 1.5, "kv_memory"),
+        ("block_size", 0, "block_size must be at least 1, got 0"),
+        ("block_size", "big", "block_size must be an integer, got 'big'"),
+        ("max_seqs", 0, "max_seqs must be at least 1, got 0"),
+        ("max_seqs", "8", "max_seqs must be an integer"),
+        ("max_seqs", True, "max_seqs must be an integer, got True"),
+        ("max_step_tokens", 0, "max_step_tokens must be at least 1"),
+        ("max_step_tokens", 2.0, "max_step_tokens must be an integer"),
+        ("max_model_len", 1, "max_model_len must be at least 2"),
+        ("max_chunk_tokens", -1, "max_chunk_tokens must be at least 1"),
+        ("trust_remote_code", "yes", "trust_remote_code must be True or False"),
+    ],
+)
+def test_bad_arguments(model: Path, name: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.resolve(model, **{name: value})  # type: ignore[arg-type]
+
+
+def test_bad_references(model: Path) -> None:
+    with pytest.raises(ConfigError, match="model must be a name"):
+        EngineConfig.resolve(None)  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound, match="name is empty"):
+        EngineConfig.resolve("")
+
+
+def test_block_size_for_a_backend(model: Path) -> None:
+    auto, fixed = EngineConfig.resolve(model), EngineConfig.resolve(model, block_size=24)
+    assert [auto.tokens_per_block(n) for n in (1, 8, 16, 24, 256)] == [16, 16, 16, 24, 256]
+    assert fixed.tokens_per_block(8) == 24
+    with pytest.raises(ConfigError, match="multiples of 16; use 32"):
+        fixed.tokens_per_block(16)

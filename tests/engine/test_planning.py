@@ -1,0 +1,222 @@
+"""The division of a device's memory: exact numbers for a known shape, and the rules on random ones."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConfig
+
+from pagetide.cache.geometry import Geometry, LayerShape
+from pagetide.engine.config import EngineConfig
+from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedModel
+from pagetide.engine.loader import Checkpoint, load_model
+from pagetide.engine.models import ModelSpec
+from pagetide.engine.planning import (
+    CUDA_WORKSPACE_BYTES,
+    DEFAULT_CONTEXT,
+    MemoryPlan,
+    auto_kv_bytes,
+    model_length,
+    plan_memory,
+    pool_geometry,
+    working_reserve_bytes,
+)
+from pagetide.engine.units import GIB, MIB
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+KV_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, float32: of one token
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something wanted the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return Checkpoint.open(ModelSpec("tiny", folder, "a test"))
+
+
+def plan(checkpoint: Checkpoint, free: int = GIB, device: torch.device = CPU, **arguments: Any) -> MemoryPlan:
+    context = arguments.pop("context", None)
+    config = EngineConfig.resolve(checkpoint.spec, **arguments)
+    return plan_memory(config, checkpoint, device, torch.float32, context=context, free=lambda _: free)
+
+
+def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
+    made = plan(checkpoint, max_seqs=4, max_step_tokens=8)
+    weights = 4 * (2 * 64 * 32 + 32 + 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48))
+    assert (made.model, made.device, made.dtype, made.free_bytes) == ("tiny", "cpu", "float32", GIB)
+    assert made.weights_bytes == weights == checkpoint.weights_bytes(torch.float32)
+    assert made.reserve_bytes == 8 * (4 * 32 + 3 * 48 + 2 * 8 * (4 + 2 * 2)) * 4 + 4 * 64 * 12
+    assert (made.kv_bytes_per_token, made.block_size) == (KV_BYTES, 16)
+    # 4 sequences of 128 tokens and the null block are 33 blocks of 4 KiB, an extent each
+    assert (made.num_blocks, made.kv_bytes, made.num_extents) == (33, 33 * 16 * KV_BYTES, 33)
+    assert (made.max_model_len, made.context, made.tokens_that_fit, made.sequences_that_fit) == (128, 128, 512, 4)
+    assert made.left_bytes == GIB - made.weights_bytes - made.reserve_bytes - made.kv_bytes
+    assert "4 at the same time" in made.describe()
+    assert f"{KV_BYTES:,} bytes" in made.describe()
+
+
+def test_context_counts_and_does_not_change_the_pool(checkpoint: Checkpoint) -> None:
+    whole, half, odd = (plan(checkpoint, max_seqs=4, context=tokens) for tokens in (None, 64, 17))
+    assert whole.kv_bytes == half.kv_bytes == odd.kv_bytes
+    assert (whole.sequences_that_fit, half.sequences_that_fit, odd.sequences_that_fit) == (4, 8, 16)
+    for tokens in (0, 129):
+        with pytest.raises(ConfigError, match="context must be 1 to 128 tokens"):
+            plan(checkpoint, context=tokens)
+
+
+def test_plan_and_start_agree(checkpoint: Checkpoint) -> None:
+    """What a start finds when it measures for itself is within 5 % of the plan."""
+    made = plan(checkpoint, kv_memory="1MiB")
+    model = load_model(checkpoint, CPU, torch.float32)
+    assert made.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert made.kv_bytes == pytest.approx(MIB, rel=0.05)
+    assert made.num_blocks == made.geometry.blocks_for_bytes(made.kv_bytes)
+
+
+def test_explicit_pool(checkpoint: Checkpoint) -> None:
+    made = plan(checkpoint, kv_memory=40 * 16 * KV_BYTES)
+    assert (made.num_blocks, made.kv_bytes) == (40, 40 * 16 * KV_BYTES)
+    made = plan(checkpoint, kv_memory=40 * 32 * KV_BYTES, block_size=32)
+    assert (made.num_blocks, made.block_size) == (40, 32)
+    needed = 2 * 16 * KV_BYTES
+    assert plan(checkpoint, kv_memory=needed).num_blocks == 2
+    with pytest.raises(ConfigError, match=f"the least is 2 blocks, .* ask for {needed:,} bytes or more"):
+        plan(checkpoint, kv_memory=needed - 1)
+
+
+def test_pool_that_does_not_fit(checkpoint: Checkpoint) -> None:
+    weights = checkpoint.weights_bytes(torch.float32)
+    with pytest.raises(
+        NotEnoughMemory, match=r"the KV pool of tiny on cpu, besides .* of weights: .* at most 1\.00 MiB"
+    ) as caught:
+        plan(checkpoint, free=weights + MIB, kv_memory="2MiB")
+    assert (caught.value.asked_bytes, caught.value.free_bytes) == (2 * MIB, MIB)
+    with pytest.raises(NotEnoughMemory, match="the KV pool"):
+        plan(checkpoint, free=weights + 100)
+    with pytest.raises(NotEnoughMemory, match="the weights of tiny"):
+        plan(checkpoint, free=weights - 1)
+
+
+def test_little_memory_still_gives_a_pool(checkpoint: Checkpoint) -> None:
+    """One sequence does not fit beside the reserve: the pool is what the rule gives, and says so."""
+    made = plan(checkpoint, free=checkpoint.weights_bytes(torch.float32) + 16 * 16 * KV_BYTES, max_seqs=256)
+    assert (made.num_blocks, made.sequences_that_fit) == (4, 0)
+
+
+def test_model_length(checkpoint: Checkpoint) -> None:
+    assert model_length(EngineConfig.resolve(checkpoint.spec), checkpoint) == 128
+    assert model_length(EngineConfig.resolve(checkpoint.spec, max_model_len=128), checkpoint) == 128
+    with pytest.raises(ConfigError, match="max_model_len 129 is beyond the 128 positions of tiny"):
+        plan(checkpoint, max_model_len=129)
+    endless = replace(checkpoint, config=MambaConfig(num_hidden_layers=1))
+    assert model_length(EngineConfig.resolve(checkpoint.spec), endless) == DEFAULT_CONTEXT
+    assert model_length(EngineConfig.resolve(checkpoint.spec, max_model_len=10**6), endless) == 10**6
+
+
+def test_a_cache_that_cannot_be_told(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedModel, match="tiny: "):
+        plan(replace(checkpoint, config=MambaConfig(num_hidden_layers=1)))
+
+
+def test_reserve_counts_experts_and_workspaces() -> None:
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=100, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    expected = 10 * (4 * 64 + 3 * 200 + 2 * 16 * (4 + 4)) * 2 + 3 * 1000 * 10
+    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
+    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, GPU) == expected + CUDA_WORKSPACE_BYTES
+
+
+LLAMA_8B = Geometry(tuple([LayerShape(8, 128, 128)] * 32), 16, "bfloat16", granule_bytes=2 * MIB)  # 2 MiB a block
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "reserve", "max_seqs", "max_model_len", "expected"),
+    [
+        (GPU, 100 * GIB, 10 * GIB, 256, 131072, 81 * GIB),  # 90 % of what is left
+        (GPU, 100 * GIB, 10 * GIB, 4, 8192, 4 * GIB + 32 * MIB),  # no more than can be used
+        (GPU, 10 * GIB, GIB, 256, 69632, 8.5 * GIB + 32 * MIB),  # one sequence, although that is more than 90 %
+        (GPU, 10 * GIB, GIB, 256, 131072, 8 * GIB + 96 * MIB),  # which does not fit: 90 %, whole extents of 32 MiB
+        (CPU, 100 * GIB, GIB, 256, 4096, GIB),
+        (CPU, 2 * GIB, GIB // 4, 256, 2048, GIB // 2),  # a quarter
+        (CPU, 2 * GIB, GIB // 4, 256, 8192, GIB + 32 * MIB),  # one sequence
+        (CPU, 2 * GIB, GIB, 256, 8192, GIB // 2),  # which does not fit beside the reserve
+        (CPU, -5, GIB, 256, 8192, 0),
+    ],
+)
+def test_automatic_pool(
+    device: torch.device, free: int, reserve: int, max_seqs: int, max_model_len: int, expected: int
+) -> None:
+    assert auto_kv_bytes(LLAMA_8B, device, free, reserve, max_seqs, max_model_len) == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40),
+    block_size=st.sampled_from([1, 16, 24, 256]), gpu=st.booleans(), free=st.integers(0, 1 << 38),
+    reserve=st.integers(0, 1 << 34), max_seqs=st.integers(1, 300), max_model_len=st.integers(2, 200_000),
+)  # fmt: skip
+def test_rules_of_the_automatic_pool(
+    heads: int,
+    dim: int,
+    layers: int,
+    block_size: int,
+    gpu: bool,
+    free: int,
+    reserve: int,
+    max_seqs: int,
+    max_model_len: int,
+) -> None:
+    device = GPU if gpu else CPU
+    geometry = Geometry((LayerShape(heads, dim, dim),) * layers, block_size, "float16", 2 * MIB if gpu else 4096)
+    kv_bytes = auto_kv_bytes(geometry, device, free, reserve, max_seqs, max_model_len)
+    room, per_sequence = max(0, free - reserve), geometry.blocks_for_tokens(max_model_len)
+    fits = pool_geometry(geometry, kv_bytes or 1)
+    assert 0 <= kv_bytes <= max(room, 0 if gpu else min(free // 4, GIB))
+    if kv_bytes and gpu:
+        assert kv_bytes <= 0.9 * room or kv_bytes <= 1.1 * (1 + per_sequence) * geometry.block_stride + 32 * MIB
+    one_sequence = (1 + per_sequence) * geometry.block_stride
+    if one_sequence * 1.1 + fits.extent_bytes + 32 * MIB <= room:  # the slack: padding and whole extents
+        blocks = kv_bytes // geometry.payload_bytes
+        assert blocks >= 1 + per_sequence
+    assert kv_bytes <= 1.1 * max_seqs * one_sequence + 32 * MIB + fits.extent_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40), kv_bytes=st.integers(1, 1 << 36))
+def test_pools_round_down_by_little(heads: int, dim: int, layers: int, kv_bytes: int) -> None:
+    geometry = Geometry((LayerShape(heads, dim, dim),) * layers, 16, "bfloat16")
+    fitted = pool_geometry(geometry, kv_bytes)
+    used = fitted.bytes_for_blocks(fitted.blocks_for_bytes(kv_bytes))
+    assert 0 <= kv_bytes - used < max(kv_bytes / 32 + 1, fitted.extent_bytes)
+    assert fitted.blocks_per_extent == 1 or kv_bytes // fitted.extent_bytes >= 32 or fitted.extent_bytes <= 4096
+
+
+def test_planning_reads_no_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """`pagetide plan` must not read weights: here they are gone once the headers were seen."""
+    weights = checkpoint.weights.paths[0]
+    hidden = weights.rename(tmp_path / "away")
+    try:
+        assert plan(checkpoint).sequences_that_fit > 0
+    finally:
+        hidden.rename(weights)

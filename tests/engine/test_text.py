@@ -1,0 +1,332 @@
+"""Streamed text against the tokenizer's own decode, and stop strings against a search in the whole text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pagetide.engine.text import Detokenizer, StopStrings, TextStream
+
+CORPUS = [
+    "The tide comes in and the tide goes out; pages follow it. Hello, world! def f(x): return x + 1\n\n\tdone",
+    "你好，世界。潮汐起落，页面随之。 今日は世界 안녕하세요 Привет мир ñandú café naïve",
+    "🌊🌊 waves 👩‍👩‍👧‍👦 family 🇨🇭 flag 😀😃😄 smile",
+]
+SPECIALS = ["<s>", "</s>", "<|tool|>"]
+
+
+def _wrap(tokenizer: Tokenizer, **names: str) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **names)
+
+
+def _byte_level(vocab_size: int = 400) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet))
+    return _wrap(tokenizer)
+
+
+def _byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: word marks, byte tokens for what the vocabulary lacks, a decoder that strips the first space."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator(CORPUS[:1], trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"]))
+    model = json.loads(trained.to_str())["model"]
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *(p for p in model["vocab"] if p != "<unk>"), "好", "�"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrap(tokenizer, unk_token="<unk>")
+
+
+def _metaspace() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>"]))
+    return _wrap(tokenizer, unk_token="<unk>")
+
+
+def _word_level() -> PreTrainedTokenizerFast:
+    """No decoder: words joined by spaces."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=["<unk>"]))
+    return _wrap(tokenizer, unk_token="<unk>")
+
+
+def _word_piece() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>"]))
+    return _wrap(tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=True)
+
+
+TOKENIZERS = {
+    "bytes": _byte_level(),
+    "bytes_only": _byte_level(vocab_size=0),
+    "byte_fallback": _byte_fallback(),
+    "metaspace": _metaspace(),
+    "words": _word_level(),
+    "word_piece": _word_piece(),
+}
+names = st.sampled_from(sorted(TOKENIZERS))
+texts = st.one_of(st.text(max_size=40), st.text(alphabet="ab 好世🌊👩‍\n\t.,é�", max_size=40), st.sampled_from(CORPUS))
+
+
+def _decode(tokenizer: Any, ids: list[int], skip: bool = True) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _pieces(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """`ids` in pieces of the given sizes, over and over."""
+    start = turn = 0
+    while start < len(ids):
+        size = sizes[turn % len(sizes)]
+        yield ids[start : start + size]
+        start, turn = start + size, turn + 1
+
+
+def _follow(tokenizer: Any, prompt: list[int], ids: list[int], sizes: list[int], skip: bool = True) -> str:
+    """The whole text of `ids`, pushed in pieces."""
+    detokenizer, text = Detokenizer(tokenizer, prompt, skip), ""
+    for piece in _pieces(ids, sizes):
+        text += detokenizer.push(piece)
+    return text + detokenizer.finish()
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[str, list[int], list[int]]:
+    """(tokenizer's name, ids, sizes of pieces): ids of a text, ids at random, or few different ones over and over."""
+    name = draw(names)
+    tokenizer = TOKENIZERS[name]
+    sizes = draw(st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any))
+    if draw(st.booleans()):
+        return name, tokenizer.encode(draw(texts), add_special_tokens=False), sizes
+    some = st.integers(0, len(tokenizer) + 2)  # the last have no token
+    if draw(st.booleans()):
+        some = st.sampled_from(draw(st.lists(some, min_size=1, max_size=4)))
+    return name, draw(st.lists(some, max_size=60)), sizes
+
+
+@settings(max_examples=300, deadline=None)
+@given(_cases(), st.booleans())
+def test_pieces_join_to_the_decode_of_all_ids(case: tuple[str, list[int], list[int]], skip: bool) -> None:
+    name, ids, sizes = case
+    tokenizer = TOKENIZERS[name]
+    assert _follow(tokenizer, [], ids, sizes, skip) == _decode(tokenizer, ids, skip)
+    if not skip:
+        return
+    bos = [tokenizer.bos_token_id]
+    assert _follow(tokenizer, bos, ids, sizes) == _decode(tokenizer, ids)  # nothing is shown before it
+    prompt = tokenizer.encode("The tide", add_special_tokens=False)
+    before = _decode(tokenizer, prompt)
+    after = _decode(tokenizer, prompt + ids)
+    assert after.startswith(before)
+    assert _follow(tokenizer, prompt, ids, sizes) == after[len(before) :]
+
+
+@settings(max_examples=200, deadline=None)
+@given(_cases(), _cases())
+def test_given_text_is_certain(case: tuple[str, list[int], list[int]], other: tuple[str, list[int], list[int]]) -> None:
+    """Whatever comes next, the decode of everything still begins with what was given."""
+    name, ids, sizes = case
+    tokenizer = TOKENIZERS[name]
+    detokenizer, text, pushed = Detokenizer(tokenizer, []), "", 0
+    for piece in _pieces(ids, sizes):
+        text += detokenizer.push(np.array(piece, np.int32))
+        pushed += len(piece)
+        for more in ([], ids[pushed:], other[1]):
+            assert _decode(tokenizer, ids[:pushed] + more).startswith(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30).filter(lambda text: "�" not in text), st.integers(1, 3))
+def test_whole_characters_are_given_at_once(text: str, size: int) -> None:
+    """With bytes as tokens: after every push, all characters that are whole."""
+    tokenizer = TOKENIZERS["bytes_only"]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode())
+    detokenizer, got = Detokenizer(tokenizer, []), ""
+    for end in range(size, len(ids) + size, size):
+        got += detokenizer.push(ids[end - size : end])
+        assert got == text.encode()[:end].decode(errors="ignore")
+    assert detokenizer.finish() == ""
+
+
+def test_bytes_that_never_complete() -> None:
+    tokenizer = TOKENIZERS["bytes_only"]
+    wave = tokenizer.encode("🌊", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [detokenizer.push([i]) for i in wave[:3]] == ["", "", ""]
+    assert detokenizer.finish() == "�"
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [detokenizer.push([i]) for i in [*wave[:3], *wave]] == ["", "", "", "�", "", "", "🌊"]
+
+
+def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, newline, first = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE4>"])
+    detokenizer = Detokenizer(tokenizer, [a])
+    assert [detokenizer.push([i]) for i in (newline, a, newline, first, a)] == ["", "\na", "", "", "��a"]
+
+
+def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
+    for name in ("byte_fallback", "metaspace", "bytes"):
+        tokenizer = TOKENIZERS[name]
+        prompt = tokenizer.encode("Hello", add_special_tokens=False)
+        both = tokenizer.encode("Hello tide tide", add_special_tokens=False)
+        assert both[: len(prompt)] == prompt
+        for size in (1, 100):
+            assert _follow(tokenizer, [tokenizer.bos_token_id, *prompt], both[len(prompt) :], [size]) == " tide tide"
+
+
+def test_special_tokens() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    a, tool = tokenizer.encode("a", add_special_tokens=False)[0], tokenizer.convert_tokens_to_ids("<|tool|>")
+    assert _follow(tokenizer, [a], [a, tool, a], [1]) == "aa"
+    assert _follow(tokenizer, [a], [a, tool, a], [1], skip=False) == "a<|tool|>a"
+
+
+class _Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return str(self._tokenizer.decode(ids, **options))
+
+
+@pytest.mark.parametrize("size", [1, 7, 3000])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("bytes_only", b"\xe4"),  # first bytes only: never whole
+        ("bytes_only", b"\xbd"),  # no first byte
+        ("bytes_only", "🌊é".encode()),
+        ("byte_fallback", b"\xe4"),
+        ("byte_fallback", b"\xf0\x9f\x8c\x8aa"),
+        ("words", b"a"),
+    ],
+)
+def test_linear_cost(name: str, pattern: bytes, size: int) -> None:
+    plain = TOKENIZERS[name]
+    tokenizer: Any = _Counting(plain)
+    if name == "bytes_only":
+        ids = [plain.convert_tokens_to_ids(_letter(b)) for b in pattern]
+    elif name == "byte_fallback":
+        ids = [plain.convert_tokens_to_ids(f"<0x{b:02X}>") for b in pattern]
+    else:
+        ids = [plain.convert_tokens_to_ids("tide")]
+    ids = (ids * 3000)[:3000]
+    Detokenizer(tokenizer, [])  # what is found out once a vocabulary
+    before = tokenizer.decoded
+    assert _follow(tokenizer, [], ids, [size]) == _decode(plain, ids)
+    assert tokenizer.decoded - before < 20 * len(ids)
+
+
+def _letter(byte: int) -> str:
+    """The letter that byte-level tokenizers write for `byte` (the table of GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
+
+
+def _cut(text: str, stops: list[str]) -> str | None:
+    """The oracle: `text` before the stop string that is complete first, of several the longest; None if none is."""
+    for end in range(len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(alphabet="aab\n🌊", max_size=30),
+    st.lists(st.text(alphabet="aab\n🌊", min_size=1, max_size=5), max_size=4),
+    st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+)
+def test_stop_strings_against_a_search_in_the_whole_text(text: str, stops: list[str], sizes: list[int]) -> None:
+    stream, shown, hit, fed = StopStrings(stops), "", False, 0
+    for piece in _pieces(list(text), sizes):  # type: ignore[arg-type]
+        new, hit = stream.push("".join(map(str, piece)))
+        shown, fed = shown + new, fed + len(piece)
+        cut = _cut(text[:fed], stops)
+        assert hit == (cut is not None)  # at once, not a piece later
+        if hit:
+            assert shown == cut
+            break
+        held = len(text[:fed]) - len(shown)
+        assert text[:fed].startswith(shown)
+        assert held == max((k for s in stops for k in range(len(s)) if text[:fed].endswith(s[:k])), default=0)
+    if hit:
+        assert stream.push("more") == ("", True)
+        assert stream.flush() == ""
+    else:
+        assert shown + stream.flush() == text
+    if len(stops) == 1:
+        assert shown == (text[: text.find(stops[0])] if stops[0] in text else shown)
+
+
+def test_stop_strings_by_hand() -> None:
+    stream = StopStrings(["</tool>", "\n\n"])
+    assert stream.push("a</to") == ("a", False)
+    assert stream.push("ol") == ("", False)
+    assert stream.push("k>\n") == ("</toolk>", False)
+    assert stream.push("\nb") == ("", True)
+    assert StopStrings(["bcd", "c"]).push("abcd") == ("ab", True)  # `c` is complete first
+    assert StopStrings(["c", "bc"]).push("abcd") == ("a", True)  # both at once: the one that begins first
+
+
+@settings(max_examples=200, deadline=None)
+@given(_cases(), st.data())
+def test_stream_of_ids_to_visible_text(case: tuple[str, list[int], list[int]], data: st.DataObject) -> None:
+    name, ids, sizes = case
+    tokenizer = TOKENIZERS[name]
+    whole = _decode(tokenizer, ids)
+    stops = data.draw(st.lists(st.text(min_size=1, max_size=3), max_size=2))
+    if whole:
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stops.append(whole[start : start + data.draw(st.integers(1, 4))])
+    stream, shown, stopped = TextStream(tokenizer, [], stops), "", False
+    assert stream.has_stops == bool(stops)
+    for piece in _pieces(ids, sizes):
+        new, stopped = stream.push(piece)
+        shown += new
+        assert stream.text == shown
+        if stopped:
+            break
+    shown += stream.finish()
+    cut = _cut(whole, stops)
+    assert stream.text == shown == (whole if cut is None else cut)
+    assert stream.stopped == (cut is not None)
+    assert stream.stopped or not stopped

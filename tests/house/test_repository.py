@@ -1,0 +1,108 @@
+"""What the repository holds: no huge files, no paths of one machine, nothing left half done, no dead links."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGEST_BYTES = 16 << 20
+# Written in pieces, so that this file does not find itself.
+MACHINE_PATH = re.compile(r"(?<![\w./-])/" + r"(?:home/\w|Users/\w|root/|work/)")
+LEFT_OVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
+CODE = {".py", ".c", ".h", ".cu", ".sh", ".toml", ".yaml", ".yml"}
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)")
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """What git holds or would take: tracked files, and new ones that it does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if run.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = (ROOT / name for name in run.stdout.decode().split("\0") if name)
+    return tuple(path for path in paths if path.is_file())
+
+
+def text_of(path: Path) -> str:
+    """The file as text; nothing for binary files."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def is_code(path: Path) -> bool:
+    return path.suffix in CODE or path.name == "Makefile" or path.read_bytes().startswith(b"#!")
+
+
+def found(pattern: re.Pattern[str], paths: list[Path]) -> list[str]:
+    """`file:line: text` of every line that matches."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in paths
+        for number, line in enumerate(text_of(path).splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def dead_links(document: Path) -> list[str]:
+    """Links of a Markdown file to local files that are not there."""
+    text = FENCE.sub("", text_of(document))
+    dead = []
+    for target in LINK.findall(text):
+        local = target.partition("#")[0]
+        if not local or re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue
+        base = ROOT / local[1:] if local.startswith("/") else document.parent / local
+        if not base.exists():
+            dead.append(f"{document.name}: {target}")
+    return dead
+
+
+def test_no_file_is_huge() -> None:
+    assert [str(path) for path in files() if path.stat().st_size > LARGEST_BYTES] == []
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    # A tokenizer's vocabulary may hold anything.
+    readable = [path for path in files() if path.suffix != ".json" and path.name != "LICENSE"]
+    assert found(MACHINE_PATH, readable) == []
+
+
+def test_nothing_is_left_half_done_in_the_code() -> None:
+    assert found(LEFT_OVER, [path for path in files() if is_code(path)]) == []
+
+
+def test_every_local_link_resolves() -> None:
+    documents = [path for path in files() if path.suffix == ".md"]
+    assert documents
+    assert [link for document in documents for link in dead_links(document)] == []
+
+
+# ---- the test tested ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/" + "home/me/x", "`/" + "root/.cache`", "at /" + "work/x", "/" + "Users/me/x"])
+def test_a_machine_path_is_seen(path: str) -> None:
+    assert MACHINE_PATH.search(path)
+
+
+@pytest.mark.parametrize("text", ["/run/pagetide", "https://example.org/home/x", "docs/work/x", "home/x", "a/root/b"])
+def test_other_paths_are_not(text: str) -> None:
+    assert not MACHINE_PATH.search(text)
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("[a](a.md) [b](gone.md#x) [c](https://example.org/c) [d](#d)\n```\n[e](code.md)\n```\n")
+    assert dead_links(document) == ["a.md: gone.md#x"]

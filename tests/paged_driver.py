@@ -1,0 +1,116 @@
+"""Runs a model over paged blocks without a scheduler: ragged sequences in chunks, and what is not written is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from pagetide.allocator.host_arena import HostArena
+from pagetide.cache.geometry import PAGE_BYTES, Geometry
+from pagetide.cache.storage import Storage
+from pagetide.engine.attention.context import Kernel, StepContext, running
+from pagetide.engine.attention.interface import register
+from pagetide.engine.attention.torch_kernel import TorchKernel
+
+ReadFault = Callable[[np.ndarray, int], np.ndarray]  # (a chunk's block table, tokens it covers) -> a wrong one
+
+
+def eager_logits(model, tokens: Sequence[int]) -> torch.Tensor:
+    """float32 [len(tokens), vocabulary]: the model by itself."""
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+class PagedDriver:
+    """A model over a pool of its own, with the sequences' blocks scattered.
+
+    Args:
+        chunk: Most tokens of a sequence in a step; None is all of them.
+        read_fault: Spoils the block tables that are read, not those that are written.
+        position_fault: Added to the position ids of all tokens that are not in a first chunk.
+    """
+
+    def __init__(
+        self,
+        model,
+        block_size: int,
+        chunk: int | None,
+        *,
+        kernel: Kernel | None = None,
+        read_fault: ReadFault = lambda table, tokens: table,
+        position_fault: int = 0,
+    ) -> None:
+        self.model = model
+        self.chunk = chunk
+        self.kernel = kernel or TorchKernel()
+        self.read_fault = read_fault
+        self.position_fault = position_fault
+        self.geometry = Geometry.from_config(
+            model.config, block_size=block_size, dtype="float32", extent_target_bytes=PAGE_BYTES
+        )
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Per sequence float32 [tokens, vocabulary]. Sequence i joins at step i, so that steps mix kinds of chunks."""
+        self.model.set_attn_implementation(register())
+        storage, tables = self._pool([len(s) for s in sequences])
+        done = [0] * len(sequences)
+        rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+        for number in range(sum(len(s) for s in sequences)):
+            chunks = [
+                (i, min(self.chunk or len(s), len(s) - done[i]))
+                for i, s in enumerate(sequences)
+                if i <= number and done[i] < len(s)
+            ]
+            if not chunks:
+                break
+            chunks.sort(key=lambda c: c[1] != 1)  # chunks of one token come first
+            step = self._step(chunks, done, tables, storage)
+            places = [(i, p) for i, n in chunks for p in range(done[i], done[i] + n)]
+            positions = torch.tensor([[p + self.position_fault * (done[i] > 0) for i, p in places]])
+            tokens = torch.tensor([[sequences[i][p] for i, p in places]])
+            with running(step), torch.inference_mode():
+                logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False, step=step).logits[0]
+            for (i, n), start in zip(chunks, step.q_starts, strict=True):
+                rows[i].append(logits[start : start + n])
+                done[i] += n
+        return [torch.cat(r) for r in rows]
+
+    def _pool(self, lengths: Sequence[int]) -> tuple[Storage, list[np.ndarray]]:
+        """Blocks full of NaN, but for the null block, and a table of scattered ids per sequence."""
+        counts = [self.geometry.blocks_for_tokens(n) for n in lengths]
+        num_extents = self.geometry.extents_for_blocks(sum(counts) + 4)
+        arena = HostArena(num_extents, self.geometry.extent_bytes)
+        arena.map(range(num_extents))
+        storage = Storage(self.geometry, arena)
+        storage.blocks.view(torch.float32).fill_(math.nan)
+        storage.clear([0])
+        ids = np.random.default_rng(3).permutation(np.arange(1, storage.num_blocks))
+        ends = np.cumsum(counts)
+        return storage, [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    def _step(self, chunks, done, tables, storage) -> StepContext:
+        size = self.geometry.block_size
+        q_lens = np.array([n for _, n in chunks], np.int32)
+        kv_lens = np.array([done[i] + n for i, n in chunks], np.int32)
+        width = self.geometry.blocks_for_tokens(int(kv_lens.max()))
+        read = np.zeros((len(chunks), width), np.int64)
+        for row, ((i, _), tokens) in enumerate(zip(chunks, kv_lens.tolist(), strict=True)):
+            used = tables[i][: self.geometry.blocks_for_tokens(tokens)]
+            read[row, : len(used)] = self.read_fault(used, tokens)
+        places = [(i, p) for i, n in chunks for p in range(done[i], done[i] + n)]
+        return StepContext(
+            layers=tuple(storage.layer(i) for i in range(len(self.geometry.layers))),
+            kernel=self.kernel,
+            q_starts=(np.cumsum(q_lens) - q_lens).astype(np.int32),
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_decodes=int((q_lens == 1).sum()),
+            tables=(torch.from_numpy(read),),
+            write_blocks=(torch.tensor([int(tables[i][p // size]) for i, p in places]),),
+            write_offsets=torch.tensor([p % size for _, p in places]),
+            block_size=size,
+        )
