@@ -50,7 +50,7 @@ gpu:  ## the tests and the demo on a CUDA device
 	@$(BIN)/python -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
 		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')"
 	$(RUN) pytest -q -m gpu
-	$(RUN) pagetide.cli demo --device cuda
+	$(BIN)/pagetide demo --device cuda
 
 check: types  ## lint, format and types
 	$(call setup,dev)

@@ -33,7 +33,7 @@ from .errors import BlockMisuse, OutOfDeviceMemory
 _LINUX = sys.platform == "linux"
 _MAX_ADVISED = 4096  # every island of huge pages splits the mapping, and a process has 65,530 (vm.max_map_count)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; in the mmap module from no version yet
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the mmap module from Python 3.13
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13; x86, Arm and RISC-V agree
 _PROT_NONE = 0
 
 

@@ -57,14 +57,14 @@ _registries = threading.Lock()  # transformers' are the process's
 def probe(model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: Kernel | None = None) -> None:
     """Return if `model` gives the same logits out of paged blocks as by itself.
 
-    Costs nine forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. The
+    Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. The
     model's attention implementation is put back as it was.
 
     Args:
         model: A causal language model of transformers, in eval mode, on its device.
         geometry: What the engine takes it for. Only its layers and its dtype matter here.
         max_length: Most tokens of a sequence; what the model does beyond is of no matter. None: its own limit.
-        kernel: What attends. None: a new TorchKernel.
+        kernel: What attends, in blocks of 4 tokens. None: a new TorchKernel.
 
     Raises:
         UnsupportedModel: it does not, or nobody can tell; the reason names the model, the layer and what to do.
@@ -117,7 +117,8 @@ class _Probe:
     def refusal(self, why: str) -> UnsupportedModel:
         """The error: which model, why, what to do."""
         kind = f"{type(self.model).__name__} (model type {getattr(self.config, 'model_type', '?')!r})"
-        return UnsupportedModel(f"{kind} cannot be served out of paged blocks: {why}. {_REMEDY}")
+        remedy = "Use transformers' generate for this model, or serve another"
+        return UnsupportedModel(f"{kind} cannot be served out of paged blocks: {why}. {remedy}")
 
     # --- looks
 
@@ -274,9 +275,6 @@ class _Probe:
             self.config, "original_max_position_embeddings", None
         )
         return f"{known:,}" if known else "the length it was trained for"
-
-
-_REMEDY = "Use transformers' generate for this model, or serve another"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,10 +68,6 @@ class Runner:
         """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
         del self.model, self.storage, self.kernel, self._layers
 
-    def close(self) -> None:
-        """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
-        del self.model, self.storage, self.kernel, self._layers
-
     def _follow(self, plan: Plan) -> None:
         """Take in what changed: rows left and taken, tables grown, blocks copied."""
         if len(plan.released):

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,17 @@ class Watched(HostArena):
         self.moved = self.counter - before
 
 
+@pytest.fixture
+def polite_threads() -> Iterator[None]:
+    """A thread runs only when the one before it lets go of the interpreter by itself, as a foreign call may."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
 @linux
+@pytest.mark.usefixtures("polite_threads")
 def test_other_threads_run_while_memory_comes() -> None:
     # 4 KiB pages, since 512 MiB of huge ones may come faster than a busy machine wakes a thread
     arena = Watched(1024, MIB // 2)
@@ -353,6 +364,7 @@ def test_other_threads_run_while_memory_comes() -> None:
     def count() -> None:
         while not stop.is_set():
             arena.counter += 1
+            time.sleep(0)  # lets go
 
     thread = threading.Thread(target=count)
     thread.start()
@@ -360,12 +372,12 @@ def test_other_threads_run_while_memory_comes() -> None:
         for _ in range(5):
             arena.map(range(1024))
             arena.unmap(range(1024))
-            if arena.moved > 1000:
+            if arena.moved:
                 break
     finally:
         stop.set()
         thread.join()
-    assert arena.moved > 1000
+    assert arena.moved
 
 
 # --- the budget

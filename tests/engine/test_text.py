@@ -184,9 +184,10 @@ def test_bytes_that_never_complete() -> None:
 
 def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
     tokenizer = TOKENIZERS["byte_fallback"]
-    a, newline, first = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE4>"])
+    a, newline, first, mark = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE4>", "�"])
     detokenizer = Detokenizer(tokenizer, [a])
     assert [detokenizer.push([i]) for i in (newline, a, newline, first, a)] == ["", "\na", "", "", "��a"]
+    assert detokenizer.push([mark]) == "�"  # here a character like another
 
 
 def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:

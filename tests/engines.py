@@ -1,0 +1,106 @@
+"""Engines put together from a model in memory, without files: exact pool sizes, and logits that can be looked at."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagetide.allocator.host_arena import HostArena
+from pagetide.cache.geometry import Geometry
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.storage import Storage
+from pagetide.engine.attention.interface import NAME, register
+from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.core import EngineCore
+from pagetide.engine.runner import Runner
+from pagetide.engine.sampler import Sampler
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Finished, Limits, Scheduler
+
+POISON = float("nan")
+
+
+class TinyEngine:
+    """One model over a pool of `usable` blocks filled with NaN, so that anything read before it is written shows."""
+
+    def __init__(
+        self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
+        max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
+        self.arena = HostArena(geometry.extents_for_blocks(usable + 1), geometry.extent_bytes)
+        self.arena.map(range(self.arena.num_extents))
+        storage = Storage(geometry, self.arena, device)
+        storage.blocks.view(torch.float32)[1:] = POISON
+        register()
+        model.set_attn_implementation(NAME)
+        limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
+        cache = CacheManager(usable + 1, block_size, limits.seats, max_model_len)
+        sampler = Sampler(limits.seats, model.config.get_text_config().vocab_size, device)
+        runner = Runner(model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len)
+        self.core = EngineCore(Scheduler(cache, limits), runner, clock=itertools.count().__next__)
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}
+
+    @property
+    def preemptions(self) -> int:
+        return self.core.scheduler.stats.preemptions
+
+    def watch_logits(self) -> None:
+        """From now on keep the logits behind every sampled position, by (request id, position)."""
+        sampler, rows = self.core.runner.sampler, self.core.scheduler.rows
+        sample = sampler.sample
+
+        def watched(at_rows, positions, logits):
+            for i, row in enumerate(at_rows):
+                self.logits[rows.request_ids[row], int(positions[i])] = logits[i].clone()
+            return sample(at_rows, positions, logits)
+
+        sampler.sample = watched
+
+    def add(self, name: str, prompt: list[int], sampling: Sampling, **more: Any) -> None:
+        self.core.add(Request(name, np.array(prompt, np.int32), sampling, **more))
+
+    def run(self, most: int = 20_000) -> dict[str, Finished]:
+        """Step until all is done, checking invariants; the ends by request id."""
+        ends: dict[str, Finished] = {}
+        for _ in range(most):
+            if not self.core.has_work:
+                counts = self.core.scheduler.cache.counts()
+                assert counts.live == 0, "blocks are left"
+                return ends
+            ends.update({end.request_id: end for end in self.core.step().finished})
+            self.core.scheduler.check_invariants()
+        raise AssertionError(f"work is left after {most} steps")
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling]) -> list[list[int]]:
+        """The tokens of each prompt; all must end by themselves."""
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            self.add(f"r{i}", prompt, one, arrival=float(i))
+        ends = self.run()
+        assert {end.reason for end in ends.values()} <= {"length", "stop"}, [end.error for end in ends.values()]
+        return [ends[f"r{i}"].token_ids.tolist() for i in range(len(prompts))]
+
+
+def prompts(lengths: list[int], vocab: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of the given lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab, n).tolist() for n in lengths]
+
+
+def blocks_needed(inputs: list[list[int]], new: int, block_size: int) -> int:
+    """Blocks that all prompts come to hold together."""
+    return sum(-(-(len(p) + new - 1) // block_size) for p in inputs)
+
+
+def plain(model: Any, inputs: list[list[int]], new: int) -> list[list[int]]:
+    """Greedy tokens by transformers' `generate`, prompt by prompt, with its own attention."""
+    model.set_attn_implementation("eager")
+    out = []
+    for prompt in inputs:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        out.append(ids[0, len(prompt) :].tolist())
+    return out
