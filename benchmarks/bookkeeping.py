@@ -1,6 +1,6 @@
 """What a step costs besides the model: scheduler, block work and output lists. No model, no torch.
 
-    python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--seed 0]
+python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--seed 0]
 """
 
 from __future__ import annotations

@@ -104,10 +104,16 @@ def compare(folder: Path, dtype: str, rounds: int, seed: int) -> list[Figure]:
         for _ in range(rounds):
             for name, run in engines.items():
                 speeds[name].append(timed(run, inputs)[0])
-    ratios = [o / max(a, b) for o, a, b in zip(speeds["pagetide"], speeds["generate"], speeds["generate_batch"], strict=True)]
-    figures = [Figure(f"{dtype} {n}", statistics.median(s), "tokens/s", samples=s, better="higher") for n, s in speeds.items()]
+    ratios = [
+        o / max(a, b) for o, a, b in zip(speeds["pagetide"], speeds["generate"], speeds["generate_batch"], strict=True)
+    ]
+    figures = [
+        Figure(f"{dtype} {n}", statistics.median(s), "tokens/s", samples=s, better="higher") for n, s in speeds.items()
+    ]
     figures.append(
-        Figure(f"{dtype} pagetide / better of the two", statistics.median(ratios), "x", TARGETS[dtype], "higher", ratios)
+        Figure(
+            f"{dtype} pagetide / better of the two", statistics.median(ratios), "x", TARGETS[dtype], "higher", ratios
+        )
     )
     same = agreement(tokens["pagetide"], tokens["generate"])
     return [*figures, Figure(f"{dtype} tokens before a first difference to generate", same, "share", better="higher")]

@@ -36,7 +36,9 @@ def machine() -> dict[str, Any]:
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        lines = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        lines = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         model = lines[0] if lines else model
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
 

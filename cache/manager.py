@@ -100,7 +100,7 @@ class CacheManager:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
-        self.allocator.check_invariants(t.of(row) for t in self.tables for row in np.flatnonzero(t.lengths))
+        self.allocator.check_invariants(t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths))
 
 
 def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> TableUpdate:

@@ -106,9 +106,7 @@ def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
     return _planned(config, context)[-1]
 
 
-def _planned(
-    config: EngineConfig, context: int | None
-) -> tuple[Checkpoint, torch.device, torch.dtype, MemoryPlan]:
+def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, torch.device, torch.dtype, MemoryPlan]:
     checkpoint = Checkpoint.open(config.model)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, checkpoint, device)

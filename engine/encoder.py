@@ -68,7 +68,9 @@ class Encoder:
     def check_stops(self, params: SamplingParams) -> None:
         """Raises RequestRejected for stop strings without a tokenizer, or stop ids outside the vocabulary."""
         if params.stop_strings and self.tokenizer is None:
-            raise RequestRejected("stop strings need a tokenizer, which this model's folder has not: use stop_token_ids")
+            raise RequestRejected(
+                "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
+            )
         beyond = [i for i in params.stop_token_ids or () if i >= self.vocab_size]
         if beyond:
             raise RequestRejected(f"stop_token_ids {beyond} are outside the vocabulary of {self.vocab_size:,}")
@@ -91,5 +93,7 @@ class Encoder:
             )
         if array.min() < 0 or array.max() >= self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][:5].tolist()
-            raise RequestRejected(f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}")
+            raise RequestRejected(
+                f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}"
+            )
         return array.astype(np.int32)

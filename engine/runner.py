@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cache.block_table import Index, Int32
 from ..cache.storage import Storage
-from ..scheduler.plan import Failure, Index, Int32, Plan, Result
+from ..scheduler.plan import Failure, Plan, Result
 from .attention.context import Kernel, StepContext, running
 from .sampler import Sampler
 

@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     demo.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, at least 16 (default 24)")
     demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
-    demo.add_argument("--pool", type=float, default=0.35, metavar="SHARE", help="pool as a share of the need (default 0.35)")
+    demo.add_argument(
+        "--pool", type=float, default=0.35, metavar="SHARE", help="pool as a share of the need (default 0.35)"
+    )
     demo.add_argument("--seed", type=int, default=0)
     _add_json(demo, "the closing table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
@@ -85,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "weights and takes no memory.",
     )  # fmt: skip
     _add_engine(plan, "MODEL")
-    plan.add_argument("--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)")
+    plan.add_argument(
+        "--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)"
+    )
     _add_json(plan, "as JSON")
     plan.set_defaults(run=_plan)
 
@@ -123,7 +127,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         ("min-p", float), ("repetition-penalty", float), ("seed", int),
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often"
+    )
     group.add_argument("--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end ids")
     group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="add no BOS")
@@ -146,12 +152,11 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _generate(args: argparse.Namespace) -> int:
     from .scheduler.request import SamplingParams
 
-    params = SamplingParams(
-        **_given(
-            args, "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-            "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens",
-        )  # fmt: skip
-    )
+    given = _given(
+        args, "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens",
+    )  # fmt: skip
+    params = SamplingParams(**given)
     prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
     if not prompts:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file F")

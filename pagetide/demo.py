@@ -47,7 +47,9 @@ def run(
     Raises ValueError for a number that makes no demo.
     """
     if num_prompts < LEAST_PROMPTS:
-        raise ValueError(f"the demo needs at least {LEAST_PROMPTS} prompts, to have something to juggle; got {num_prompts}")
+        raise ValueError(
+            f"the demo needs at least {LEAST_PROMPTS} prompts, to have something to juggle; got {num_prompts}"
+        )
     if not 0 < share <= 1:
         raise ValueError(f"the pool's share of the need must be in (0, 1], got {share}")
     from .engine.llm import LLM
@@ -179,5 +181,11 @@ def _show(pressed: _Run, table: dict[str, Any]) -> None:
         print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
     print()
     for name, value in table.items():
-        shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:,}" if value != str(value) else value
+        shown = (
+            {True: "yes", False: "no"}[value]
+            if isinstance(value, bool)
+            else f"{value:,}"
+            if value != str(value)
+            else value
+        )
         print(f"  {name:<36}{shown:>12}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .plan import Index
+from ..cache.block_table import Index
 
 
 def peak_blocks(known: Index, to_come: Index, block_size: int) -> int:
@@ -40,4 +40,5 @@ class OutputForecast:
 
     def to_come(self, generated: Index, allowed: Index) -> Index:
         """Tokens each sequence is expected to generate yet: the learned share of what it may still."""
-        return np.ceil((allowed - generated) * self.share).astype(np.int64)
+        to_come: Index = np.ceil((allowed - generated) * self.share).astype(np.int64)
+        return to_come

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .plan import Bool, Index, Int32
+from ..cache.block_table import Index, Int32
+from .plan import Bool
 from .request import Sampling
 
 

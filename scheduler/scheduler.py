@@ -25,10 +25,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..cache.block_table import TableUpdate
+from ..cache.block_table import Index, Int32, TableUpdate
 from ..cache.manager import CacheManager
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
-from .plan import NO_ROWS, Admission, Bool, Index, Int32, Plan, Result
+from .plan import NO_ROWS, Admission, Bool, Plan, Result
 from .policy import OutputForecast, peak_blocks
 from .request import Request
 from .rows import Rows

@@ -11,7 +11,7 @@ import torch
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.manager import CacheManager
-from pagetide.cache.storage import Storage
+from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
@@ -31,8 +31,12 @@ class TinyEngine:
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
     ) -> None:  # fmt: skip
         geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
-        self.arena = HostArena(geometry.extents_for_blocks(usable + 1), geometry.extent_bytes)
-        self.arena.map(range(self.arena.num_extents))
+        num_extents = geometry.extents_for_blocks(usable + 1)
+        if device == "cpu":
+            self.arena = HostArena(num_extents, geometry.extent_bytes)
+            self.arena.map(range(num_extents))
+        else:
+            self.arena = TensorArena(num_extents, geometry.extent_bytes, device)
         storage = Storage(geometry, self.arena, device)
         storage.blocks.view(torch.float32)[1:] = POISON
         register()
@@ -101,6 +105,8 @@ def plain(model: Any, inputs: list[list[int]], new: int) -> list[list[int]]:
     model.set_attn_implementation("eager")
     out = []
     for prompt in inputs:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        ids = model.generate(
+            torch.tensor([prompt], device=model.device), max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
         out.append(ids[0, len(prompt) :].tolist())
     return out

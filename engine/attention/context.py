@@ -14,7 +14,7 @@ import torch
 
 from ...cache.storage import LayerCache as LayerCache  # what kernels are handed; they import it from here
 
-Int32 = npt.NDArray[np.int32]
+Lengths = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +28,9 @@ class StepContext:
 
     layers: Sequence[LayerCache]
     kernel: Kernel
-    q_starts: Int32  # [n], host
-    q_lens: Int32  # [n], host
-    kv_lens: Int32  # [n], host
+    q_starts: Lengths  # [n], host
+    q_lens: Lengths  # [n], host
+    kv_lens: Lengths  # [n], host
     num_decodes: int
     tables: tuple[torch.Tensor, ...]  # per group: int64 [n, W] block ids, W covers the longest; the rest is block 0
     write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
@@ -77,5 +77,7 @@ def current(keywords: dict[str, Any]) -> StepContext:
     """The step of this forward pass. Raises RuntimeError outside of one."""
     step = keywords.get("step") or _step.get()
     if step is None:
-        raise RuntimeError("pagetide attention was called outside of a pagetide step: use LLM(...), not the model itself")
+        raise RuntimeError(
+            "pagetide attention was called outside of a pagetide step: use LLM(...), not the model itself"
+        )
     return step
