@@ -24,6 +24,7 @@ from .config import EngineConfig
 from .core import EngineCore
 from .encoder import Encoder
 from .errors import NotEnoughMemory
+from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .planning import MemoryPlan, plan_memory
 from .probe import probe
@@ -87,6 +88,8 @@ def build(config: EngineConfig) -> Engine:
     checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype)
+    if device.type == "cpu":
+        pack_linears(model)
     probe(model, plan.geometry, max_length=plan.max_model_len)
     register()
     model.set_attn_implementation(NAME)

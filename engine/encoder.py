@@ -27,13 +27,12 @@ class Encoder:
         """The ids of `prompt`, at least one. An empty string starts from BOS, where the model has one.
 
         Raises:
-            RequestRejected: no tokenizer for a string, no ids, or ids outside the vocabulary.
+            RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
             return self._checked(prompt)
         tokenizer = self._tokenizer("a string")
-        # Long texts are the scheduler's to refuse, with numbers; the tokenizer's own warning would only repeat it.
-        ids = tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens, verbose=False)
+        ids = _ids(tokenizer, prompt, params.add_special_tokens)
         if not ids and not prompt and self.bos_token_id is not None:
             ids = [self.bos_token_id]
         if not ids:
@@ -52,12 +51,14 @@ class Encoder:
                 "the model's tokenizer has no chat template: use generate() with a prompt of your own, or set "
                 "`tokenizer: {chat_template: ...}` for the model in the models file"
             )
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestRejected(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
         settings = {"add_generation_prompt": True, **options}
         try:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
         except Exception as error:  # jinja's errors, and what templates raise on purpose
             raise RequestRejected(f"the chat template refuses these messages: {error}") from error
-        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return _ids(tokenizer, text, add_special_tokens=False)
 
     def text_stream(self, prompt: TokenIds, params: SamplingParams) -> TextStream | None:
         """What turns the output's ids into text; None without a tokenizer."""
@@ -97,3 +98,13 @@ class Encoder:
                 f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}"
             )
         return array.astype(np.int32)
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """The tokenizer's ids. Raises RequestRejected for a text that UTF-8 has no bytes for: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
+    # Long texts are the scheduler's to refuse, with numbers; the tokenizer's own warning would only repeat it.
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))

@@ -101,7 +101,7 @@ class LLM:
         """
         tickets = self._submit(self._encode_all(prompts, sampling_params), priority)
         try:
-            with tqdm(
+            with _Bar(
                 total=len(tickets), unit="prompt", delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
                 disable=None if progress is None else not progress, leave=False, desc="generating",
             ) as bar:  # fmt: skip
@@ -192,14 +192,17 @@ class LLM:
         """Each prompt as (its string, its token ids, its parameters)."""
         self._open()
         many = _as_list(prompts)
-        each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
+        if isinstance(params, SamplingParams | None):
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
+        for given in each:
+            if not isinstance(given, SamplingParams):
+                raise TypeError(f"sampling_params must be SamplingParams, got {type(given).__name__}")
         if len(each) != len(many):
             raise RequestRejected(
                 f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
             )
-        for given in each:
-            if not isinstance(given, SamplingParams):
-                raise TypeError(f"sampling_params must be SamplingParams, got {type(given).__name__}")
         engine = self._open()
         return [
             (prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, given), given)
@@ -210,6 +213,8 @@ class LLM:
         self, encoded: list[tuple[str | None, np.ndarray, SamplingParams]], priority: int, streams: bool = False
     ) -> list[_Ticket]:
         """Queue all, or, when one is refused, none."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestRejected(f"priority must be an integer, got {priority!r}")
         with self._lock:
             engine = self._open()
             tickets = []
@@ -274,8 +279,20 @@ class LLM:
 
     def _render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         engine = self._open()
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise RequestRejected(
+                f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
+                f"{type(messages).__name__}"
+            )
+        many = list(messages)
+        conversations = [many] if many and isinstance(many[0], Mapping) else many
         return [engine.encoder.render(conversation, options) for conversation in conversations]
+
+
+class _Bar(tqdm):
+    """A progress bar without the thread that tqdm otherwise starts with its first bar, and never ends."""
+
+    monitor_interval = 0
 
 
 class _Ticket:
@@ -345,7 +362,9 @@ def _as_list(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
-    many = list(prompts)
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array's or a tensor's numbers
+    if not isinstance(many, list):
+        raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
     if not many:
         raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
     first = many[0]

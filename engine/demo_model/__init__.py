@@ -1,0 +1,1 @@
+"""The tiny model that comes with the package, for demonstrations and tests without a download."""
