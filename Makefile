@@ -33,7 +33,7 @@ endef
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo:  ## watch the engine generate out of a pool that shrinks and grows
+demo:  ## watch the engine serve many prompts out of a pool too small for all of them
 	$(call setup)
 	$(BIN)/pagetide demo
 

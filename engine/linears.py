@@ -53,6 +53,14 @@ def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
     return packed
 
 
+def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:
+    """Bytes that `pack_linears` adds to a model of this configuration: an output head tied to the embedding."""
+    rows, width = int(text_config.vocab_size), int(getattr(text_config, "hidden_size", 0) or 0)
+    tied = bool(getattr(text_config, "tie_word_embeddings", False))
+    packs = tied and dtype in _TYPES and rows * width >= LEAST_WEIGHTS and available()
+    return rows * width * dtype.itemsize if packs else 0
+
+
 def available() -> bool:
     """Whether this torch has oneDNN with the operators for packed weights, which are those of its own compiler."""
     operators: Any = torch.ops.mkldnn

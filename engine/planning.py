@@ -20,6 +20,7 @@ from ..cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, Geometry
 from .checkpoint import Checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
+from .linears import held_twice_bytes
 from .loader import check_weights_fit, free_bytes
 from .units import GIB, MIB, format_bytes
 
@@ -133,6 +134,8 @@ def plan_memory(
         )
     there = free(device)
     weights = check_weights_fit(checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
+    if device.type == "cpu":
+        weights += held_twice_bytes(checkpoint.text_config, dtype)
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
     base = _geometry(config.tokens_per_block(block_multiple), checkpoint, device, dtype)
     if config.kv_memory_bytes is None:

@@ -69,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     demo.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     demo.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, at least 16 (default 24)")
-    demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     demo.add_argument(
-        "--pool", type=float, default=0.35, metavar="SHARE", help="pool as a share of the need (default 0.35)"
+        "--pool", type=float, default=0.5, metavar="SHARE", help="pool as a share of the need (default 0.5)"
     )
     demo.add_argument("--seed", type=int, default=0)
     _add_json(demo, "the closing table and the texts as JSON, without the live view")

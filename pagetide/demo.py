@@ -39,7 +39,7 @@ class _Run:
 
 
 def run(
-    *, device: str = "auto", num_prompts: int = 24, max_new_tokens: int = 96, share: float = 0.35, seed: int = 0,
+    *, device: str = "auto", num_prompts: int = 24, max_new_tokens: int = 128, share: float = 0.5, seed: int = 0,
     as_json: bool = False,
 ) -> int:  # fmt: skip
     """The whole demo. Returns 0 when every request was served and both runs gave the same tokens, else 1.
