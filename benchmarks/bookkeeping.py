@@ -65,14 +65,17 @@ def decode_steps(num_seqs: int, steps: int, seed: int) -> list[float]:
 
 
 def admission(tokens: int, repeats: int) -> list[float]:
-    """Seconds from `add` to the plan that computes the first tokens of one prompt of `tokens` tokens."""
-    prompt = np.random.default_rng(0).integers(3, VOCAB, tokens, dtype=np.int32)
+    """Seconds from a Python list of `tokens` ids to the plan that computes its first tokens, as the engine does it."""
+    ids = np.random.default_rng(0).integers(3, VOCAB, tokens).tolist()
     cache = CacheManager(2 * tokens // BLOCK_SIZE, BLOCK_SIZE, 4, tokens + 100)
     scheduler = Scheduler(cache, Limits(4, 2048, tokens + 100))
     samples = []
     for i in range(repeats):
         start = time.perf_counter()
-        scheduler.add(Request(f"r{i}", prompt, Sampling(50)))
+        prompt = np.asarray(ids)
+        assert prompt.min() >= 0
+        assert prompt.max() < VOCAB
+        scheduler.add(Request(f"r{i}", prompt.astype(np.int32), Sampling(50)))
         plan = scheduler.schedule(0.0)
         samples.append(time.perf_counter() - start)
         assert plan.num_tokens == 2048
