@@ -32,8 +32,14 @@ class CacheManager:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
         self.block_size = block_size
+        self._shape = (num_blocks, block_size, num_rows, max_tokens, num_groups)
         self.allocator = BlockAllocator(num_blocks)
         self.tables = tuple(BlockTables(num_rows, -(-max_tokens // block_size)) for _ in range(num_groups))
+
+    def renewed(self) -> CacheManager:
+        """An empty manager of the same pool, to go on with when this one's bookkeeping broke."""
+        *shape, num_groups = self._shape
+        return CacheManager(*shape, num_groups=num_groups)
 
     @property
     def available(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from .sampler import Sampler
 from .units import format_bytes
 
 log = logging.getLogger(__name__)
+_loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,14 +87,15 @@ def build(config: EngineConfig) -> Engine:
     Raises what `Checkpoint.open`, `plan_memory`, `load_model`, `load_tokenizer` and `probe` raise.
     """
     began = time.perf_counter()
-    checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
-    tokenizer = load_tokenizer(config.model)
-    model = load_model(checkpoint, device, dtype)
-    if device.type == "cpu":
-        pack_linears(model)
-    probe(model, plan.geometry, max_length=plan.max_model_len)
-    register()
-    model.set_attn_implementation(NAME)
+    with _loading:
+        checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
+        tokenizer = load_tokenizer(config.model)
+        model = load_model(checkpoint, device, dtype)
+        if device.type == "cpu":
+            pack_linears(model)
+        probe(model, plan.geometry, max_length=plan.max_model_len)
+        register()
+        model.set_attn_implementation(NAME)
     arena = _map_pool(plan, device)
     core = _core(model, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size)
     log.info(
@@ -106,7 +109,8 @@ def build(config: EngineConfig) -> Engine:
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
     """What `build` would take, counted in sequences of `context` tokens. Reads no weights, takes no memory."""
-    return _planned(config, context)[-1]
+    with _loading:
+        return _planned(config, context)[-1]
 
 
 def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, torch.device, torch.dtype, MemoryPlan]:
@@ -133,13 +137,14 @@ def _map_pool(plan: MemoryPlan, device: torch.device) -> Arena:
 
 def _core(model: Any, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int) -> EngineCore:
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
-    cache = CacheManager(plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len)
+    longest = min(plan.max_model_len, plan.tokens_that_fit + 1)  # the newest token needs no place yet
+    cache = CacheManager(plan.num_blocks, plan.block_size, limits.seats, longest)
     runner = Runner(
         model,
         storage,
         TorchKernel(),
         Sampler(limits.seats, vocab_size, storage.device),
         num_rows=limits.seats,
-        max_tokens=plan.max_model_len,
+        max_tokens=longest,
     )
     return EngineCore(Scheduler(cache, limits), runner)

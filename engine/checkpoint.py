@@ -256,7 +256,7 @@ def _refuse_other_kinds(config: PreTrainedConfig, code: Mapping[str, Any]) -> No
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}; fetch or save it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got a {type(content).__name__}; fetch or save it again")

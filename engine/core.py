@@ -41,30 +41,37 @@ class EngineCore:
     def step(self) -> Emissions:
         """Decide a step, run it, take in what came out.
 
-        A runner that raises ends the requests of this step, with what it raised as their error, and no others. An
-        interrupt (KeyboardInterrupt) does the same and goes on to the caller; the next step tells of the ends.
+        A runner that raises ends the requests of this step, with what it raised as their error, and no others. So does an
+        interrupt (KeyboardInterrupt) there; it goes on to the caller, and the next step tells of the ends. What comes in
+        the middle of the bookkeeping ends all requests.
         """
         if self._untold is not None:
             emissions, self._untold = self._untold, None
             return emissions
-        plan = self.scheduler.schedule(self.clock())
         try:
-            result = self.runner.execute(plan) if len(plan.rows) or len(plan.released) else _nothing(plan)
+            plan = self.scheduler.schedule(self.clock())
+            result, trouble = self._execute(plan)
+            emissions = self.scheduler.apply(plan, result)
+        except BaseException as error:  # half a change may have been made: go on with an empty scheduler
+            trouble = error
+            self.scheduler, emissions = self.scheduler.renewed(_told(error))
+            log.exception("the scheduler broke; all %d requests end", len(emissions.finished))
+        if trouble is not None and not isinstance(trouble, Exception):
+            self._untold = emissions
+            raise trouble
+        return emissions
+
+    def _execute(self, plan: Plan) -> tuple[Result, BaseException | None]:
+        """What the runner makes of `plan`; when it raises, the failure of all its chunks, and what it raised."""
+        if not len(plan.rows) and not len(plan.released):
+            return Result(plan.step_id, NO_ROWS, NO_TOKENS), None
+        try:
+            return self.runner.execute(plan), None
         except BaseException as error:
-            emissions = self.scheduler.apply(plan, _all_failed(plan, error))
-            if not isinstance(error, Exception):
-                self._untold = emissions
-                raise
             log.exception("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows))
-            return emissions
-        return self.scheduler.apply(plan, result)
+            failures = tuple(Failure(i, _told(error)) for i in range(len(plan.rows)))
+            return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures), error
 
 
-def _nothing(plan: Plan) -> Result:
-    return Result(plan.step_id, NO_ROWS, NO_TOKENS)
-
-
-def _all_failed(plan: Plan, error: BaseException) -> Result:
-    message = f"{type(error).__name__}: {error}"
-    failures = tuple(Failure(i, message) for i in range(len(plan.rows)))
-    return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

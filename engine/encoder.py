@@ -72,7 +72,8 @@ class Encoder:
             raise RequestRejected(
                 "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
             )
-        beyond = [i for i in params.stop_token_ids or () if i >= self.vocab_size]
+        own = () if params.stop_token_ids is None else params.stop_token_ids
+        beyond = [int(i) for i in own if i >= self.vocab_size]
         if beyond:
             raise RequestRejected(f"stop_token_ids {beyond} are outside the vocabulary of {self.vocab_size:,}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,12 +16,14 @@ from tqdm import tqdm
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import Request, SamplingParams
-from ..scheduler.scheduler import Emissions, Finished
+from ..scheduler.scheduler import Finished, FinishReason
 from .build import Engine, build
 from .config import EngineConfig
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk, Timings
 from .text import TextStream
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -78,6 +82,8 @@ class LLM:
         self._engine: Engine | None = build(self.config)
         self._lock = threading.Lock()
         self._tickets: dict[str, _Ticket] = {}
+        self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
+        self._abandoned: deque[_Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
 
     def generate(
@@ -146,7 +152,7 @@ class LLM:
         if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
             raise ValueError(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
         tickets = self._submit(self._encode_all(prompts, sampling_params), priority, streams=True)
-        return self._chunks(tickets, stream_interval)
+        return _Stream(self, tickets, stream_interval)
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what it would refuse."""
@@ -167,9 +173,11 @@ class LLM:
                 return
             for request_id in list(self._tickets):
                 engine.core.abort(request_id)
-            while engine.core.has_work:
-                self._deliver(engine, engine.core.step())
-            engine.close()
+            try:
+                while engine.core.has_work or self._undelivered:
+                    self._advance(engine)
+            finally:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -192,6 +200,7 @@ class LLM:
         """Each prompt as (its string, its token ids, its parameters)."""
         self._open()
         many = _as_list(prompts)
+        each: list[Any]
         if isinstance(params, SamplingParams | None):
             each = [params or SamplingParams()] * len(many)
         else:
@@ -239,19 +248,32 @@ class LLM:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
         with self._lock:
             if ticket.output is None:
-                engine = self._open()
-                self._deliver(engine, engine.core.step())
+                self._advance(self._open())
 
-    def _deliver(self, engine: Engine, emissions: Emissions) -> None:
+    def _advance(self, engine: Engine) -> None:
+        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
+        while self._abandoned:
+            engine.core.abort(self._abandoned.popleft().request.request_id)
+        events = self._undelivered
+        if not events:
+            emissions = engine.core.step()
+            events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
+            events.extend((finished.request_id, finished) for finished in emissions.finished)
         now = engine.core.clock()
-        for request_id, token in zip(emissions.request_ids, emissions.tokens, strict=True):
-            ticket = self._tickets.get(request_id)
-            if ticket is not None and ticket.push(token, now):
-                engine.core.abort(request_id, "stop")  # a stop string is complete
-        for finished in emissions.finished:
-            ticket = self._tickets.pop(finished.request_id, None)
-            if ticket is not None:
-                ticket.finish(finished, now)
+        while events:
+            request_id, event = events.popleft()
+            if isinstance(event, Finished):
+                ticket = self._tickets.pop(request_id, None)
+                if ticket is not None:
+                    ticket.finish(event, now)
+            elif (ticket := self._tickets.get(request_id)) is not None:
+                try:
+                    reason = ticket.push(event, now)
+                except BaseException:
+                    engine.core.abort(request_id, "error")
+                    raise
+                if reason is not None:
+                    engine.core.abort(request_id, reason)
 
     def _drop(self, tickets: Iterable[_Ticket]) -> None:
         """Abort what has not ended: its caller is gone."""
@@ -262,20 +284,32 @@ class LLM:
             for ticket in left:
                 self._engine.core.abort(ticket.request.request_id)
             while any(t.output is None for t in left):
-                self._deliver(self._engine, self._engine.core.step())
+                self._advance(self._engine)
 
-    def _chunks(self, tickets: list[_Ticket], interval: int) -> Iterator[StreamChunk]:
-        try:
-            waiting = tickets
-            while waiting:
-                for ticket in waiting:
-                    if ticket.ready(interval):
-                        yield ticket.take()
-                waiting = [t for t in waiting if not t.taken]
-                if waiting and not any(t.ready(interval) for t in waiting):
-                    self._step(waiting[0])
-        finally:
-            self._drop(tickets)
+    def _next_chunk(self, tickets: list[_Ticket], interval: int) -> StreamChunk | None:
+        """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
+        when none had one, after a step.
+        """
+        with self._lock:
+            for i, ticket in enumerate(tickets):
+                if ticket.ready(interval):
+                    del tickets[i]
+                    chunk = ticket.take()
+                    if chunk.output is None:
+                        tickets.append(ticket)
+                    return chunk
+            self._advance(self._open())
+            return None
+
+    def _forget(self, tickets: list[_Ticket]) -> None:
+        """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
+        self._abandoned.extend(t for t in tickets if t.output is None)
+        if self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                while self._engine is not None and self._abandoned:
+                    self._advance(self._engine)
+            finally:
+                self._lock.release()
 
     def _render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         engine = self._open()
@@ -295,6 +329,38 @@ class _Bar(tqdm):
     monitor_interval = 0
 
 
+class _Stream(Iterator[StreamChunk]):
+    """The chunks of some requests, as they come. Reading drives the engine; `close` aborts what has not ended.
+
+    One that is forgotten instead leaves its requests to the next step: the garbage collector may run in the middle of
+    one, in the very thread that holds the engine's lock, so nothing may be waited for there.
+    """
+
+    def __init__(self, llm: LLM, tickets: list[_Ticket], interval: int) -> None:
+        self._llm = llm
+        self._tickets = tickets  # those whose last chunk was not given
+        self._interval = interval
+
+    def __next__(self) -> StreamChunk:
+        try:
+            while self._tickets:
+                chunk = self._llm._next_chunk(self._tickets, self._interval)
+                if chunk is not None:
+                    return chunk
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        tickets, self._tickets = self._tickets, []
+        self._llm._drop(tickets)
+
+    def __del__(self) -> None:
+        self._llm._forget(self._tickets)
+
+
 class _Ticket:
     """One request as its caller sees it. Mutated under the engine's lock."""
 
@@ -305,54 +371,65 @@ class _Ticket:
         self.prompt = prompt
         self.request = request
         self.output: RequestOutput | None = None
-        self.taken = False  # the last chunk was given
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
         self._new: list[int] = []
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
+        self._failure: str | None = None  # why there is no more text
 
-    def push(self, token: int, now: float) -> bool:
-        """Take in a token. True when a stop string ends the text here."""
+    def push(self, token: int, now: float) -> FinishReason | None:
+        """Take in a token. Returns why the request is to end here, if it is: a stop string, or text that cannot be made."""
         if self._first_token_at is None:
             self._first_token_at = now
         self._new.append(token)
-        if not self._eager or self._text is None:
-            return False
-        text, stopped = self._text.push([token])
-        self._new_text.append(text)
-        return stopped
+        if self._eager and self._failure is None:
+            self._read([token])
+        return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
 
     def finish(self, finished: Finished, now: float) -> None:
         """The request has ended: make its output."""
         tokens = finished.token_ids.tolist()
-        if self._text is not None:
-            if not self._eager:
-                self._text.push(tokens)
-            self._new_text.append(self._text.finish())
-        arrival = self.request.arrival
-        first = None if self._first_token_at is None else self._first_token_at - arrival
-        self.output = RequestOutput(
-            request_id=finished.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.request.prompt_token_ids.tolist(),
-            text=None if self._text is None else self._text.text,
-            token_ids=tokens,
-            finish_reason="stop" if self._text is not None and self._text.stopped else finished.reason,
-            timings=Timings(first_token_s=first, total_s=now - arrival),
-            num_preemptions=finished.num_preemptions,
-            error=finished.error,
-        )
+        try:
+            if self._text is not None and self._failure is None:
+                self._read(tokens if not self._eager else [], last=True)
+        finally:
+            stopped = self._text is not None and self._text.stopped
+            arrival = self.request.arrival
+            first = None if self._first_token_at is None else self._first_token_at - arrival
+            self.output = RequestOutput(
+                request_id=finished.request_id,
+                prompt=self.prompt,
+                prompt_token_ids=self.request.prompt_token_ids.tolist(),
+                text=None if self._text is None else self._text.text,
+                token_ids=tokens,
+                finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
+                timings=Timings(first_token_s=first, total_s=now - arrival),
+                num_preemptions=finished.num_preemptions,
+                error=self._failure or finished.error,
+            )
+
+    def _read(self, tokens: list[int], last: bool = False) -> None:
+        """Turn tokens into text. A tokenizer that raises fails this request and no other; an interrupt goes on."""
+        assert self._text is not None
+        try:
+            self._new_text.append(self._text.push(tokens)[0])
+            if last:
+                self._new_text.append(self._text.finish())
+        except BaseException as error:
+            self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
 
     def ready(self, interval: int) -> bool:
         """Whether a chunk is to be given now."""
-        return not self.taken and (self.output is not None or len(self._new) >= interval)
+        return self.output is not None or len(self._new) >= interval
 
     def take(self) -> StreamChunk:
         """What is new since the last chunk."""
         chunk = StreamChunk(self.index, "".join(self._new_text), self._new, self.output)
         self._new, self._new_text = [], []
-        self.taken = self.output is not None
         return chunk
 
 

@@ -197,7 +197,11 @@ def _read_file(file: Path) -> dict[str, ModelEntry]:
         text = file.read_text("utf-8")
         document = yaml.compose(text, Loader=yaml.SafeLoader)  # for the lines, and for keys given twice
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that is none
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: bytes that are no text, a date that is none
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error

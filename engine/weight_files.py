@@ -94,7 +94,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             begin, end = entry["data_offsets"]
             tensors.append(StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), end - begin))
             data_bytes = max(data_bytes, end)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is no whole safetensors file ({error}); fetch or save it again, it was probably cut off"
         ) from error
@@ -110,8 +110,10 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names files outside of its folder")
         paths = tuple(index.parent / name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is no index of shards ({type(error).__name__}: {error}); fetch it again"
         ) from error

@@ -136,7 +136,10 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _int_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, got {text!r}") from None
 
 
 def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -176,7 +179,12 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompt(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no text in UTF-8: {error}") from error
 
 
 def _print_texts(texts: Sequence[str]) -> None:
@@ -189,11 +197,11 @@ def _print_texts(texts: Sequence[str]) -> None:
 def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
     """Print what comes, as it comes: JSON lines of all prompts mixed, or one text after the other."""
     outputs: dict[int, Any] = {}
-    view = _InTurn(len(prompts))
+    view = None if as_json else _InTurn(len(prompts))
     for chunk in llm.stream(list(prompts), params):
         if chunk.output is not None:
             outputs[chunk.index] = chunk.output
-        if as_json:
+        if view is None:
             line = {"index": chunk.index, "text": chunk.text, "token_ids": chunk.token_ids}
             line |= {"output": chunk.output.to_dict()} if chunk.output else {}
             print(json.dumps(line, ensure_ascii=False), flush=True)

@@ -77,7 +77,7 @@ def run(
         print(json.dumps({**table, "outputs": texts}, ensure_ascii=False, indent=1))
     else:
         _show(pressed, table)
-    served = all(output.finish_reason in ("stop", "length") for output in pressed.outputs)
+    served = all(output.finish_reason in ("stop", "length") for output in [*pressed.outputs, *free.outputs])
     return 0 if served and table["tokens equal to an unpressured run"] else 1
 
 
@@ -101,7 +101,8 @@ def _prompts(count: int, seed: int) -> list[str]:
 
 def _blocks(prompt: str, max_new_tokens: int, llm: LLM) -> int:
     """Blocks that a prompt comes to hold, if it generates all it may."""
-    return -(-(len(llm.tokenize(prompt)) + max_new_tokens - 1) // BLOCK_SIZE)
+    longest: int = min(len(llm.tokenize(prompt)) + max_new_tokens, llm.stats()["max_model_len"])
+    return -(-(longest - 1) // BLOCK_SIZE)
 
 
 def _serve(llm: LLM, prompts: list[str], params: list[SamplingParams], live: bool) -> _Run:

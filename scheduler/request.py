@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 DEFAULT_MAX_NEW_TOKENS = 256
+_MOST = 2**31 - 1  # token ids and counts are 32 bits wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,26 @@ class SamplingParams:
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_integer("max_new_tokens", self.max_new_tokens, least=1)
-        _check_integer("min_new_tokens", self.min_new_tokens, least=0)
-        _check_integer("top_k", self.top_k, least=0)
+        _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
+        _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
+        _check_integer("top_k", self.top_k, least=0, most=_MOST)
         _check_integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
         _check_number("temperature", self.temperature, 0.0, math.inf, "must be 0 (greedy) or above")
         _check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Iterable) or isinstance(value, Mapping)):
+                raise ValueError(f"{name} must be a list, got {value!r}")
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"stop must be non-empty strings, got {stop!r}")
-        for token_id in self.stop_token_ids or ():
-            _check_integer("stop_token_ids", token_id, least=0)
+        for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
+        for name in ("ignore_eos", "add_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
 
@@ -78,22 +86,28 @@ class SamplingParams:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         if self.temperature is None and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
             given["temperature"] = defaults.temperature or 1.0
+        if self.min_new_tokens is None and self.max_new_tokens is not None and defaults.min_new_tokens is not None:
+            given["min_new_tokens"] = min(defaults.min_new_tokens, self.max_new_tokens)  # what was asked for wins
+        if self.max_new_tokens is None and self.min_new_tokens is not None and defaults.max_new_tokens is not None:
+            given["max_new_tokens"] = max(defaults.max_new_tokens, self.min_new_tokens)
         return replace(defaults, **given)
 
     def resolve(self, eos_token_ids: Sequence[int] = ()) -> Sampling:
         """The settings as the engine uses them: nothing is None any more, and a missing seed is drawn."""
-        max_new = DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
-        ends = tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else tuple(eos_token_ids))
+        least = int(self.min_new_tokens or 0)
+        most = max(DEFAULT_MAX_NEW_TOKENS, least) if self.max_new_tokens is None else int(self.max_new_tokens)
+        own = () if self.stop_token_ids is None else self.stop_token_ids
+        ends = [int(i) for i in (*own, *(() if self.ignore_eos else eos_token_ids))]
         return Sampling(
-            max_new_tokens=max_new,
-            min_new_tokens=min(self.min_new_tokens or 0, max_new),
-            temperature=self.temperature or 0.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            max_new_tokens=most,
+            min_new_tokens=least,
+            temperature=float(self.temperature or 0.0),
+            top_k=int(self.top_k or 0),
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            min_p=float(self.min_p or 0.0),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
             stop_token_ids=tuple(dict.fromkeys(ends)),
-            seed=int.from_bytes(os.urandom(8), "little") if self.seed is None else self.seed % 2**64,
+            seed=int.from_bytes(os.urandom(8), "little") if self.seed is None else int(self.seed) % 2**64,
         )
 
 
@@ -128,10 +142,10 @@ def _check_integer(name: str, value: object, least: int, most: int | None = None
         return
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
-        raise ValueError(
-            f"{name} must be at least {least}, got {value}" if most is None else f"{name} out of range: {value}"
-        )
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def _check_number(name: str, value: object, low: float, high: float, rule: str, open_below: bool = False) -> None:
@@ -139,5 +153,9 @@ def _check_number(name: str, value: object, low: float, high: float, rule: str, 
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (open_below and value <= low):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high or (open_below and number <= low):
         raise ValueError(f"{name} {rule}, got {value}")

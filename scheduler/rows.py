@@ -37,12 +37,12 @@ class Rows:
     def take(self, request_id: str, token_ids: Int32, num_prompt: int, sampling: Sampling) -> int:
         """Put a sequence with nothing computed into a free row. Returns the row."""
         row = self._free.pop()
-        known, max_tokens = len(token_ids), self.tokens.shape[1]
+        known = len(token_ids)
         self.tokens[row, :known] = token_ids
         self.known[row] = known
         self.computed[row] = 0
         self.prompt[row] = num_prompt
-        self.limit[row] = min(num_prompt + sampling.max_new_tokens, max_tokens)
+        self.limit[row] = self.limit_of(num_prompt, sampling)
         self.request_ids[row] = request_id
         self._may_stop = _with(self._may_stop, sampling.stop_token_ids)
         return row
@@ -58,6 +58,10 @@ class Rows:
     def may_stop(self, tokens: Int32) -> Bool:
         """Which of `tokens` are a stop id of anyone so far; whether it is one of its own row's, the sequence knows."""
         return self._may_stop.take(tokens, mode="clip")
+
+    def limit_of(self, num_prompt: int, sampling: Sampling) -> int:
+        """Tokens, prompt included, at which a sequence ends by length. Read-only."""
+        return min(num_prompt + sampling.max_new_tokens, self.tokens.shape[1])
 
     def leave(self, row: int) -> Int32:
         """Free `row`. Returns a copy of the tokens known of its sequence."""

@@ -125,7 +125,8 @@ class Scheduler:
         self.limits = limits
         self.stats = Stats()
         self.forecast = OutputForecast()
-        self.rows = Rows(limits.seats, limits.max_model_len)
+        longest = cache.usable // len(cache.tables) * cache.block_size + 1  # the newest token needs no place yet
+        self.rows = Rows(limits.seats, min(limits.max_model_len, longest))
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: list[_Sequence] = []  # a heap
         self._running: dict[int, _Sequence] = {}  # by row
@@ -139,6 +140,22 @@ class Scheduler:
         self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
+
+    def renewed(self, error: str) -> tuple[Scheduler, Emissions]:
+        """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
+        with `error`, of every request that was here. Reads only what a half-made change leaves readable.
+        """
+        fresh = Scheduler(self.cache.renewed(), self.limits)
+        fresh.stats, fresh.forecast = self.stats, self.forecast
+        ends = list(self._changes.finished)
+        told = {end.request_id for end in ends}
+        for request_id, sequence in self._sequences.items():
+            prompt = len(sequence.request.prompt_token_ids)
+            row = sequence.row
+            tokens = sequence.tokens if row is None else self.rows.tokens[row, : self.rows.known[row]].copy()
+            if request_id not in told:
+                ends.append(Finished(request_id, "error", tokens[prompt:], sequence.preemptions, error))
+        return fresh, Emissions(self.stats.steps, [], [], tuple(ends))
 
     @property
     def num_running(self) -> int:
@@ -325,7 +342,7 @@ class Scheduler:
         rows = self.rows
         running = np.fromiter(self._running, np.int64, len(self._running))
         prompt = len(sequence.request.prompt_token_ids)
-        limit = min(prompt + sequence.request.sampling.max_new_tokens, self.limits.max_model_len)
+        limit = rows.limit_of(prompt, sequence.request.sampling)
         generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         to_come = self.forecast.to_come(generated, allowed)
@@ -424,7 +441,8 @@ class Scheduler:
         del self._sequences[request.request_id]
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):
-            self.forecast.observe(len(generated), request.sampling.max_new_tokens)
+            prompt = len(request.prompt_token_ids)
+            self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
         self._changes.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
 
     def _leave_row(self, sequence: _Sequence) -> Int32:

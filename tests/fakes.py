@@ -24,10 +24,10 @@ def next_token(tokens) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCAB
 
 
-def continuation(prompt, sampling: Sampling) -> list[int]:
-    """What the request gives when it is alone in the world."""
+def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
+    """What the request gives when it is alone in the world, or the first `most` tokens of that."""
     tokens, new = list(prompt), []
-    while len(new) < sampling.max_new_tokens:
+    while len(new) < min(sampling.max_new_tokens, most):
         token = next_token(tokens)
         tokens.append(token)
         new.append(token)

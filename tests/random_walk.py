@@ -12,10 +12,11 @@ def walk(seed: int, events: int) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
     block_size = int(rng.choice([1, 3, 4, 16]))
+    usable = int(rng.integers(2, 24))
     world = World(
-        usable=int(rng.integers(2, 60)), block_size=block_size, max_seqs=int(rng.integers(1, 9)),
-        max_step_tokens=int(rng.integers(1, 80)), max_model_len=int(rng.integers(2, 40 * block_size)),
-        max_chunk_tokens=int(rng.integers(1, 30)) if rng.random() < 0.5 else None, forecast=bool(rng.random() < 0.5),
+        usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
+        max_step_tokens=int(rng.choice([3, 30, 300])), max_model_len=2 + int(usable * block_size * rng.choice([0.3, 1.0, 2.0])),
+        max_chunk_tokens=int(rng.integers(1, 30)) if rng.random() < 0.3 else None, forecast=bool(rng.random() < 0.3),
     )  # fmt: skip
     world.rng = rng
     aborted: set[str] = set()
@@ -24,12 +25,19 @@ def walk(seed: int, events: int) -> World:
         kind = rng.random()
         live = sorted(set(world.requests) - set(world.finished))
         if kind < 0.2 and len(live) < 30:
-            length = int(rng.integers(1, max(2, world.scheduler.limits.max_model_len + 2)))
+            longest = (
+                world.scheduler.limits.max_model_len + 2
+                if rng.random() < 0.1
+                else min(capacity, world.scheduler.limits.max_model_len) // 2
+            )
+            length = int(rng.integers(1, max(2, longest)))
             stops = tuple(rng.integers(0, VOCAB, int(rng.integers(0, 40))).tolist())
+            new = int(rng.integers(1, 60)) if rng.random() < 0.9 else 10**6  # some run on to the end
+            arrival, priority = float(rng.integers(0, n + 1)), int(rng.integers(3))
             try:
                 world.add(
-                    f"r{n}", length, max_new=int(rng.integers(1, 60)), arrival=float(rng.integers(0, n + 1)),
-                    priority=int(rng.integers(3)), stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
+                    f"r{n}", length, max_new=new, arrival=arrival, priority=priority, stop_token_ids=stops,
+                    min_new_tokens=int(rng.integers(0, 5)),
                 )  # fmt: skip
             except PromptTooLong:
                 assert length >= world.scheduler.limits.max_model_len or length > capacity
@@ -54,7 +62,8 @@ def walk(seed: int, events: int) -> World:
 
 
 def check_end(world: World, name: str, request, aborted: bool) -> None:
-    end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling)
+    room = world.scheduler.limits.max_model_len - len(request.prompt_token_ids)
+    end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling, room + 1)
     got = end.token_ids.tolist()
     assert got == expected[: len(got)], f"{name}: a token changed"
     if end.reason == "error":

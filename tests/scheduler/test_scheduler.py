@@ -216,6 +216,20 @@ def test_no_storm(forecast):
     world.check_outputs()
 
 
+@pytest.mark.parametrize("max_new", [400, 512, 10**4, 2**31 - 1])
+def test_no_storm_of_requests_that_run_to_the_context(max_new):
+    """The forecast counts what a request can really come to, not what it was allowed."""
+    world = World(usable=400, max_model_len=512, max_seqs=200, max_step_tokens=4096, forecast=True)
+    for i in range(100):
+        world.add(f"r{i}", 100 + i % 40, max_new=max_new, arrival=float(i))
+    world.run()
+    often = [end.num_preemptions for end in world.finished.values()]
+    assert max(often) <= 5
+    assert sum(n > 1 for n in often) <= 10
+    assert world.scheduler.stats.recomputed_tokens < 0.2 * world.scheduler.stats.computed_tokens
+    world.check_empty()
+
+
 def test_no_second_victim_for_a_covered_need():
     """Four rows need a block each at once, the youngest holds six: it alone goes."""
     world = World(usable=22)
@@ -387,6 +401,25 @@ def test_a_failed_chunk_ends_its_request_alone():
     assert len(world.finished["b"].token_ids) == 6
     world.check_outputs(but=("b",))
     world.check_empty()
+
+
+def test_a_broken_scheduler_is_renewed_and_tells_every_end():
+    world = World(usable=40)
+    for name in "abc":
+        world.add(name, 20, max_new=12)
+    for _ in range(3):
+        world.step()
+    world.add("late", 10)
+    world.scheduler.rows.take = None  # breaks the next admission, half way
+    with pytest.raises(TypeError):
+        world.scheduler.schedule()
+    fresh, emissions = world.scheduler.renewed("TypeError: broke")
+    assert {(end.request_id, end.reason, len(end.token_ids)) for end in emissions.finished} == {
+        ("a", "error", 3), ("b", "error", 3), ("c", "error", 3), ("late", "error", 0)
+    }  # fmt: skip
+    fresh.check_invariants()
+    assert (fresh.num_running, fresh.num_waiting, fresh.cache.counts().live) == (0, 0, 0)
+    assert fresh.stats.steps == 3
 
 
 def test_misuse_is_loud_and_changes_nothing():
