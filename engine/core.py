@@ -55,7 +55,8 @@ class EngineCore:
         except BaseException as error:  # half a change may have been made: go on with an empty scheduler
             trouble = error
             self.scheduler, emissions = self.scheduler.renewed(_told(error))
-            log.exception("the scheduler broke; all %d requests end", len(emissions.finished))
+            if isinstance(error, Exception):
+                log.exception("the scheduler broke; all %d requests end", len(emissions.finished))
         if trouble is not None and not isinstance(trouble, Exception):
             self._untold = emissions
             raise trouble
@@ -68,7 +69,8 @@ class EngineCore:
         try:
             return self.runner.execute(plan), None
         except BaseException as error:
-            log.exception("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows))
+            if isinstance(error, Exception):
+                log.exception("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows))
             failures = tuple(Failure(i, _told(error)) for i in range(len(plan.rows)))
             return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures), error
 

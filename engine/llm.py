@@ -155,7 +155,7 @@ class LLM:
         return _Stream(self, tickets, stream_interval)
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The token ids that `generate` would start from. Raises RequestRejected for what it would refuse."""
+        """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
         ids: list[int] = self._open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
         return ids
 
@@ -267,11 +267,7 @@ class LLM:
                 if ticket is not None:
                     ticket.finish(event, now)
             elif (ticket := self._tickets.get(request_id)) is not None:
-                try:
-                    reason = ticket.push(event, now)
-                except BaseException:
-                    engine.core.abort(request_id, "error")
-                    raise
+                reason = ticket.push(event, now)
                 if reason is not None:
                     engine.core.abort(request_id, reason)
 

@@ -194,12 +194,12 @@ def test_rules_of_the_automatic_pool(
     fits = pool_geometry(geometry, kv_bytes or 1)
     assert 0 <= kv_bytes <= max(room, 0 if gpu else min(free // 4, GIB))
     if kv_bytes and gpu:
-        assert kv_bytes <= 0.9 * room or kv_bytes <= 1.1 * (1 + per_sequence) * geometry.block_stride + 32 * MIB
+        assert kv_bytes <= 0.9 * room or kv_bytes <= 1.5 * (1 + per_sequence) * geometry.block_stride + 32 * MIB
     one_sequence = (1 + per_sequence) * geometry.block_stride
-    if one_sequence * 1.1 + fits.extent_bytes + 32 * MIB <= room:  # the slack: padding and whole extents
+    if one_sequence * 1.5 + fits.extent_bytes + 32 * MIB <= room:  # the slack: padding and whole extents
         blocks = kv_bytes // geometry.payload_bytes
         assert blocks >= 1 + per_sequence
-    assert kv_bytes <= 1.1 * max_seqs * one_sequence + 32 * MIB + fits.extent_bytes
+    assert kv_bytes <= 1.5 * max_seqs * one_sequence + 32 * MIB + fits.extent_bytes
 
 
 @settings(max_examples=100, deadline=None)
