@@ -186,7 +186,8 @@ class Checkpoint:
             if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
                 raise CheckpointError(f"{self.spec.path}: {key} must be an id or a list of ids, got {value!r}")
             if ids:
-                return tuple(dict.fromkeys(token for token in ids if token >= 0))  # some write -1 for "none"
+                # Some write -1 for "none"; an id that no token has can never come.
+                return tuple(dict.fromkeys(token for token in ids if 0 <= token < self.vocab_size))
         return ()
 
     @property

@@ -366,6 +366,7 @@ def test_ids_and_sizes(saved: Path) -> None:
         ({"eos_token_id": None}, (2,)),  # config.json's
         ({"eos_token_id": []}, (2,)),
         ({"eos_token_id": -1}, ()),
+        ({"eos_token_id": [3, 2**40]}, (3,)),
         ({}, (2,)),
     ],
 )
