@@ -24,7 +24,10 @@ class Extension:
 
 
 class CacheManager:
-    """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks."""
+    """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks.
+
+    The attribute `max_tokens` is what a row can really come to: no more than the whole pool holds.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1
@@ -33,8 +36,10 @@ class CacheManager:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens, num_groups)
+        in_pool = (num_blocks - 1) // num_groups * block_size
+        self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no place yet
         self.allocator = BlockAllocator(num_blocks)
-        self.tables = tuple(BlockTables(num_rows, -(-max_tokens // block_size)) for _ in range(num_groups))
+        self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
 
     def renewed(self) -> CacheManager:
         """An empty manager of the same pool, to go on with when this one's bookkeeping broke."""

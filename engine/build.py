@@ -137,14 +137,13 @@ def _map_pool(plan: MemoryPlan, device: torch.device) -> Arena:
 
 def _core(model: Any, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int) -> EngineCore:
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
-    longest = min(plan.max_model_len, plan.tokens_that_fit + 1)  # the newest token needs no place yet
-    cache = CacheManager(plan.num_blocks, plan.block_size, limits.seats, longest)
+    cache = CacheManager(plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len)
     runner = Runner(
         model,
         storage,
         TorchKernel(),
         Sampler(limits.seats, vocab_size, storage.device),
         num_rows=limits.seats,
-        max_tokens=longest,
+        max_tokens=cache.max_tokens,
     )
     return EngineCore(Scheduler(cache, limits), runner)

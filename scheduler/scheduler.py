@@ -125,8 +125,7 @@ class Scheduler:
         self.limits = limits
         self.stats = Stats()
         self.forecast = OutputForecast()
-        longest = cache.usable // len(cache.tables) * cache.block_size + 1  # the newest token needs no place yet
-        self.rows = Rows(limits.seats, min(limits.max_model_len, longest))
+        self.rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: list[_Sequence] = []  # a heap
         self._running: dict[int, _Sequence] = {}  # by row
