@@ -22,12 +22,12 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from ..monitor.host_memory import free_host_bytes
+from .arena import extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
 
 _LINUX = sys.platform == "linux"
@@ -46,15 +46,6 @@ def _huge_page_bytes(kernel: Path = Path("/sys/kernel/mm/transparent_hugepage"))
 
 
 _HUGE_PAGE = _huge_page_bytes()  # the base of an arena that can use them is aligned to it
-
-
-def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still take: MemAvailable, or what its cgroups leave of their limits if that is less.
-
-    `proc` and `cgroups` are where the kernel shows its files (cgroup v2, or v1 below `memory/`).
-    """
-    rooms = [_cgroup_room(directory, names) for directory, names in _cgroup_directories(proc, cgroups)]
-    return max(0, min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]))
 
 
 class HostArena:
@@ -121,13 +112,14 @@ class HostArena:
     def map(self, extents: Sequence[int]) -> None:
         """Populate `extents` with zero bytes, all or none. Raises OutOfDeviceMemory; BlockMisuse if one is mapped."""
         with self._lock:
-            wanted = self._checked(extents, mapped=False)
+            self._open()
+            wanted = extents_to_map(extents, self._num_extents, self._mapped)
             asked = len(wanted) * self._extent_bytes
             if asked and asked > (free := self._budget()):
                 raise OutOfDeviceMemory(asked, free, "host memory")
             done: list[tuple[int, int]] = []
             try:
-                for run in _runs(sorted(wanted)):
+                for run in runs(sorted(wanted)):
                     done.append(run)
                     self._populate(*self._range(run))
             except BaseException as error:
@@ -141,16 +133,17 @@ class HostArena:
     def unmap(self, extents: Sequence[int]) -> None:
         """Give the memory behind `extents` back to the system. Raises BlockMisuse if one is not mapped."""
         with self._lock:
-            for first, last in _runs(sorted(self._checked(extents, mapped=True))):
-                self._give_back(*self._range((first, last)))
-                self._mapped -= frozenset(range(first, last))
+            self._open()
+            for run in runs(sorted(extents_to_unmap(extents, self._num_extents, self._mapped))):
+                self._give_back(*self._range(run))
+                self._mapped -= frozenset(range(*run))
 
     def close(self) -> None:
         """Give all memory back and refuse further calls; the addresses go with their last view. Idempotent."""
         with self._lock:
             if self._buffer is None:
                 return
-            for run in _runs(sorted(self._mapped)):
+            for run in runs(sorted(self._mapped)):
                 self._give_back(*self._range(run))
             self._mapped = frozenset()
             self._buffer = None
@@ -203,27 +196,6 @@ class HostArena:
             raise BlockMisuse("the arena is closed")
         return self._buffer
 
-    def _checked(self, extents: Sequence[int], *, mapped: bool) -> frozenset[int]:
-        """`extents` as a set. Raises BlockMisuse unless each is there once and mapped, or not mapped, as said."""
-        self._open()
-        wanted = frozenset(extents)
-        if len(wanted) != len(extents):
-            raise BlockMisuse(f"an extent is named twice in {list(extents)}")
-        if outside := [extent for extent in wanted if not 0 <= extent < self._num_extents]:
-            raise BlockMisuse(f"extents {sorted(outside)} are outside the arena of {self._num_extents}")
-        if wrong := (wanted - self._mapped if mapped else wanted & self._mapped):
-            raise BlockMisuse(f"extents {sorted(wrong)} are {'not mapped' if mapped else 'mapped already'}")
-        return wanted
-
-
-def _runs(extents: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours merged: [1, 2, 5] -> (1, 3), (5, 6)."""
-    start = 0
-    for index in range(1, len(extents) + 1):
-        if index == len(extents) or extents[index] != extents[index - 1] + 1:
-            yield extents[start], extents[index - 1] + 1
-            start = index
-
 
 def _reserve(length: int) -> mmap.mmap:
     """`length` bytes of addresses. Raises OutOfDeviceMemory where there are none."""
@@ -267,42 +239,3 @@ def _call(function: Any, start: int, length: int, argument: int) -> None:
     while function(start, length, argument):
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, f"{function.__name__}({length:,} bytes, {argument}): {os.strerror(code)}")
-
-
-# (limit, use, key in memory.stat) of cgroup v2 and v1; file pages not used lately go before anyone is killed
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _cgroup_directories(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """This process' memory cgroups and their ancestors, since the limit of each holds.
-
-    A container without a cgroup namespace sees the host's path in /proc but only its own part of the tree, as the root:
-    a directory that is not there is passed over and the root is looked at always.
-    """
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:  # no cgroups here: macOS, Windows
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = cgroups / "memory" if controllers else cgroups
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts), -1, -1):
-            yield root.joinpath(*parts[:depth]), _V1 if controllers else _V2
-
-
-def _cgroup_room(directory: Path, names: tuple[str, str, str]) -> int | None:
-    """Bytes left of one cgroup's limit, or None where it has none."""
-    limit_name, use_name, reclaimable_name = names
-    try:
-        limit = (directory / limit_name).read_text().strip()
-        if limit == "max":
-            return None
-        use = int((directory / use_name).read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:  # a root cgroup has no such files; nor has one that is not shown here
-        return None
-    return int(limit) - use + int(stat.get(reclaimable_name, 0))

@@ -19,7 +19,7 @@ import torch
 
 from ..allocator.arena import Arena
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
-from ..allocator.host_arena import free_host_bytes
+from ..monitor.host_memory import free_host_bytes
 from .geometry import Geometry
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

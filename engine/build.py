@@ -16,6 +16,7 @@ from ..allocator.errors import OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
 from ..cache.manager import CacheManager
 from ..cache.storage import Storage, TensorArena
+from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Limits, Scheduler
 from .attention.interface import NAME, register
@@ -31,7 +32,6 @@ from .planning import MemoryPlan, plan_memory
 from .probe import probe
 from .runner import Runner
 from .sampler import Sampler
-from .units import format_bytes
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's

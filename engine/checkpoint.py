@@ -14,11 +14,11 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
 from .errors import CheckpointError, ConfigError, UnsupportedModel
 from .models import ModelSpec
 from .quiet import quiet_transformers
-from .units import format_bytes
 from .weight_files import StoredTensor, WeightFiles, find_weights
 
 log = logging.getLogger(__name__)

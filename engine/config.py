@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
 from .errors import ConfigError
 from .models import DTYPES, ModelEntry, ModelSpec, check_device, check_dtype, read_models, resolve_model
-from .units import parse_bytes
 
 __all__ = ["DTYPES", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "resolve_model"]
 

@@ -14,7 +14,7 @@ A request that cannot be served is the scheduler's RequestRejected, wherever it 
 
 from __future__ import annotations
 
-from .units import format_bytes
+from ..monitor.units import format_bytes
 
 
 class EngineError(Exception):

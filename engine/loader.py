@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..allocator.host_arena import free_host_bytes
+from ..monitor.host_memory import free_host_bytes
+from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, NoSuchDevice, NotEnoughMemory
 from .models import DTYPES, ModelSpec, check_device, check_dtype
 from .quiet import quiet_transformers
-from .units import format_bytes
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]

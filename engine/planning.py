@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
+from ..monitor.units import GIB, MIB, format_bytes
 from .checkpoint import Checkpoint
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from .linears import held_twice_bytes
 from .loader import check_weights_fit, free_bytes
-from .units import GIB, MIB, format_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, of a model that sets no limit itself
 CUDA_GRANULE_BYTES = 2 * MIB

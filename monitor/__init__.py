@@ -1,1 +1,41 @@
-"""pagetide.monitor: sees every byte of the devices. Built by its own issue; today only free host memory is asked for."""
+"""pagetide.monitor: sees every byte of the devices, in a process of its own.
+
+    from pagetide import monitor
+
+    with monitor.watch() as watched:                      # starts the monitor's process if none runs
+        for device in watched.devices():
+            memory = watched.memory(device.uuid)          # no lock, a few microseconds
+            print(device.name, memory.free_bytes, memory.is_stale())
+
+The names are imported when they are first asked for: importing a part of this package must stay cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .errors import MonitorError
+    from .snapshot import Device, DeviceInfo, DeviceMemory, Snapshot
+    from .watching import Watch, watch
+
+__all__ = ["Device", "DeviceInfo", "DeviceMemory", "MonitorError", "Snapshot", "Watch", "watch"]
+
+_MODULE_OF = {
+    "Device": ".snapshot",
+    "DeviceInfo": ".snapshot",
+    "DeviceMemory": ".snapshot",
+    "MonitorError": ".errors",
+    "Snapshot": ".snapshot",
+    "Watch": ".watching",
+    "watch": ".watching",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_MODULE_OF[name], __name__), name)
+    globals()[name] = value  # the next access does not come here
+    return value

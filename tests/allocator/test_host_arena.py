@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from pagetide.allocator.arena import Arena
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
-from pagetide.allocator.host_arena import HostArena, free_host_bytes
+from pagetide.allocator.host_arena import HostArena
+from pagetide.monitor.host_memory import free_host_bytes
 
 EXTENT = 16 * mmap.PAGESIZE
 MIB = 1 << 20
@@ -381,48 +382,6 @@ def test_other_threads_run_while_memory_comes() -> None:
 
 
 # --- the budget
-
-
-def _write(directory: Path, **files: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (directory / name.replace("__", ".")).write_text(text)
-
-
-def _fake(tmp_path: Path, membership: str) -> tuple[Path, Path]:
-    _write(tmp_path / "proc" / "self", cgroup=membership)
-    return tmp_path / "proc", tmp_path / "cgroup"
-
-
-def test_without_a_limit_the_system_is_the_limit(tmp_path: Path) -> None:
-    proc, cgroups = _fake(tmp_path, "0::/\n")
-    assert free_host_bytes(proc, cgroups) > 64 * MIB
-    assert free_host_bytes(tmp_path / "no proc", cgroups) > 64 * MIB
-
-
-def test_cgroup_v2_leaves_limit_minus_use_plus_what_is_reclaimable(tmp_path: Path) -> None:
-    proc, cgroups = _fake(tmp_path, "0::/a/b\n")
-    _write(
-        cgroups / "a" / "b", memory__max="9000\n", memory__current="5000\n", memory__stat="anon 4\ninactive_file 700\n"
-    )
-    assert free_host_bytes(proc, cgroups) == 4700
-    _write(cgroups / "a", memory__max="6000\n", memory__current="5500\n", memory__stat="inactive_file 100\n")
-    assert free_host_bytes(proc, cgroups) == 600  # the parent's limit holds too
-    _write(cgroups / "a" / "b", memory__max="max\n")
-    assert free_host_bytes(proc, cgroups) == 600
-    _write(cgroups / "a", memory__current="7000\n")
-    assert free_host_bytes(proc, cgroups) == 0
-
-
-def test_cgroup_v1_is_read_in_its_own_tree(tmp_path: Path) -> None:
-    proc, cgroups = _fake(tmp_path, "3:cpu:/x\n9:name=systemd:/\n4:memory:/docker/0123\n0::/\n")
-    _write(
-        cgroups / "memory",  # a container sees its own group as the root
-        memory__limit_in_bytes="8000\n",
-        memory__usage_in_bytes="3000\n",
-        memory__stat="inactive_file 1\ntotal_inactive_file 500\n",
-    )
-    assert free_host_bytes(proc, cgroups) == 5500
 
 
 @linux

@@ -28,7 +28,7 @@ from pagetide.engine.planning import (
     pool_geometry,
     working_reserve_bytes,
 )
-from pagetide.engine.units import GIB, MIB
+from pagetide.monitor.units import GIB, MIB
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KV_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, float32: of one token

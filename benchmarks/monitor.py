@@ -1,0 +1,257 @@
+"""What the monitor costs, how soon it sees, and that no reader ever sees a torn record.
+
+    python -m benchmarks.monitor [--json FILE] [--seed 0]
+
+The driver is the stand-in of the tests: eight GPUs, which answer a question about memory after 0.1 ms, as a real driver
+does, in which the caller sleeps. What a real driver's call takes of the core itself comes on top. Everything above the
+driver is real: pynvml, the daemon `vram-monitor serve` as a process of its own, shared memory, readers in other processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from benchmarks.figures import Figure, report
+from pagetide.monitor.record import RecordReader, RecordWriter
+from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from monitors import MonitorProcess, command
+from nvml_standin import Gpu, NvmlStandin
+
+GIB = 1 << 30
+NUM_DEVICES = 8
+DRIVER_LATENCY_US = 100
+INTERVAL_MS = 20
+STEP_S = 0.005
+
+
+def standin(folder: Path) -> NvmlStandin:
+    """Eight GPUs whose memory is told after 0.1 ms."""
+    nvml = NvmlStandin(folder)
+    nvml.devices = [
+        Gpu(
+            f"GPU-{i}", f"00000000:{i + 1:02X}:00.0", "Stand-in H200", total_bytes=141 * GIB, free_bytes=(141 - i) * GIB,
+            latencies_us={"nvmlDeviceGetMemoryInfo_v2": DRIVER_LATENCY_US},
+        )
+        for i in range(NUM_DEVICES)
+    ]  # fmt: skip
+    return nvml
+
+
+def start_times(folder: Path, nvml: NvmlStandin, rounds: int) -> list[float]:
+    """Seconds from the start of `vram-monitor serve` to the first record that a reader can use."""
+    samples = []
+    for i in range(rounds):
+        directory = folder / f"start{i}"
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command("serve", "--source", "nvml", "--runtime-dir", directory), env=nvml.env(), stderr=subprocess.DEVNULL
+        )
+        while not usable(directory / "record"):
+            time.sleep(0.001)
+        samples.append(time.perf_counter() - began)
+        process.terminate()
+        process.wait()
+    return samples
+
+
+def usable(record: Path) -> bool:
+    """Whether every device of the record was answered for."""
+    try:
+        with RecordReader.open(record) as reader:
+            return reader.is_live() and all(device.memory.at_ns for device in reader.snapshot().devices)
+    except Exception:
+        return False
+
+
+def read_times(reader: RecordReader, uuid: str, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of every read, and of those that found news, by a reader that asks for one device and then computes for
+    5 ms, as an engine does between two steps.
+    """
+    every, news = [], []
+    last, end = -1, time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        memory = reader.memory(uuid)
+        every.append(took := time.perf_counter() - began)
+        if memory.polls != last:
+            news.append(took)
+        last = memory.polls
+        until = time.perf_counter() + STEP_S
+        while time.perf_counter() < until:
+            pass
+    return every, news
+
+
+def cpu_shares(pid: int, windows: int, seconds: float) -> list[float]:
+    """Per cent of one core that the process' threads took, window by window."""
+    shares = []
+    for _ in range(windows):
+        before, began = on_core_ns(pid), time.perf_counter()
+        time.sleep(seconds)
+        shares.append((on_core_ns(pid) - before) / 1e7 / (time.perf_counter() - began))
+    return shares
+
+
+def on_core_ns(pid: int | str) -> int:
+    """What the scheduler counts for a process' threads: exact, where the ticks of /proc/PID/stat are samples of 4 to 10 ms."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks)
+
+
+def waiting_shares(windows: int, seconds: float) -> list[float]:
+    """Per cent of one core that the stand-in's waiting takes by itself: eight sleeps of 0.1 ms every 20 ms, and no more."""
+    usleep = ctypes.CDLL(None).usleep
+    shares = []
+    for _ in range(windows):
+        before, began, due = on_core_ns("self"), time.perf_counter(), time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            for _ in range(NUM_DEVICES):
+                usleep(DRIVER_LATENCY_US)
+            due += INTERVAL_MS / 1e3
+            time.sleep(max(0.0, due - time.perf_counter()))
+        shares.append((on_core_ns("self") - before) / 1e7 / (time.perf_counter() - began))
+    return shares
+
+
+def reaction_times(nvml: NvmlStandin, reader: RecordReader, rounds: int, rng: random.Random) -> list[float]:
+    """Seconds from a change of a device's free memory to a reader that sees it."""
+    samples = []
+    for i in range(rounds):
+        index = rng.randrange(NUM_DEVICES)
+        uuid = f"GPU-{index}"
+        free = (100 + i % 40) * GIB + i
+        time.sleep(rng.uniform(0, 2 * INTERVAL_MS / 1e3))  # at any point of the interval
+        nvml.update(str(index), free_bytes=free)
+        began = time.perf_counter()
+        while reader.memory(uuid).free_bytes != free:
+            time.sleep(0.0002)
+        samples.append(time.perf_counter() - began)
+    return samples
+
+
+# ---- flat out ----------------------------------------------------------------------------------
+
+
+def related(count: int) -> tuple[int, int, float]:
+    """(total, free, rate) that belong together: a record that mixes two writes breaks the relation."""
+    return count * 1_000_003 + 17, count * 999_983, count * 0.5
+
+
+def write_flat_out(path: Path, seconds: float, told: Connection) -> None:
+    """Write memory records as fast as Python does; send how many."""
+    with RecordWriter.create(path, source="benchmark") as writer:
+        writer.set_devices([DeviceInfo("GPU-0", "0", DeviceKind.GPU)])
+        count = 0
+        end = time.monotonic() + seconds
+        told.send(0)
+        while time.monotonic() < end:
+            for _ in range(100):
+                count += 1
+                total, free, rate = related(count)
+                writer.write_memory(0, DeviceMemory(time.monotonic_ns(), 20_000_000, total, free, rate, count, 0))
+        told.send(count)
+        told.recv()  # readers are done with the file
+
+
+def read_flat_out(path: Path, seconds: float, told: Connection) -> None:
+    """Read as fast as Python does; send (reads, torn, retries)."""
+    with RecordReader.open(path) as reader:
+        reads = torn = last = 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _ in range(100):
+                memory = reader.memory("GPU-0")
+                reads += 1
+                seen = (memory.total_bytes, memory.free_bytes, memory.bytes_per_second)
+                torn += memory.polls < last or (memory.polls > 0 and seen != related(memory.polls))
+                last = memory.polls
+        told.send((reads, torn, reader.retries))
+
+
+def flat_out(folder: Path, seconds: float, num_readers: int) -> tuple[int, int, int, int]:
+    """(writes, reads, torn, retries) of one writer against several readers, each a process."""
+    spawn = multiprocessing.get_context("spawn")
+    path = folder / "flat-out"
+    mine, theirs = spawn.Pipe()
+    writer = spawn.Process(target=write_flat_out, args=(path, seconds + 2, theirs))
+    writer.start()
+    mine.recv()
+    pipes = [spawn.Pipe() for _ in range(num_readers)]
+    readers = [spawn.Process(target=read_flat_out, args=(path, seconds, end)) for _, end in pipes]
+    for reader in readers:
+        reader.start()
+    answers = [pipe.recv() for pipe, _ in pipes]
+    writes = mine.recv()
+    mine.send(None)
+    for process in (*readers, writer):
+        process.join()
+    reads, torn, retries = (sum(answer[i] for answer in answers) for i in range(3))
+    return writes, reads, torn, retries
+
+
+def figure(name: str, samples: list[float], unit: str, target: float | None) -> Figure:
+    """The median of `samples` (seconds), in `unit`."""
+    scaled = [sample * {"us": 1e6, "ms": 1e3}[unit] for sample in samples]
+    return Figure(name, statistics.median(scaled), unit, target, samples=[round(value, 3) for value in scaled])
+
+
+def percentile(samples: list[float], share: float) -> float:
+    """The sample below which `share` of them lie."""
+    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    figures = []
+    with tempfile.TemporaryDirectory() as name, standin(Path(name)) as nvml:
+        folder = Path(name)
+        figures.append(figure("start to first record", start_times(folder, nvml, 7), "ms", 500))
+        monitor = MonitorProcess(folder / "run", "--metrics-port", "0", source="nvml", env=nvml.env())
+        with monitor, RecordReader.open(monitor.record) as reader:
+            every, news = read_times(reader, "GPU-3", 8)
+            figures.append(figure("read by an engine between steps of 5 ms", every, "us", 10))
+            figures.append(figure("... those reads that find news", news, "us", None))
+            shares = cpu_shares(monitor.pid, 5, 3)
+            waiting = waiting_shares(5, 1)
+            figures.append(
+                Figure(
+                    "daemon's share of a core, 8 devices at 20 ms", statistics.median(shares), "%", 3, samples=shares
+                )
+            )
+            figures.append(
+                Figure("... of it, the stand-in's waiting by itself", statistics.median(waiting), "%", samples=waiting)
+            )
+            seen = [1e3 * seconds for seconds in reaction_times(nvml, reader, 400, rng)]
+            figures.append(
+                Figure("reaction, median", statistics.median(seen), "ms", samples=[round(s, 3) for s in seen])
+            )
+            figures.append(Figure("reaction, p99", percentile(seen, 0.99), "ms", INTERVAL_MS + 5))
+            resident = psutil.Process(monitor.pid).memory_info().rss / (1 << 20)
+            figures.append(Figure("daemon's resident memory", resident, "MiB", 60))
+        writes, reads, torn, retries = flat_out(folder, 4, 4)
+        figures.append(Figure("torn records, 4 readers against a writer flat out for 4 s", torn, "", 0))
+        figures.append(Figure("... writes", writes, ""))
+        figures.append(Figure("... reads", reads, ""))
+        figures.append(Figure("... retries", retries, ""))
+    report("monitor: cost, reaction, torn records", figures, args.seed, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The settings of a monitor, from a YAML file and from flags, checked, as one frozen object."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigInvalid
+from .units import parse_bytes
+
+# What a running monitor takes over on SIGHUP; the rest needs a restart.
+RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "log_level")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LONGEST_INTERVAL_S = 3600.0
+SHORTEST_INTERVAL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """What a monitor watches, how often, and who may see it. The YAML keys are the names of the fields."""
+
+    source: str = "auto"  # auto, nvml, host, replay:FILE
+    devices: tuple[str, ...] = ()  # indices or uuids; none are all
+    interval: float = 0.02  # seconds between two readings of memory
+    detail_interval: float = 1.0  # seconds between two readings of load and processes
+    metrics_port: int | None = None  # 0 takes a free one; None: no metrics page
+    metrics_address: str = "127.0.0.1"
+    runtime_dir: Path | None = None
+    group: str | None = None  # who may read the record of a monitor for the whole machine
+    capacity: int | None = None  # bytes of a test device of host memory
+    members: tuple[int, ...] = ()  # its processes
+    log_level: str = "info"
+
+    @classmethod
+    def resolve(cls, file: Path | None, flags: Mapping[str, Any]) -> MonitorConfig:
+        """The file's settings, with `flags` that are not None over them. Raises ConfigInvalid, naming the setting."""
+        given = {} if file is None else read_yaml(file)
+        given |= {name: value for name, value in flags.items() if value is not None}
+        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items() if value is not None})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a file, not yet checked. Raises ConfigInvalid: no such file, no YAML, a key that is not known."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigInvalid(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigInvalid(f"the configuration {path} is no text in UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigInvalid(f"the configuration {path} is no YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigInvalid(f"the configuration {path} must be a mapping such as `interval: 0.02`")
+    for key in content:
+        if key not in _CHECKS:
+            near = difflib.get_close_matches(str(key), _CHECKS, n=1)
+            meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(_CHECKS)}"
+            raise ConfigInvalid(f"the configuration {path} has an unknown key {key!r}{meant}")
+    return content
+
+
+# ---- one setting each: (name for messages, value) -> checked value ------------------------------
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigInvalid(f"{name} must be a text, got {value!r}")
+    return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    """A number of seconds, or a text such as 20ms, 1.5s."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*(ms|s)\s*", value) if isinstance(value, str) else None
+    try:
+        seconds = float(match[1]) / (1000 if match[2] == "ms" else 1) if match else float(value)
+    except (TypeError, ValueError):
+        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r}") from None
+    if isinstance(value, bool) or not math.isfinite(seconds):
+        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r}")
+    if not SHORTEST_INTERVAL_S <= seconds <= LONGEST_INTERVAL_S:
+        raise ConfigInvalid(
+            f"{name} must be between {SHORTEST_INTERVAL_S:g} and {LONGEST_INTERVAL_S:g} seconds, got {value!r}"
+        )
+    return seconds
+
+
+def _whole(name: str, value: Any, low: int, high: int, what: str) -> int:
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
+        raise ConfigInvalid(f"{name} must be {what} between {low} and {high}, got {value!r}")
+    return number
+
+
+def _port(name: str, value: Any) -> int:
+    return _whole(name, value, 0, 65535, "a port")
+
+
+def _items(name: str, value: Any) -> list[str]:
+    """A list, or a text with commas between."""
+    values = value.split(",") if isinstance(value, str) else value
+    if isinstance(values, int) and not isinstance(values, bool):
+        values = [values]
+    if not isinstance(values, list | tuple) or not all(isinstance(item, str | int) for item in values):
+        raise ConfigInvalid(f"{name} must be a list such as [0, 1], got {value!r}")
+    return [text for item in values if (text := str(item).strip())]
+
+
+def _devices(name: str, value: Any) -> tuple[str, ...]:
+    return tuple(_items(name, value))
+
+
+def _members(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_whole(name, item, 1, 2**31 - 1, "a process id") for item in _items(name, value))
+
+
+def _bytes(name: str, value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigInvalid(f"{name}: {error}") from None
+
+
+def _path(name: str, value: Any) -> Path:
+    return Path(_text(name, str(value) if isinstance(value, Path) else value)).expanduser()
+
+
+def _level(name: str, value: Any) -> str:
+    level = _text(name, value).lower()
+    if level not in LOG_LEVELS:
+        raise ConfigInvalid(f"{name} must be one of {', '.join(LOG_LEVELS)}, got {value!r}")
+    return level
+
+
+_CHECKS = {
+    "source": _text,
+    "devices": _devices,
+    "interval": _seconds,
+    "detail_interval": _seconds,
+    "metrics_port": _port,
+    "metrics_address": _text,
+    "runtime_dir": _path,
+    "group": _text,
+    "capacity": _bytes,
+    "members": _members,
+    "log_level": _level,
+}
+assert set(_CHECKS) == {field.name for field in fields(MonitorConfig)}

@@ -1,0 +1,172 @@
+"""The monitor process: one for a runtime directory, with its record, its poller and its metrics page."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .config import RELOADED, MonitorConfig
+from .errors import AlreadyMonitored, ConfigInvalid, RecordError
+from .poller import Poller
+from .record import RecordReader, RecordWriter
+from .runtime_dir import MACHINE_DIR, VARIABLE, FileLock, RuntimeDir, group_id, own_dir, readable_dirs
+from .snapshot import DeviceInfo
+from .sources.opening import open_source
+
+if TYPE_CHECKING:
+    from .metrics import MetricsServer
+
+log = logging.getLogger(__name__)
+
+
+def directory_of(config: MonitorConfig) -> RuntimeDir:
+    """Where the monitor of these settings lives."""
+    if config.runtime_dir is not None:
+        return RuntimeDir(config.runtime_dir.absolute())
+    if config.group is not None and not os.environ.get(VARIABLE):
+        return RuntimeDir(MACHINE_DIR)
+    return own_dir()
+
+
+class Daemon:
+    """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.config = config
+        self.directory = directory_of(config)
+        self._lock: FileLock | None = None
+        self._users: FileLock | None = None
+        self._writer: RecordWriter | None = None
+        self._reader: RecordReader | None = None
+        self._poller: Poller | None = None
+        self._metrics: MetricsServer | None = None
+
+    def start(self) -> None:
+        """Take the directory, publish a record and poll. Raises MonitorError; then nothing is left behind."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        config = self.config
+        self.directory.prepare(group=config.group)
+        self._lock = _open_lock(self.directory)
+        if not self._lock.try_exclusive():
+            raise AlreadyMonitored(_who_monitors(self.directory))
+        source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
+        _refuse_if_watched_elsewhere(self, source.scan())
+        gid = None if config.group is None else group_id(config.group)
+        mode = 0o600 if gid is None else 0o640
+        self._writer = RecordWriter.create(self.directory.record, source=source.name, mode=mode, gid=gid)
+        self._reader = RecordReader.of(self._writer)
+        self._poller = Poller(
+            source, self._writer,
+            interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
+        )  # fmt: skip
+        self._metrics = self._open_metrics(config)
+        self._poller.start()
+        infos = self._reader.devices()
+        log.info(
+            "watches %s by %s every %g ms; record: %s",
+            ", ".join(f"{info.index} ({info.name or info.uuid})" for info in infos) or "no device",
+            source.name, config.interval * 1e3, self.directory.record,
+        )  # fmt: skip
+
+    def reload(self, config: MonitorConfig) -> None:
+        """Go on with other settings, as far as a running monitor can. Raises MonitorError; then the old ones hold."""
+        assert self._poller is not None
+        old = self.config
+        taken = replace(old, **{name: getattr(config, name) for name in RELOADED})
+        for name in (field for field in config.__slots__ if field not in RELOADED):
+            if getattr(config, name) != getattr(old, name):
+                log.warning("%s changed in the configuration; that needs a restart", name)
+        self._move_metrics(old, taken)
+        try:
+            self._poller.change(
+                interval_s=taken.interval, detail_interval_s=taken.detail_interval, devices=taken.devices
+            )
+        except BaseException:
+            self._move_metrics(taken, old)
+            raise
+        self.config = taken
+
+    def unused(self) -> bool:
+        """Whether nobody holds the users' lock. If so the lock is held from now on, and `stop` gives it back last."""
+        if self._users is None:
+            self._users = FileLock(self.directory.users_lock)
+        return self._users.try_exclusive()
+
+    def stop(self) -> None:
+        """End everything, in the order in which a newcomer may rely on it: the record goes before the locks. Idempotent."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._poller is not None:
+            self._poller.stop()
+        if self._reader is not None:
+            self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
+        for lock in (self._lock, self._users):
+            if lock is not None:
+                lock.close()
+        self._metrics = self._poller = self._reader = self._writer = self._lock = self._users = None
+
+    def _move_metrics(self, old: MonitorConfig, new: MonitorConfig) -> None:
+        """Serve the page where `new` says. Raises ConfigInvalid; then it is where `old` said."""
+        if (new.metrics_port, new.metrics_address) == (old.metrics_port, old.metrics_address):
+            return
+        if self._metrics is not None:
+            self._metrics.close()  # first: the new place may be the old port at another address
+        try:
+            self._metrics = self._open_metrics(new)
+        except ConfigInvalid:
+            self._metrics = self._open_metrics(old)
+            raise
+
+    def _open_metrics(self, config: MonitorConfig) -> MetricsServer | None:
+        if config.metrics_port is None:
+            return None
+        from .metrics import MetricsServer
+
+        assert self._reader is not None
+        server = MetricsServer(self._reader.snapshot, config.metrics_port, config.metrics_address)
+        log.info("metrics at http://%s:%d/metrics", config.metrics_address, server.port)
+        return server
+
+
+def _open_lock(directory: RuntimeDir) -> FileLock:
+    try:
+        return FileLock(directory.monitor_lock)
+    except OSError as error:
+        raise ConfigInvalid(f"{directory.monitor_lock} cannot be opened: {error.strerror}") from error
+
+
+def _who_monitors(directory: RuntimeDir) -> str:
+    """A sentence about the monitor that holds a directory's lock."""
+    try:
+        with RecordReader.open(directory.record) as reader:
+            devices = ", ".join(f"{info.index} ({info.name or info.uuid})" for info in reader.devices())
+            return f"vram-monitor with pid {reader.monitor_pid} watches {devices or 'no device'} already, in {directory.path}"
+    except RecordError:
+        return f"another vram-monitor is starting or ending in {directory.path}"
+
+
+def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) -> None:
+    """Two monitors of one device would both lease its memory out. A directory of one's own choice is a world of its own."""
+    if daemon.config.runtime_dir is not None or os.environ.get(VARIABLE):
+        return
+    mine = {info.uuid for info in infos}
+    for directory in readable_dirs():
+        if directory == daemon.directory:
+            continue
+        try:
+            with RecordReader.open(directory.record) as reader:
+                if reader.is_live() and mine & {info.uuid for info in reader.devices()}:
+                    raise AlreadyMonitored(_who_monitors(directory))
+        except RecordError:
+            continue  # there is none, or none for us to read

@@ -1,0 +1,317 @@
+"""The monitor's metrics page: Prometheus text made of a snapshot at each scrape, served over HTTP.
+
+Nothing is kept between scrapes, so what is gone from the snapshot (a dead pid, a device, a number that nobody knows any
+more) is gone from the next page. That holds for counters too: `polls` and `failures` are the poller's, which keeps them
+by uuid as long as the monitor lives, also for a device that is away.
+
+Unknown is an absent series, never 0. So is the time until exhaustion while use does not grow: +Inf would say the same
+in an alert, but spoil every average, and the trend, which is there then, tells "does not grow" from "not known".
+Why so, and why with this library: docs/decisions/0011-prometheus-client.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from .errors import ConfigInvalid, MonitorError
+from .snapshot import Device, Snapshot
+
+log = logging.getLogger(__name__)
+
+PATH = "/metrics"
+MAX_PROCESSES = 64  # series of one device; a host has hundreds of processes that come and go, each a series of its own
+_MAX_LABEL = 128  # characters; what a process calls itself may be as long as it likes
+_CLIENT_TIMEOUT_S = 10.0  # a client that says nothing for so long does not keep its thread
+_CLOSE_POLL_S = 0.05  # how long `close` waits at most until the accepting thread looks up
+
+# Taken once: read anew at each scrape, a start time would tremble with the system's clock.
+_MONOTONIC_EPOCH_S = time.time() - time.monotonic()
+
+Samples = Iterator[tuple[tuple[str | None, ...], float]]  # (values of the labels, None where not known; value)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the page: its name, and how its samples follow from a snapshot."""
+
+    name: str
+    type: Literal["gauge", "counter"]
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[Snapshot], Samples]
+
+    def family(self) -> GaugeMetricFamily | CounterMetricFamily:
+        """The metric without samples, as the client library writes it."""
+        kind = CounterMetricFamily if self.type == "counter" else GaugeMetricFamily
+        return kind(self.name, self.help, labels=self.labels)
+
+
+class SnapshotCollector(Collector):
+    """What a Prometheus registry asks: METRICS of the snapshot that `read` gives. From any thread, several at a time."""
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._read = read
+
+    def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """The metrics without samples: a registry learns the names by it, so that `?name[]=` can choose among them."""
+        return [metric.family() for metric in METRICS]
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """All metrics now. Raises what `read` raises."""
+        snapshot = self._read()
+        for metric in METRICS:
+            family = metric.family()
+            for values, number in metric.samples(snapshot):
+                family.add_metric([_label(value) for value in values], number)
+            yield family
+
+
+class MetricsServer:
+    """Serves /metrics, from its own threads, until it is closed."""
+
+    def __init__(self, read: Callable[[], Snapshot], port: int, address: str = "127.0.0.1") -> None:
+        """Begin to serve at `address`; port 0 takes a free one. `read` is called by several threads at a time; a
+        MonitorError of it is answered as 503, with its sentence. Raises ConfigInvalid where one cannot listen there.
+        """
+        registry = CollectorRegistry()
+        registry.register(SnapshotCollector(read))
+        ProcessCollector(registry=registry)  # memory, processor time and descriptors of the monitor itself (Linux)
+        handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
+        self._server = _listen(address, port, handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_POLL_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that is served."""
+        port: int = self._server.server_address[1]
+        return port
+
+    def close(self) -> None:
+        """Stop serving; the port is free when this returns. Idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def _of_devices(value: Callable[[Device, int], float | None]) -> Callable[[Snapshot], Samples]:
+    """`value(device, now_ns)` of every device that has one."""
+
+    def samples(snapshot: Snapshot) -> Samples:
+        for device in snapshot.devices:
+            if (number := value(device, snapshot.at_ns)) is not None:
+                yield (device.info.uuid,), number
+
+    return samples
+
+
+def _device(name: str, text: str, value: Callable[[Device, int], float | None]) -> Metric:
+    return Metric(name, "gauge", text, ("uuid",), _of_devices(value))
+
+
+def _count(name: str, text: str, value: Callable[[Device], int]) -> Metric:
+    """A counter of each device that was asked: a place in the record that is not filled yet says 0, and would go back."""
+    counted = _of_devices(lambda device, _: value(device) if device.memory.at_ns else None)
+    return Metric(name, "counter", text, ("uuid",), counted)
+
+
+def _monitor_infos(snapshot: Snapshot) -> Samples:
+    yield (__version__, snapshot.source), 1
+
+
+def _start_time(snapshot: Snapshot) -> Samples:
+    yield (), _MONOTONIC_EPOCH_S + snapshot.started_ns / 1e9
+
+
+def _last_answer_age(snapshot: Snapshot) -> Samples:
+    last_ns = max([snapshot.started_ns, *(device.memory.at_ns for device in snapshot.devices)])
+    yield (), (snapshot.at_ns - last_ns) / 1e9
+
+
+_INFO_LABELS = ("uuid", "index", "name", "kind", "pci_id", "parent_uuid")
+
+
+def _device_infos(snapshot: Snapshot) -> Samples:
+    for device in snapshot.devices:
+        yield tuple(getattr(device.info, label) for label in _INFO_LABELS), 1
+
+
+def _processes(snapshot: Snapshot) -> Samples:
+    for device in snapshot.devices:
+        known = [(use, use.used_bytes) for use in device.detail.reading.processes or () if use.used_bytes is not None]
+        known.sort(key=lambda pair: (pair[0].engine is None, -pair[1]))
+        for use, used_bytes in known[:MAX_PROCESSES]:
+            yield (device.info.uuid, str(use.pid), use.engine, use.user, _short_name(use.command)), used_bytes
+
+
+def _age_s(at_ns: int, now_ns: int) -> float | None:
+    return (now_ns - at_ns) / 1e9 if at_ns else None
+
+
+METRICS: tuple[Metric, ...] = (
+    # the monitor
+    Metric("vram_monitor_info", "gauge", "1; what monitors.", ("version", "source"), _monitor_infos),
+    Metric("vram_monitor_start_time_seconds", "gauge", "When the monitor began, Unix time.", (), _start_time),
+    Metric(
+        "vram_monitor_last_answer_age_seconds", "gauge",
+        "Time since any of the devices answered; since the monitor's start if none did.", (), _last_answer_age,
+    ),
+    # devices
+    Metric("vram_device_info", "gauge", "1; what the device is.", _INFO_LABELS, _device_infos),
+    _device(
+        "vram_device_up", "1 if the last question about memory was answered, 0 if it failed or none was answered yet.",
+        lambda device, _: device.memory.at_ns > 0 and device.memory.error is None,
+    ),
+    _device(
+        "vram_device_utilization_ratio", "Share of time in which the device computed, 0 to 1.",
+        lambda device, _: device.detail.reading.utilization,
+    ),
+    _device(
+        "vram_device_temperature_celsius", "Temperature of the device.",
+        lambda device, _: device.detail.reading.temperature_celsius,
+    ),
+    _device("vram_device_power_watts", "Power drawn.", lambda device, _: device.detail.reading.power_watts),
+    _device(
+        "vram_device_power_limit_watts", "Power that may be drawn.",
+        lambda device, _: device.detail.reading.power_limit_watts,
+    ),
+    # their memory
+    _device("vram_memory_total_bytes", "Memory there is.", lambda device, _: device.memory.total_bytes),
+    _device(
+        "vram_memory_used_bytes", "Memory that is not free: everybody's, and the driver's own.",
+        lambda device, _: device.memory.used_bytes,
+    ),
+    _device("vram_memory_free_bytes", "Memory that is free.", lambda device, _: device.memory.free_bytes),
+    _device(
+        "vram_memory_trend_bytes_per_second", "Smoothed growth of used memory; negative while it comes free.",
+        lambda device, _: device.memory.bytes_per_second,
+    ),
+    _device(
+        "vram_memory_time_to_exhaustion_seconds",
+        "When free memory ends if the trend goes on; absent while use does not grow.",
+        lambda device, _: device.memory.seconds_until_exhaustion,
+    ),
+    # who holds it
+    Metric(
+        "vram_process_used_bytes", "gauge", f"Memory of a process; the engines' and the largest, {MAX_PROCESSES} at most.",
+        ("uuid", "pid", "engine", "user", "command"), _processes,
+    ),
+    # how good the numbers are
+    _device(
+        "vram_memory_age_seconds", "Age of the memory numbers.",
+        lambda device, now_ns: _age_s(device.memory.at_ns, now_ns),
+    ),
+    _device(
+        "vram_memory_stale", "1 if they are older than three intervals: too old for engines.",
+        lambda device, now_ns: device.memory.is_stale(now_ns),
+    ),
+    _device(
+        "vram_detail_up", "1 if the last question about load and processes was answered, 0 if it failed or none was yet.",
+        lambda device, _: device.detail.at_ns > 0 and device.detail.error is None,
+    ),
+    _device(
+        "vram_detail_age_seconds", "Age of load and processes.",
+        lambda device, now_ns: _age_s(device.detail.at_ns, now_ns),
+    ),
+    _count("vram_polls_total", "Questions about memory, answered or failed.", lambda device: device.memory.polls),
+    _count("vram_poll_failures_total", "Of these, failed.", lambda device: device.memory.failures),
+)  # fmt: skip
+
+
+def _label(value: str | None) -> str:
+    """A label's value as text that any parser of the page takes: no control characters, no half a surrogate, an end.
+
+    The client library escapes the rest. An empty value is an absent label to Prometheus.
+    """
+    shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in value or "")
+    return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"
+
+
+def _short_name(command: str | None) -> str | None:
+    """The program of a command line, without folder and arguments: these make series of their own, and hold secrets."""
+    words = command.split(maxsplit=1) if command else []
+    return words[0].rpartition("/")[2] if words else None
+
+
+# ---- serving ------------------------------------------------------------------------------------
+
+
+class _Handler(MetricsHandler):
+    """Answers GET /metrics, in the format that is asked for, and nothing else."""
+
+    timeout = _CLIENT_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != PATH:
+            return self.send_error(404, explain=f"the metrics are at {PATH}")
+        try:
+            super().do_GET()
+        except MonitorError as error:  # before anything was written: the page is made first
+            self.send_error(503, explain=str(error))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens, with a thread for each request. (http.server's own asks the name service for the machine's name, which
+    can take seconds, and needs it for nothing.)
+    """
+
+    allow_reuse_address = sys.platform != "win32"  # a port whose last connections are ending counts as free
+    daemon_threads = True
+
+    def __init__(self, family: socket.AddressFamily, where: tuple[Any, ...], handler: type[_Handler]) -> None:
+        self.address_family = family
+        super().__init__(where, handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is no event; anything else is a fault of ours."""
+        if not isinstance(sys.exception(), OSError):
+            log.exception("the metrics page could not be made")
+
+
+def _listen(address: str, port: int, handler: type[_Handler]) -> _Server:
+    """A server that listens. Raises ConfigInvalid, saying what to do."""
+    if not 0 <= port <= 65535:
+        raise ConfigInvalid(f"the metrics port must be between 0 and 65535, got {port}")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return _Server(family, where, handler)
+    except (OSError, UnicodeError) as error:
+        raise ConfigInvalid(_refusal(address, port, error)) from error
+
+
+def _refusal(address: str, port: int, error: OSError | UnicodeError) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, socket.gaierror | UnicodeError) or code == errno.EADDRNOTAVAIL:
+        return (
+            f"metrics cannot be served at {address!r}: that is no address of this machine. "
+            "Use 127.0.0.1 for this machine alone, 0.0.0.0 for every network it is in"
+        )
+    if code == errno.EADDRINUSE:
+        return (
+            f"port {port} at {address} is in use by another program, perhaps another vram-monitor. "
+            "Choose another metrics port, or 0 for a free one"
+        )
+    if code == errno.EACCES:
+        return f"port {port} at {address} may not be used: ports below 1024 are root's. Choose a higher metrics port"
+    return f"metrics cannot be served at port {port} of {address}: {error}"

@@ -1,0 +1,155 @@
+"""What the monitor saw of the devices: frozen records in bytes and monotonic nanoseconds; unknown is None, never 0."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+STALE_AFTER_INTERVALS = 3
+
+
+class DeviceKind(StrEnum):
+    """What a device is."""
+
+    GPU = "gpu"
+    MIG = "mig"  # an instance of a partitioned GPU, with memory of its own
+    HOST = "host"  # this machine's memory, or what a cgroup leaves of it
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What does not change while a device is there."""
+
+    uuid: str  # "GPU-8a6e...", "MIG-...", "HOST-..."; the key of a device everywhere
+    index: str  # for people: "0" as NVML counts (CUDA may count otherwise), "0:1" for a MIG instance, "host"
+    kind: DeviceKind
+    name: str | None = None
+    pci_id: str | None = None  # "00000000:3B:00.0", as NVML writes it
+    parent_uuid: str | None = None  # of a MIG instance: its GPU
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """What a source says of one device's memory; None where it does not say."""
+
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """One process on one device."""
+
+    pid: int
+    used_bytes: int | None  # None where the driver does not tell (permissions, containers, WDDM)
+    kind: str = "compute"  # "compute", "graphics", "compute+graphics", "host"
+    user: str | None = None
+    command: str | None = None  # with arguments; None where the pid is not seen from here
+    engine: str | None = None  # the name under which an engine holds a lease
+
+
+@dataclass(frozen=True, slots=True)
+class DetailReading:
+    """What a source says of one device less often: load and processes."""
+
+    utilization: float | None = None  # share of time a kernel ran, 0..1
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    processes: tuple[ProcessUse, ...] | None = None  # None: the source does not tell, () : there are none
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of one device at one instant, with its trend. What engines read."""
+
+    at_ns: int  # monotonic, when the source was asked for what it answered last; 0 before the first answer
+    interval_ns: int  # how often it is asked
+    total_bytes: int | None
+    free_bytes: int | None
+    bytes_per_second: float | None  # smoothed growth of the used bytes; negative while memory comes free
+    polls: int  # answers and failures since the monitor started; never falls
+    failures: int  # of these, failures
+    error: str | None = None  # why there are no numbers: "GPU is lost"
+
+    @property
+    def used_bytes(self) -> int | None:
+        """total - free: what everybody holds together, the driver's own reserve included."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return None
+        return self.total_bytes - self.free_bytes
+
+    @property
+    def seconds_until_exhaustion(self) -> float | None:
+        """When free memory ends if the trend goes on; None where use does not grow or is not known."""
+        if self.free_bytes is None or not self.bytes_per_second or self.bytes_per_second <= 0:
+            return None
+        return self.free_bytes / self.bytes_per_second
+
+    def age_ns(self, now_ns: int | None = None) -> int:
+        """How old the answer is."""
+        return (time.monotonic_ns() if now_ns is None else now_ns) - self.at_ns
+
+    def is_stale(self, now_ns: int | None = None) -> bool:
+        """Whether the answer is older than three intervals, or from the future: written before a restart of the machine."""
+        return not 0 <= self.age_ns(now_ns) <= STALE_AFTER_INTERVALS * self.interval_ns
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDetail:
+    """Load, processes and the last minutes of one device."""
+
+    at_ns: int  # monotonic, when the source answered last; 0 before the first answer
+    interval_ns: int
+    reading: DetailReading
+    history: tuple[int | None, ...] = ()  # used bytes at the last intervals, newest last; None where unknown
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """All that is known of one device."""
+
+    info: DeviceInfo
+    memory: DeviceMemory
+    detail: DeviceDetail
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the monitor saw of all devices."""
+
+    at_ns: int  # monotonic, when the snapshot was taken from the record
+    source: str  # "nvml+host", "host", "replay:FILE"
+    monitor_pid: int  # the process that polls
+    started_ns: int  # monotonic, when it began
+    devices: tuple[Device, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, with what follows from it (used bytes, age, staleness, time until exhaustion)."""
+        devices = []
+        for device in self.devices:
+            memory = device.memory
+            age = memory.age_ns(self.at_ns)
+            devices.append(
+                asdict(device.info)
+                | {
+                    "memory": {
+                        "total_bytes": memory.total_bytes,
+                        "used_bytes": memory.used_bytes,
+                        "free_bytes": memory.free_bytes,
+                        "bytes_per_second": memory.bytes_per_second,
+                        "seconds_until_exhaustion": memory.seconds_until_exhaustion,
+                        "age_seconds": age / 1e9 if memory.at_ns else None,
+                        "stale": memory.is_stale(self.at_ns),
+                        "polls": memory.polls,
+                        "failures": memory.failures,
+                        "error": memory.error,
+                    },
+                    **asdict(device.detail.reading),
+                    "detail_error": device.detail.error,
+                }
+            )
+        return {"source": self.source, "monitor_pid": self.monitor_pid, "devices": devices}

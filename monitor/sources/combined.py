@@ -1,0 +1,82 @@
+"""Several sources as one: the devices of those that are available, each asked by the source that it came from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from ..errors import DeviceUnreadable, SourceUnavailable
+from ..snapshot import DetailReading, DeviceInfo, MemoryReading
+from . import Source
+
+log = logging.getLogger(__name__)
+
+
+class CombinedSource:
+    """Sources side by side, in a fixed order. One that is not available is tried again at every scan.
+
+    Devices of a source that was available once stay when it is no longer, so that their loss is seen and not only that
+    they are missing.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Takes the sources over: `close` closes them."""
+        self._sources = tuple(sources)
+        self._devices: list[tuple[DeviceInfo, ...]] = [()] * len(self._sources)  # of the last scan that answered
+        self._owners: Mapping[str, Source] = {}  # by uuid; replaced as a whole, since other threads read it
+        self._unavailable: Mapping[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        """The names of all, available or not: "nvml+host"."""
+        return "+".join(source.name for source in self._sources)
+
+    @property
+    def unavailable(self) -> Mapping[str, str]:
+        """Name and reason of the sources that were not available at the last scan."""
+        return self._unavailable
+
+    def scan(self) -> tuple[DeviceInfo, ...]:
+        """The devices of all. Raises SourceUnavailable, with every reason, where no source is available."""
+        unavailable: dict[str, str] = {}
+        for position, source in enumerate(self._sources):
+            try:
+                self._devices[position] = source.scan()
+            except SourceUnavailable as error:
+                unavailable[source.name] = str(error)
+        self._tell(unavailable)
+        if len(unavailable) == len(self._sources):
+            raise SourceUnavailable("; ".join(f"{name}: {reason}" for name, reason in unavailable.items()))
+        found = list(zip(self._sources, self._devices, strict=True))
+        self._owners = {info.uuid: source for source, infos in found for info in infos}
+        return tuple(info for _, infos in found for info in infos)
+
+    def memory(self, device: DeviceInfo) -> MemoryReading:
+        """As its source says. Raises DeviceUnreadable."""
+        return self._owner(device).memory(device)
+
+    def detail(self, device: DeviceInfo) -> DetailReading:
+        """As its source says. Raises DeviceUnreadable."""
+        return self._owner(device).detail(device)
+
+    def close(self) -> None:
+        """Close all, whatever one of them raises. Idempotent, as theirs are."""
+        with ExitStack() as stack:
+            for source in self._sources:
+                stack.callback(source.close)
+
+    def _owner(self, device: DeviceInfo) -> Source:
+        try:
+            return self._owners[device.uuid]
+        except KeyError:
+            raise DeviceUnreadable(f"none of {self.name} has a device {device.uuid} now", lost=True) from None
+
+    def _tell(self, unavailable: Mapping[str, str]) -> None:
+        """Log what is news."""
+        for name, reason in unavailable.items():
+            if self._unavailable.get(name) != reason:
+                log.info("%s is not available: %s", name, reason)
+        for name in self._unavailable.keys() - unavailable.keys():
+            log.info("%s is available now", name)
+        self._unavailable = unavailable

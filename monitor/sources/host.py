@@ -1,0 +1,273 @@
+"""This machine's memory as a device, with its processes; or a test device of a stated size, filled by named processes.
+
+The host's used bytes are total - free, whoever holds them: processes, the kernel, files that were written and not yet
+stored. What a process holds is its resident set (RSS); pages that several share, such as libraries, count for each of
+them, so the processes' sum is no check of the used bytes.
+
+A test device is used by exactly the resident sets of its members, without their children: used = sum of RSS, at most the
+capacity. Its shared pages count several times too, and a fork counts its parent's pages again if it is a member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigInvalid, DeviceUnreadable
+from ..host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_cgroup
+from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+from ..units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import psutil
+
+MAX_PROCESSES = 64
+SMALLEST_SHOWN_BYTES = MIB
+
+_MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+
+
+class HostSource:
+    """One device of kind HOST. See the module's text for what its figures mean."""
+
+    name = "host"
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        members: Sequence[int] = (),
+        *,
+        proc: Path = PROC,
+        cgroups: Path = CGROUPS,
+        machine_id: str | None = None,
+    ) -> None:
+        """With `capacity_bytes` a test device, used by the processes `members`.
+
+        Which cgroup limits this process is looked up here and once, so that the device keeps its uuid; its limit is
+        read every time. `machine_id` stands in for this machine's. Raises ConfigInvalid: members without a capacity, no
+        bytes, a process that is not there.
+        """
+        if capacity_bytes is None and members:
+            raise ConfigInvalid(
+                "members are the processes of a test device; name its size too, such as --capacity 2GiB"
+            )
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise ConfigInvalid(f"the capacity of a test device must be at least 1 byte, got {capacity_bytes}")
+        self._capacity_bytes = capacity_bytes
+        self._proc, self._cgroups = proc, cgroups
+        self._cgroup = limiting_cgroup(proc, cgroups) if capacity_bytes is None else None
+        self._info = _info(capacity_bytes, self._cgroup, _machine_id() if machine_id is None else machine_id)
+        self._known: dict[int, psutil.Process] = {}  # of the last listing, since making one costs more than asking it
+        self._users: dict[psutil.Process, str | None] = {}
+        self._lock = threading.Lock()  # over the members: a file must not be closed while it is read
+        self._members: tuple[_Member, ...] = ()
+        if members:
+            self.set_members(members)
+
+    def set_members(self, pids: Iterable[int]) -> None:
+        """Let exactly these processes use the test device. May be called from any thread.
+
+        A member that lives on stays the same one. One that ended counts as 0 bytes, and may still be named. Raises
+        ConfigInvalid, and changes nothing: a process that is not there and was no member; no test device.
+        """
+        if self._capacity_bytes is None:
+            raise ConfigInvalid("host memory is used by every process; only a test device has members")
+        with self._lock:
+            old = {member.pid: member for member in self._members}
+            new: dict[int, _Member] = {}
+            try:
+                for pid in dict.fromkeys(pids):
+                    new[pid] = _continued(old.get(pid), pid)
+            except BaseException:
+                _close(new.values(), keep=self._members)
+                raise
+            _close(self._members, keep=new.values())
+            self._members = tuple(new.values())
+
+    def scan(self) -> tuple[DeviceInfo, ...]:
+        """The one device."""
+        return (self._info,)
+
+    def memory(self, device: DeviceInfo) -> MemoryReading:
+        """Total and free bytes now. Raises DeviceUnreadable."""
+        try:
+            if self._capacity_bytes is None:
+                return host_memory(self._proc, self._cgroups)
+            with self._lock:
+                used_bytes = sum(member.resident_bytes() for member in self._members)
+            return MemoryReading(self._capacity_bytes, max(0, self._capacity_bytes - used_bytes))
+        except OSError as error:
+            raise DeviceUnreadable(f"host memory cannot be read: {error}") from error
+
+    def detail(self, device: DeviceInfo) -> DetailReading:
+        """The 64 largest processes, the largest first: members, or those of the machine or the cgroup with at least 1 MiB.
+
+        Those that the system does not let us see are missing. Utilisation is None: it is about GPUs. Raises
+        DeviceUnreadable.
+        """
+        try:
+            found = self._sizes() if self._capacity_bytes is None else self._member_sizes()
+        except OSError as error:
+            raise DeviceUnreadable(f"the processes cannot be listed: {error}") from error
+        largest = sorted(found, key=lambda item: (-item[0], item[1].pid))[:MAX_PROCESSES]
+        uses = [use for size, process in largest if (use := self._use(process, size)) is not None]
+        self._users = {process: self._users[process] for _, process in largest if process in self._users}
+        return DetailReading(processes=tuple(uses))
+
+    def close(self) -> None:
+        """Close the files of the members. Idempotent."""
+        with self._lock:
+            _close(self._members)
+            self._members = ()
+
+    def _sizes(self) -> list[tuple[int, psutil.Process]]:
+        """(resident bytes, process) of those that are not small. About 7 µs for each process there is."""
+        import psutil
+
+        known, self._known = self._known, {}
+        found = []
+        for pid in psutil.pids() if self._cgroup is None else _pids_within(self._cgroup.directory):
+            try:
+                process = known.get(pid) or psutil.Process(pid)
+                resident_bytes = process.memory_info().rss
+            except psutil.Error:  # it ended, or is not ours to see
+                continue
+            self._known[pid] = process
+            if resident_bytes >= SMALLEST_SHOWN_BYTES:
+                found.append((resident_bytes, process))
+        return found
+
+    def _member_sizes(self) -> list[tuple[int, psutil.Process]]:
+        """The same of the members that live."""
+        with self._lock:
+            return [(size, member.process) for member in self._members if (size := member.resident_bytes())]
+
+    def _use(self, process: psutil.Process, resident_bytes: int) -> ProcessUse | None:
+        """Who runs it and what it is; None where it ended. Users are remembered; commands are not, since exec changes them."""
+        import psutil
+
+        try:
+            if not process.is_running():  # the pid may be another process' by now, which then comes with the next call
+                self._known.pop(process.pid, None)
+                return None
+            if process not in self._users:
+                self._users[process] = process.username()
+            command = " ".join(process.cmdline()) or process.name()
+        except psutil.NoSuchProcess:
+            return None
+        except psutil.AccessDenied:  # macOS, of another user's process
+            command = None
+        return ProcessUse(process.pid, resident_bytes, kind="host", user=self._users.get(process), command=command)
+
+
+class _Member:
+    """A process of a test device, and no later one of the same pid."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ConfigInvalid where there is no such process, or none that we may look at."""
+        import psutil
+
+        self.pid = pid
+        self._statm: int | None = None
+        try:
+            self.process = psutil.Process(pid)
+            if sys.platform == "linux":
+                # An open file stays with the process that it was opened for, and reads in half a microsecond.
+                self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+            if self.process.is_running():
+                return
+        except (psutil.AccessDenied, PermissionError):
+            raise ConfigInvalid(f"process {pid} is another user's, whose memory this system hides from us") from None
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, ValueError, OverflowError):
+            pass
+        self.close()
+        raise ConfigInvalid(f"there is no process {pid}; members must run already")
+
+    def resident_bytes(self) -> int:
+        """Bytes of its resident set, 0 once it ended. Raises OSError."""
+        if self._statm is None:
+            return self._resident_by_psutil()
+        try:
+            pages = os.pread(self._statm, 256, 0).split()[1]  # proc(5): size resident shared ...
+        except ProcessLookupError:
+            return 0
+        return int(pages) * PAGESIZE
+
+    def _resident_by_psutil(self) -> int:
+        import psutil
+
+        try:
+            return int(self.process.memory_info().rss) if self.process.is_running() else 0
+        except psutil.NoSuchProcess:
+            return 0
+        except psutil.AccessDenied as error:
+            raise PermissionError(f"process {self.pid} is not ours to see") from error
+
+    def close(self) -> None:
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+
+def _continued(member: _Member | None, pid: int) -> _Member:
+    """The member if it lives, else the process that has its pid now, else the dead member. Raises ConfigInvalid."""
+    if member is not None and member.resident_bytes():
+        return member
+    try:
+        return _Member(pid)
+    except ConfigInvalid:
+        if member is None:
+            raise
+        return member
+
+
+def _close(members: Iterable[_Member], keep: Iterable[_Member] = ()) -> None:
+    kept = set(keep)
+    for member in members:
+        if member not in kept:
+            member.close()
+
+
+def _pids_within(directory: Path) -> set[int]:
+    """The processes in a cgroup and in those below it."""
+    pids: set[int] = set()
+    for folder, _, files in os.walk(directory):
+        if "cgroup.procs" in files:
+            try:
+                pids.update(map(int, Path(folder, "cgroup.procs").read_text().split()))
+            except FileNotFoundError:  # removed just now
+                continue
+    return pids
+
+
+def _info(capacity_bytes: int | None, cgroup: Cgroup | None, machine_id: str) -> DeviceInfo:
+    """The device, its uuid made of the machine's id, which nobody may learn from it, and of what bounds the memory."""
+    if capacity_bytes is not None:
+        name, scope = f"test device of {format_bytes(capacity_bytes)}", f"capacity {capacity_bytes}"
+    elif cgroup is None:
+        name, scope = "host memory", "machine"
+    else:
+        # The root of what a container sees has the same path in all of them, but their host names differ.
+        place = socket.gethostname() if cgroup.path == "/" else cgroup.path
+        name, scope = f"host memory of cgroup {cgroup.path}", f"cgroup {place}"
+    digest = hashlib.sha256(f"pagetide host memory\0{machine_id}\0{scope}".encode()).digest()
+    return DeviceInfo(uuid=f"HOST-{uuid.UUID(bytes=digest[:16])}", index="host", kind=DeviceKind.HOST, name=name)
+
+
+def _machine_id(files: Sequence[Path] = _MACHINE_ID_FILES) -> str:
+    """What this machine is known by for good (machine-id(5)); where there is none, its host name."""
+    for file in files:
+        try:
+            if found := file.read_text().strip():
+                return found
+        except OSError:  # not every system has one
+            continue
+    return socket.gethostname()

@@ -1,0 +1,384 @@
+"""The NVML source: GPUs and MIG instances as the NVIDIA driver library tells of them, through pynvml.
+
+Nothing else in the project imports pynvml, and every call into it goes through `_Library.ask`. What is known of NVML
+and not obvious:
+
+- used = total - free. NVIDIA's pages disagree on whether `used` of the v2 structure holds the driver's reserve, so nothing
+  here reads it, nor does it matter that the v1 structure counts the reserve as used: both say the same `total` and `free`.
+- A unified-memory chip (GB10) answers NOT_SUPPORTED for memory: its memory is the host's.
+- A GPU that is split into MIG instances gives its own memory and processes to root alone, each instance gives its own to
+  those who may use it, and only memory and processes. The process list of an instance's handle is of that instance:
+  the driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules), so the parent's is not asked.
+- Until R565 the driver gives pids as the host counts them. Since then it translates them for the pid namespace (the
+  container) of who asks, and leaves out processes that live outside of it. So in a container, pids of an old driver are
+  not to be looked up here, and an empty list of a new one does not say that there are no processes.
+- nvmlInit attaches no GPU, nvmlDeviceGetHandleByIndex does: a GPU that is back is found by asking for its handle anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import DeviceUnreadable, SourceUnavailable
+from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+
+T = TypeVar("T")
+Handle = Any  # pynvml's c_nvmlDevice_t
+
+_TEMPERATURE_GPU = 0  # nvmlTemperatureSensors_t
+_TRANSLATES_PIDS_SINCE = 565  # the driver's major version
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h
+
+
+class _Code(IntEnum):
+    """nvmlReturn_t, as far as it makes a difference here."""
+
+    UNINITIALIZED = 1
+    INVALID_ARGUMENT = 2
+    NOT_SUPPORTED = 3
+    NO_PERMISSION = 4
+    NOT_FOUND = 6
+    DRIVER_NOT_LOADED = 9
+    LIBRARY_NOT_FOUND = 12
+    FUNCTION_NOT_FOUND = 13
+    GPU_IS_LOST = 15
+    RESET_REQUIRED = 16
+    LIB_RM_VERSION_MISMATCH = 18
+    ARGUMENT_VERSION_MISMATCH = 25
+
+
+_LOST = {_Code.GPU_IS_LOST, _Code.RESET_REQUIRED}
+_DRIVER_GONE = {_Code.UNINITIALIZED, _Code.DRIVER_NOT_LOADED, _Code.LIB_RM_VERSION_MISMATCH}
+_NOBODY_THERE = _LOST | _DRIVER_GONE
+_OF_ANOTHER_VERSION = {_Code.INVALID_ARGUMENT, _Code.FUNCTION_NOT_FOUND, _Code.ARGUMENT_VERSION_MISMATCH}
+
+
+class _Refused(Exception):
+    """NVML answered with an error; the message is NVML's own."""
+
+    def __init__(self, code: int, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A device as the last scan found it."""
+
+    info: DeviceInfo
+    handle: Handle
+    failure: _Refused | None = None  # why there is no handle: it was dead
+    max_instances: int | None = None  # of a GPU in MIG mode; None: it is not split
+
+    @property
+    def is_split(self) -> bool:
+        return self.max_instances is not None
+
+
+class NvmlSource:
+    """The NVIDIA devices of this machine; see `Source` for the contract.
+
+    Making one loads nothing: the first `scan` loads the driver library. `memory` and `detail` take no lock, so a device
+    that answers slowly keeps nobody waiting who asks for another one. `proc` is where the kernel shows its files.
+    """
+
+    name = "nvml"
+
+    def __init__(self, *, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._lock = threading.Lock()  # one scan or close at a time
+        self._library = _Library()
+        self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
+
+    def scan(self) -> tuple[DeviceInfo, ...]:
+        """The GPUs in NVML's order, each followed by its MIG instances. Raises SourceUnavailable.
+
+        A dead device is listed as it was known before, or with the uuid "index-N". NVML is shut down and initialised anew
+        only when no GPU answers: then there is no call to disturb, and the driver may be reset or another one by then.
+        """
+        with self._lock:
+            if self._library.initialized:
+                with suppress(_Refused):  # asked again below, after a fresh start
+                    seen = self._look()
+                    if not all(device.failure for device in seen):
+                        return self._keep(seen)
+                self._library.shutdown()
+            try:
+                self._library.init()
+                return self._keep(self._look())
+            except _Refused as refusal:
+                self._library.shutdown()
+                raise _unavailable(refusal) from refusal
+
+    def memory(self, device: DeviceInfo) -> MemoryReading:
+        """Total and free bytes by nvmlDeviceGetMemoryInfo. Raises DeviceUnreadable."""
+        seen = self._find(device)
+        try:
+            memory = self._library.memory(seen.handle)
+        except _Refused as refusal:
+            if refusal.code == _Code.NOT_SUPPORTED and device.kind is DeviceKind.GPU and not seen.is_split:
+                return _host_memory()
+            raise _unreadable(refusal, is_split=seen.is_split) from refusal
+        return MemoryReading(memory.total, memory.free)
+
+    def detail(self, device: DeviceInfo) -> DetailReading:
+        """Utilisation, temperature, power and processes; None for what NVML refuses of a device that is there.
+
+        Raises DeviceUnreadable.
+        """
+        handle, ask = self._find(device).handle, self._library.ask
+        try:
+            rates = _given(ask, "nvmlDeviceGetUtilizationRates", handle)
+            celsius = _given(ask, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
+            milliwatts = _given(ask, "nvmlDeviceGetPowerUsage", handle)
+            limit_milliwatts = _given(ask, "nvmlDeviceGetEnforcedPowerLimit", handle)
+            processes = self._processes(handle)
+        except _Refused as refusal:
+            raise _unreadable(refusal) from refusal
+        return DetailReading(
+            utilization=None if rates is None else rates.gpu / 100,
+            temperature_celsius=None if celsius is None else float(celsius),
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            power_limit_watts=None if limit_milliwatts is None else limit_milliwatts / 1000,
+            processes=processes,
+        )
+
+    def close(self) -> None:
+        """Give NVML back. Idempotent; a later `scan` opens it again."""
+        with self._lock:
+            self._seen = {}
+            self._library.shutdown()
+
+    # --- what scan looks at
+
+    def _keep(self, devices: list[_Seen]) -> tuple[DeviceInfo, ...]:
+        self._seen = {device.info.uuid: device for device in devices}
+        return tuple(device.info for device in devices)
+
+    def _look(self) -> list[_Seen]:
+        """Every device, dead or not. Raises _Refused where NVML as a whole does not answer."""
+        count = self._library.ask("nvmlDeviceGetCount")
+        gpus = [self._look_at(str(index), ("nvmlDeviceGetHandleByIndex", index)) for index in range(count)]
+        alive = {gpu.info.uuid for gpu in gpus if gpu.failure is None}
+        found = []
+        for gpu in gpus:
+            if gpu.failure is None:
+                found += [gpu, *self._look_at_instances(gpu)]
+            elif gpu.info.uuid in alive:  # indices have moved: what was known at this one answers at another
+                found.append(replace(gpu, info=_nameless(gpu.info.index)))
+            else:
+                instances = (seen for seen in self._seen.values() if seen.info.parent_uuid == gpu.info.uuid)
+                found += [gpu, *(replace(seen, failure=gpu.failure) for seen in instances)]
+        return found
+
+    def _look_at_instances(self, gpu: _Seen) -> list[_Seen]:
+        found = []
+        for number in range(gpu.max_instances or 0):
+            for_handle = ("nvmlDeviceGetMigDeviceHandleByIndex", gpu.handle, number)
+            instance = self._look_at(f"{gpu.info.index}:{number}", for_handle, gpu.info)
+            if instance.failure is None or instance.failure.code != _Code.NOT_FOUND:
+                found.append(instance)
+        return found
+
+    def _look_at(self, index: str, for_handle: tuple[Any, ...], parent: DeviceInfo | None = None) -> _Seen:
+        """The device of which `for_handle`, a call with its arguments, gives the handle."""
+        ask = self._library.ask
+        uuid = None
+        try:
+            handle = ask(*for_handle)
+            uuid = ask("nvmlDeviceGetUUID", handle)
+            name = _given(ask, "nvmlDeviceGetName", handle)
+            if parent is not None:
+                return _Seen(DeviceInfo(uuid, index, DeviceKind.MIG, name, parent.pci_id, parent.uuid), handle)
+            pci = _given(ask, "nvmlDeviceGetPciInfo_v3", handle)
+            info = DeviceInfo(uuid, index, DeviceKind.GPU, name, pci and pci.busId)
+            in_mig_mode, _pending = _given(ask, "nvmlDeviceGetMigMode", handle) or (False, False)
+            max_instances = (_given(ask, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if in_mig_mode else None
+            return _Seen(info, handle, max_instances=max_instances)
+        except _Refused as refusal:
+            return _Seen(self._remembered(uuid, index, parent), None, refusal)
+
+    def _remembered(self, uuid: str | None, index: str, parent: DeviceInfo | None) -> DeviceInfo:
+        """What was known of a device that is dead now, and perhaps does not even give its uuid any more."""
+        for seen in self._seen.values():
+            if seen.info.uuid == uuid or (uuid is None and seen.info.index == index):
+                return replace(seen.info, index=index)
+        return _nameless(index, uuid, parent)
+
+    # --- what memory and detail ask
+
+    def _find(self, device: DeviceInfo) -> _Seen:
+        """The device with a handle to ask it by. Raises DeviceUnreadable."""
+        seen = self._seen.get(device.uuid)
+        if seen is None:
+            raise DeviceUnreadable(f"NVML showed no device {device.uuid} when it was last asked for its devices")
+        if seen.failure is not None:
+            raise _unreadable(seen.failure) from seen.failure
+        return seen
+
+    def _processes(self, handle: Handle) -> tuple[ProcessUse, ...] | None:
+        """Compute and graphics processes merged by pid; None where none is told and some may be hidden."""
+        compute = _given(self._library.compute_processes, handle)
+        graphics = _given(self._library.graphics_processes, handle)
+        contained, translated = self._in_container(), self._library.translates_pids
+        some_hidden = graphics is None or (contained and translated)
+        if compute is None or (some_hidden and not compute and not graphics):
+            return None
+        kinds: dict[int, str] = {}
+        used_bytes: dict[int, int | None] = {}
+        for kind, processes in (("compute", compute), ("graphics", graphics or ())):
+            for process in processes:
+                kinds[process.pid] = "compute+graphics" if kinds.get(process.pid, kind) != kind else kind
+                # Each list gives all that a process holds on the device: there is nothing to add up.
+                if used_bytes.get(process.pid) is None:
+                    used_bytes[process.pid] = process.usedGpuMemory
+        ours = translated or not contained  # else a pid is nobody's here, or a stranger's
+        return tuple(ProcessUse(pid, used_bytes[pid], kinds[pid], *(_owner(pid) if ours else ())) for pid in kinds)
+
+    def _in_container(self) -> bool:
+        try:
+            return os.readlink(self._proc / "self" / "ns" / "pid") != _INITIAL_PID_NAMESPACE
+        except OSError:  # not told: claim nothing that holds only outside of one
+            return True
+
+
+class _Library:
+    """The door to NVML. Its calls raise _Refused."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.translates_pids = False
+        self._nvml: Any = None  # the module pynvml, from the first `init` on
+
+    def init(self) -> None:
+        """Load the driver library, if it is not, and initialise it."""
+        import pynvml
+
+        self._nvml = pynvml
+        self.ask("nvmlInit")
+        self.initialized = True
+        version = re.match(r"\d+", _given(self.ask, "nvmlSystemGetDriverVersion") or "")
+        self.translates_pids = version is not None and int(version[0]) >= _TRANSLATES_PIDS_SINCE
+        self.memory = _Versioned(
+            lambda device: self.ask("nvmlDeviceGetMemoryInfo", device, pynvml.nvmlMemory_v2),
+            partial(self.ask, "nvmlDeviceGetMemoryInfo"),
+        )
+        self.compute_processes = _Versioned(
+            partial(self.ask, "nvmlDeviceGetComputeRunningProcesses_v3"),
+            partial(self.ask, "nvmlDeviceGetComputeRunningProcesses_v2"),
+        )
+        self.graphics_processes = _Versioned(
+            partial(self.ask, "nvmlDeviceGetGraphicsRunningProcesses_v3"),
+            partial(self.ask, "nvmlDeviceGetGraphicsRunningProcesses_v2"),
+        )
+
+    def shutdown(self) -> None:
+        """Give NVML back, if it was taken."""
+        if self.initialized:
+            self.initialized = False
+            with suppress(_Refused):  # the driver has gone, and with it what we held
+                self.ask("nvmlShutdown")
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """What pynvml's `function` answers."""
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except self._nvml.NVMLError as error:
+            raise _Refused(error.value, str(error)) from error
+
+
+class _Versioned:
+    """A call about a device that old drivers know in an older version: the first that works, and that from then on."""
+
+    def __init__(self, newer: Callable[[Handle], Any], older: Callable[[Handle], Any]) -> None:
+        self._call = newer
+        self._older = older
+
+    def __call__(self, device: Handle) -> Any:
+        try:
+            return self._call(device)
+        except _Refused as refusal:
+            if refusal.code not in _OF_ANOTHER_VERSION or self._call is self._older:
+                raise
+        answer = self._older(device)  # an argument that is really invalid is refused here as well
+        self._call = self._older
+        return answer
+
+
+def _given(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """What `ask` answers; None where it is refused of a device that is there."""
+    try:
+        return ask(*arguments)
+    except _Refused as refusal:
+        if refusal.code in _NOBODY_THERE:
+            raise
+        return None
+
+
+def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = None) -> DeviceInfo:
+    """A device that was dead whenever it was looked at."""
+    kind = DeviceKind.MIG if parent else DeviceKind.GPU
+    return DeviceInfo(uuid or f"index-{index}", index, kind, parent_uuid=parent.uuid if parent else None)
+
+
+def _host_memory() -> MemoryReading:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return MemoryReading(memory.total, memory.available)
+
+
+def _owner(pid: int) -> tuple[str | None, str | None]:
+    """(user, command with arguments) of a process; None for what is not seen from here."""
+    import psutil
+
+    def told(ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except psutil.Error:  # gone, or not ours to see
+            return None
+
+    process = told(lambda: psutil.Process(pid))
+    if process is None:
+        return None, None
+    with process.oneshot():
+        return told(process.username), " ".join(told(process.cmdline) or ()) or told(process.name)
+
+
+def _unavailable(refusal: _Refused) -> SourceUnavailable:
+    reasons: dict[int, str] = {
+        _Code.LIBRARY_NOT_FOUND: (
+            "the library of the NVIDIA driver, libnvidia-ml.so.1, was not found; install the driver, or watch host memory "
+            "with --source host"
+        ),
+        _Code.DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+        _Code.LIB_RM_VERSION_MISMATCH: (
+            "the library of the NVIDIA driver is of another version than the driver that runs, as after an upgrade; "
+            "restart this process, and the machine if that does not help"
+        ),
+    }
+    reason = reasons.get(refusal.code, "NVML, the library of the NVIDIA driver, does not work")
+    return SourceUnavailable(f"{reason} (NVML: {refusal})")
+
+
+def _unreadable(refusal: _Refused, *, is_split: bool = False) -> DeviceUnreadable:
+    if refusal.code in _DRIVER_GONE:
+        reason = "the NVIDIA driver has gone away"
+    elif refusal.code in _LOST:
+        reason = "the device is lost until it is reset"
+    elif refusal.code == _Code.NO_PERMISSION and is_split:
+        reason = "this GPU is split into MIG instances, and only root may read it as a whole"
+    elif refusal.code == _Code.NO_PERMISSION:
+        reason = "this user may not read the device"
+    else:
+        reason = "the device gave no answer"
+    return DeviceUnreadable(f"{reason} (NVML: {refusal})", lost=refusal.code in _LOST)

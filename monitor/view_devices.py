@@ -1,0 +1,82 @@
+"""All devices in the richest form that there is room for: cards with high charts, with low ones, without, and then rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rich.segment import Segment
+
+from .snapshot import Device
+from .view_cards import Group, cards_height, cards_lines
+from .view_facts import Sheet
+from .view_rows import rows_lines
+from .view_symbols import Symbols
+from .view_text import DIM, Line, blank, cut, width_of
+
+_CHART_ROWS = range(8, -1, -1)
+_LEAST_WIDTH = 80  # of a column, where devices stand beside each other
+_GAP = 3
+
+T = TypeVar("T")
+
+
+def device_lines(
+    devices: Sequence[Device], now_ns: int, *, width: int, good: int | None, most: int | None, symbols: Symbols
+) -> list[Line]:
+    """The devices in lines of `width` cells: cards where they take at most `good` lines, else rows, cut to `most` lines.
+
+    None stands for as many lines as it takes.
+    """
+    if not devices:
+        return [[Segment(cut("no devices", width, symbols), DIM)]][:most]
+    groups = _groups(devices)
+    columns = max(1, min(width // _LEAST_WIDTH, len(groups) // 2))
+    sheet = Sheet.for_devices(devices, now_ns, (width + _GAP) // columns - _GAP, symbols)
+    parts = _parts(groups, columns)
+    for chart_rows in (1,) if good is None else _CHART_ROWS:
+        if good is None or max(cards_height(part, chart_rows) for part in parts) <= good:
+            return _beside(cards_lines(parts, chart_rows, sheet), sheet.width)
+    return _rows([device for group in groups for device in (group.device, *group.instances)], columns, most, sheet)
+
+
+def _groups(devices: Sequence[Device]) -> list[Group]:
+    """Instances with their GPU; one whose GPU is not shown stands alone."""
+    shown = {device.info.uuid for device in devices if device.info.parent_uuid is None}
+    instances: dict[str, list[Device]] = {}
+    alone = []
+    for device in devices:
+        if (parent := device.info.parent_uuid) is not None and parent in shown:
+            instances.setdefault(parent, []).append(device)
+        else:
+            alone.append(device)
+    return [Group(device, tuple(instances.get(device.info.uuid, ()))) for device in alone]
+
+
+def _rows(devices: Sequence[Device], columns: int, most: int | None, sheet: Sheet) -> list[Line]:
+    """Rows, and how many devices found no room in `most` lines."""
+    most = most if most is not None else len(devices) + 1
+    shown = devices if -(-len(devices) // columns) + 1 <= most else devices[: max(most - 2, 0) * columns]
+    lines = _beside(rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []
+    if len(shown) < len(devices):
+        text = f"{sheet.symbols.ellipsis} {len(devices) - len(shown)} more devices"
+        lines.append([Segment(cut(text, sheet.width, sheet.symbols), DIM)])
+    return lines[:most]
+
+
+def _parts(items: Sequence[T], number: int) -> list[Sequence[T]]:
+    """At most `number` parts, each but the last of the same length."""
+    length = -(-len(items) // number)
+    return [items[start : start + length] for start in range(0, len(items), length)]
+
+
+def _beside(parts: Sequence[Sequence[Line]], width: int) -> list[Line]:
+    """Columns of `width` cells beside each other."""
+    lines = []
+    for row in range(max(len(part) for part in parts)):
+        line: Line = []
+        for number, part in enumerate(parts):
+            own = part[row] if row < len(part) else []
+            line += own if number == len(parts) - 1 else [*own, blank(width - width_of(own) + _GAP)]
+        lines.append(line)
+    return lines

@@ -1,0 +1,208 @@
+"""What the view says of one device, piece by piece: bar, chart, amounts, trend, load, or why there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+
+from .snapshot import Device, DeviceKind
+from .view_numbers import URGENT_SECONDS, amount, duration, full_in, percent, rate, share_of, used_of_total
+from .view_symbols import Symbols, bar, chart, chart_columns, chart_reach
+from .view_table import Column
+from .view_text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
+
+YELLOW_FROM, RED_FROM = 0.80, 0.95  # shares of the memory that are used
+MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What devices that are drawn together share, so that their parts stand in line."""
+
+    now_ns: int
+    symbols: Symbols
+    width: int
+    label_width: int  # of GPUs; the host's may stand out, so that all others need not
+    name_width: int  # with what stands out of the label
+    used_width: int
+    total_width: int
+
+    @classmethod
+    def for_devices(cls, devices: Sequence[Device], now_ns: int, width: int, symbols: Symbols) -> Sheet:
+        """Columns wide enough for each of `devices`, in lines of `width` cells."""
+        label_width = min(
+            max((len(d.info.index) for d in devices if d.info.kind is DeviceKind.GPU), default=1), MOST_LABEL
+        )
+        names = [len(name_of(d)) + max(len(d.info.index) - label_width, 0) for d in devices]
+        parts = [used_of_total(d.memory.used_bytes, d.memory.total_bytes, symbols.dash) for d in devices]
+        return cls(
+            now_ns=now_ns,
+            symbols=symbols,
+            width=width,
+            label_width=label_width,
+            name_width=min(max(names, default=0), MOST_NAME),
+            used_width=max((len(used) for used, _, _ in parts), default=0),
+            total_width=max((len(total) for _, total, _ in parts), default=0),
+        )
+
+    @property
+    def amounts_width(self) -> int:
+        """Cells of what `amounts` gives."""
+        return self.used_width + self.total_width + len(" /  GiB")
+
+
+def name_of(device: Device) -> str:
+    """Its name, or its uuid where it has none."""
+    return device.info.name or device.info.uuid
+
+
+def label(device: Device, sheet: Sheet) -> Segment:
+    """Its index, as people call it."""
+    return Segment(f"{cut(device.info.index, MOST_LABEL, sheet.symbols):>{sheet.label_width}}", BOLD)
+
+
+def notice(device: Device, now_ns: int) -> tuple[str, Style] | None:
+    """Why the memory of `device` is not known or not known now; None while all is well."""
+    memory = device.memory
+    if memory.error is not None:
+        return memory.error, ALARM
+    if not memory.at_ns:
+        return "no answer yet", YELLOW
+    if not memory.is_stale(now_ns):
+        return None
+    age = memory.age_ns(now_ns) / 1e9
+    return (f"no answer for {duration(age)}" if age > 0 else "no answer since the machine started"), YELLOW
+
+
+def memory_bar(device: Device, width: int, sheet: Sheet) -> Line:
+    """The share of the memory that is used, in the colour of the pressure; grey while it is not known now."""
+    used, rest = bar(share_of(device.memory.used_bytes, device.memory.total_bytes), width, sheet.symbols)
+    return [Segment(used, _pressure(device, sheet)), Segment(rest, DIM)]
+
+
+def memory_chart(device: Device, width: int, rows: int, sheet: Sheet) -> list[Line]:
+    """`rows` lines of `width` cells, the newest value at their right end, in a quiet shade of the bar's colour."""
+    total = device.memory.total_bytes
+    values = _history(device, width) if total else []
+    drawn = chart([share_of(value, total) for value in values], rows, sheet.symbols)
+    return [[blank(width - len(values)), Segment(text, _pressure(device, sheet) + DIM)] for text in drawn]
+
+
+def peak(device: Device, width: int, room: int, sheet: Sheet) -> str:
+    """How high and how far back a chart of `width` cells reaches: "peak 98.2 GiB in 4 min", shorter for little room."""
+    known = [value for value in _history(device, width) if value is not None]
+    if not known:
+        return ""
+    back = duration(chart_reach(len(device.detail.history), width) * device.detail.interval_ns / 1e9)
+    text = f"peak {amount(max(known), sheet.symbols.dash)} in {back}"
+    return text if len(text) <= room else f"last {back}"
+
+
+def amounts(device: Device, sheet: Sheet) -> Line:
+    """ " 98.2 / 140.4 GiB"."""
+    memory = device.memory
+    used, total, unit = used_of_total(memory.used_bytes, memory.total_bytes, sheet.symbols.dash)
+    return [
+        Segment(f"{used:>{sheet.used_width}}", DIM if notice(device, sheet.now_ns) else BOLD),
+        Segment(f" / {total:>{sheet.total_width}} {unit}", DIM),
+    ]
+
+
+def percentage(device: Device, sheet: Sheet) -> Segment:
+    """ " 70%", in the colour of the bar."""
+    share = share_of(device.memory.used_bytes, device.memory.total_bytes)
+    return right(percent(share, sheet.symbols.dash), PERCENTAGE_WIDTH, sheet.symbols, _pressure(device, sheet))
+
+
+def trend(device: Device, room: int, sheet: Sheet) -> list[tuple[str, Style]]:
+    """How fast memory fills and when it ends: one text where `room` cells hold both, else two; [] where it is not known."""
+    if notice(device, sheet.now_ns) is not None:
+        return []
+    seconds = device.memory.seconds_until_exhaustion
+    speed, soon = rate(device.memory.bytes_per_second), full_in(seconds)
+    if seconds is None or not soon:
+        return [(speed, DIM)] if speed else []
+    style = ALARM if seconds <= URGENT_SECONDS else YELLOW
+    both = f"{speed} {sheet.symbols.dot} {soon}"
+    return [(both, style)] if len(both) <= room else [(soon, style), (speed, DIM)]
+
+
+def trend_column(sheet: Sheet) -> Column[Device]:
+    """When memory ends, or how fast it fills."""
+
+    def soon(device: Device, cells: int) -> Line:
+        said = trend(device, cells, sheet)
+        return [right(said[0][0], cells, sheet.symbols, said[0][1])] if said else [blank(cells)]
+
+    return Column("TREND", len("full in 4 min"), 5, soon, flush_right=True)
+
+
+def load_columns(devices: Sequence[Device], sheet: Sheet) -> list[Column[Device]]:
+    """Utilisation, temperature and power; what none of `devices` tells has no width."""
+    symbols = sheet.symbols
+    readings = [device.detail.reading for device in devices]
+    utilized = any(reading.utilization is not None for reading in readings)
+    warm = any(reading.temperature_celsius is not None for reading in readings)
+    powered = any(reading.power_watts is not None for reading in readings)
+
+    def number(text: str | None, cells: int) -> Line:
+        return [right(symbols.dash, cells, symbols, DIM) if text is None else right(text, cells, symbols)]
+
+    def utilization(device: Device, cells: int) -> Line:
+        share = device.detail.reading.utilization
+        return number(None if share is None else percent(share, symbols.dash), cells)
+
+    def temperature(device: Device, cells: int) -> Line:
+        celsius = device.detail.reading.temperature_celsius
+        return number(None if celsius is None else f"{celsius:.0f} {symbols.degree}C", cells)
+
+    def power(device: Device, cells: int) -> Line:
+        watts = device.detail.reading.power_watts
+        return number(None if watts is None else f"{watts:.0f} W", cells)
+
+    return [
+        Column("UTIL", 4 if utilized else 0, 6, utilization, flush_right=True),
+        Column("TEMP", 6 if warm else 0, 3, temperature, flush_right=True),
+        Column("POWER", 6 if powered else 0, 4, power, flush_right=True),
+    ]
+
+
+def utilization_bar(devices: Sequence[Device], width: int, sheet: Sheet) -> Column[Device]:
+    """The utilisation, drawn."""
+    told = any(device.detail.reading.utilization is not None for device in devices)
+
+    def draw(device: Device, cells: int) -> Line:
+        if (share := device.detail.reading.utilization) is None:
+            return [blank(cells)]
+        used, rest = bar(share, cells - len("util "), sheet.symbols)
+        return [Segment("util ", DIM), Segment(used, BUSY), Segment(rest, DIM)]
+
+    return Column("", width if told else 0, 2, draw)
+
+
+def power_limit(devices: Sequence[Device], sheet: Sheet) -> Column[Device]:
+    """What the power is limited to."""
+    told = any(device.detail.reading.power_limit_watts is not None for device in devices)
+
+    def limit(device: Device, cells: int) -> Line:
+        watts = device.detail.reading.power_limit_watts
+        return [left("" if watts is None else f"of {watts:.0f} W", cells, sheet.symbols, DIM)]
+
+    return Column("", 8 if told else 0, 1, limit)
+
+
+def _history(device: Device, width: int) -> list[int | None]:
+    """The history in at most `width` columns."""
+    detail = device.detail
+    return chart_columns(detail.history, width, newest=detail.at_ns // max(detail.interval_ns, 1))
+
+
+def _pressure(device: Device, sheet: Sheet) -> Style:
+    """The colour of the share of its memory that is used."""
+    share = share_of(device.memory.used_bytes, device.memory.total_bytes)
+    if share is None or notice(device, sheet.now_ns) is not None:
+        return DIM
+    return GREEN if share < YELLOW_FROM else YELLOW if share < RED_FROM else RED

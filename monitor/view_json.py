@@ -1,0 +1,40 @@
+"""A snapshot as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from .snapshot import Snapshot
+
+
+def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
+    """One JSON object, on one line without `indent`; in bytes, seconds, degrees, watts and shares of 1. Unknown is null.
+
+        {"source", "monitor_pid",
+         "devices": [{"uuid", "index", "kind", "name", "pci_id", "parent_uuid",
+                      "memory": {"total_bytes", "used_bytes", "free_bytes", "bytes_per_second",
+                                 "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},
+                      "utilization", "temperature_celsius", "power_watts", "power_limit_watts",
+                      "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine"}] or null,
+                      "detail_error"}]}
+
+    Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
+    """
+    return json.dumps(_plain(snapshot.to_dict()), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` without what JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # a trend that dies away to a denormal number fills memory in more seconds than a float can count
+    if isinstance(value, str):
+        return value.encode(
+            errors="replace"
+        ).decode()  # a command line need not be text: Python keeps such bytes as halves
+    return value

@@ -1,0 +1,71 @@
+"""A snapshot as the lines of a page: who watches, the devices, their processes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from rich.segment import Segment, SegmentLines
+
+from .snapshot import Snapshot
+from .view_devices import device_lines
+from .view_numbers import brief, duration
+from .view_processes import Order, count_processes, process_lines
+from .view_symbols import UNICODE, Symbols
+from .view_text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, width_of
+
+_NARROW = 60  # cells; below that there is no margin
+_CLOCK_FROM = 24  # cells
+_LOW = 16  # lines; below that none is spent on the keys and on a gap below the head
+_PROCESSES_WANTED = 6  # lines that devices leave to processes before they take a richer form, at least
+
+
+def render(
+    snapshot: Snapshot,
+    *,
+    width: int,
+    height: int | None = None,
+    symbols: Symbols = UNICODE,
+    order: Order = Order.MEMORY,
+    clock: datetime | None = None,
+    keys: Line | None = None,
+) -> SegmentLines:
+    """The page in at most `width` cells and `height` lines; None: in as many lines as it takes.
+
+    Depends on nothing but its arguments. `clock` is the time to be shown, `keys` a last line that says which keys do what.
+    Text from other people's processes is neutralised. No line is wider than `width`, so none wraps.
+    """
+    margin = 1 if width >= _NARROW else 0
+    inner = max(width - 2 * margin, 1)
+    low = height is not None and height < _LOW
+    foot = [] if keys is None or height is None or low else [keys]
+    lines = [_head(snapshot, clock, inner, symbols)] + ([] if low else [[]])
+    good = most = room = None
+    if height is not None:
+        most = max(height - len(lines) - len(foot), 0)
+        good = most - min(count_processes(snapshot.devices), max(_PROCESSES_WANTED, height // 4)) - 2
+    lines += device_lines(snapshot.devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
+    if height is not None:
+        room = max(height - len(lines) - len(foot) - 1, 0)
+    if processes := process_lines(snapshot.devices, width=inner, most=room, order=order, symbols=symbols):
+        lines += [[], *processes]
+    if height is not None:
+        lines = lines[: height - len(foot)]
+        lines += [[] for _ in range(height - len(foot) - len(lines))] if foot else []
+    return SegmentLines([trimmed(crop([blank(margin), *line], width)) for line in lines + foot], new_lines=True)
+
+
+def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
+    """Who watches, since when, and how old the oldest answer is; or that nobody does any more."""
+    said: Line = [Segment("vram-monitor", BOLD), blank(2)]
+    time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]
+    room = max(width - width_of(said) - width_of(time_of_day) - 2, 0)
+    memories = [device.memory for device in snapshot.devices if device.memory.error is None and device.memory.at_ns]
+    ages = [memory.age_ns(snapshot.at_ns) for memory in memories]
+    if memories and all(memory.is_stale(snapshot.at_ns) for memory in memories):
+        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {duration(max(*ages, 0) / 1e9)}"
+        return spread([*said, Segment(cut(text, room, symbols), ALARM)], time_of_day, width)
+    facts = [snapshot.source, f"pid {snapshot.monitor_pid}"]
+    facts.append(f"up {duration(max(snapshot.at_ns - snapshot.started_ns, 0) / 1e9)}")
+    if ages:
+        facts.append(f"{brief(max(ages) / 1e9)} old")
+    return spread([*said, Segment(cut(f" {symbols.dot} ".join(facts), room, symbols), DIM)], time_of_day, width)

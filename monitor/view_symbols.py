@@ -1,0 +1,95 @@
+"""What the view draws with, in Unicode and in ASCII: bars, charts, marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """One set of characters, each a cell wide."""
+
+    ascii_only: bool
+    bar: str  # a cell that is used
+    half: str  # one that is used on its left
+    rest: str  # one that is free
+    levels: str  # eight heights of a column, the last one full
+    ellipsis: str
+    dash: str  # in the place of what is not known
+    degree: str
+    dot: str  # between two facts
+    descending: str
+
+
+UNICODE = Symbols(
+    ascii_only=False,
+    bar="━",
+    half="╾",
+    rest="─",
+    levels="▁▂▃▄▅▆▇█",
+    ellipsis="…",
+    dash="–",
+    degree="°",
+    dot="·",
+    descending="▾",
+)
+ASCII = Symbols(
+    ascii_only=True,
+    bar="#",
+    half="#",
+    rest="-",
+    levels=".,:-=+*#",
+    ellipsis="...",
+    dash="-",
+    degree="",
+    dot="-",
+    descending="*",
+)
+
+
+def bar(share: float | None, width: int, symbols: Symbols) -> tuple[str, str]:
+    """(used part, free part) of a bar `width` cells wide; `share` 0..1, None where it is not known.
+
+    Exact to half a cell, but anything above zero is seen.
+    """
+    if share is None or not math.isfinite(share) or width < 1:
+        return "", symbols.rest * max(width, 0)
+    halves = round(min(max(share, 0.0), 1.0) * 2 * width)
+    if share > 0:
+        halves = max(halves, 1)
+    used = symbols.bar * (halves // 2) + symbols.half * (halves % 2)
+    return used, symbols.rest * (width - len(used))
+
+
+def chart_columns(history: Sequence[int | None], width: int, newest: int) -> list[int | None]:
+    """The newest of `history` in at most `width` columns, oldest first: the highest value of each, None if none is known.
+
+    `newest` numbers the last value, as all others from some beginning on. Values share a column by that number, so that
+    a column keeps its values while the chart moves to the left.
+    """
+    if width < 1:
+        return []
+    size = max(1, len(history) // width)
+    columns: list[int | None] = []
+    for number, value in enumerate(history, start=newest - len(history) + 1):
+        if not columns or number % size == 0:
+            columns.append(value)
+        elif value is not None:
+            columns[-1] = value if columns[-1] is None else max(columns[-1], value)
+    return columns[-width:]
+
+
+def chart_reach(samples: int, width: int) -> int:
+    """How many of the last `samples` values `chart_columns` shows, up to the last column's share."""
+    return min(samples, width * max(1, samples // width)) if width > 0 else 0
+
+
+def chart(columns: Sequence[float | None], rows: int, symbols: Symbols) -> list[str]:
+    """`rows` lines, the highest first, of columns between 0 and 1; a known zero is still seen, an unknown is blank."""
+    heights = [0 if share is None else min(max(round(share * rows * 8), 1), rows * 8) for share in columns]
+    return [
+        "".join(" " if (height := total - 8 * below) <= 0 else symbols.levels[min(height, 8) - 1] for total in heights)
+        for below in range(rows - 1, -1, -1)
+    ]

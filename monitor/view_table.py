@@ -1,0 +1,58 @@
+"""Columns of a table: which fit into a line, how wide they are, what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from .view_symbols import Symbols
+from .view_text import DIM, Line, blank, left, right
+
+GAP = 2  # cells between two columns
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[T]):
+    """A column about things of type T."""
+
+    title: str
+    width: int  # cells; of a column that stretches, the least
+    priority: int  # where room ends, the lowest is left out first
+    cell: Callable[[T, int], Line]  # exactly as many cells as it is asked for
+    flush_right: bool = False
+    stretches: bool = False  # takes what the others leave
+
+
+def fitting(columns: Sequence[Column[T]], room: int) -> list[Column[T]]:
+    """The most important of `columns` that fit into `room` cells, in the order given; a column of no width is left out."""
+    chosen = [column for column in columns if column.width]
+    while chosen and table_width(chosen) > room:
+        chosen.remove(min(chosen, key=lambda column: column.priority))
+    spare = room - table_width(chosen)
+    return [replace(column, width=column.width + spare) if column.stretches else column for column in chosen]
+
+
+def table_width(columns: Sequence[Column[T]]) -> int:
+    """Cells of a line."""
+    return sum(column.width for column in columns) + GAP * max(len(columns) - 1, 0)
+
+
+def titles(columns: Sequence[Column[T]], symbols: Symbols) -> Line:
+    """The line above the table."""
+    cells = [(right if column.flush_right else left)(column.title, column.width, symbols, DIM) for column in columns]
+    return _spaced([[cell] for cell in cells])
+
+
+def row(columns: Sequence[Column[T]], item: T) -> Line:
+    """The line about `item`."""
+    return _spaced([column.cell(item, column.width) for column in columns])
+
+
+def _spaced(cells: Sequence[Line]) -> Line:
+    line: Line = []
+    for number, cell in enumerate(cells):
+        line += [blank(GAP), *cell] if number else cell
+    return line

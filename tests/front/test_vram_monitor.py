@@ -1,0 +1,113 @@
+"""The command `vram-monitor`: once, as JSON, live in a terminal, recording; bad input is a sentence and status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from monitors import MonitorProcess, command, run
+
+HOST = ("--source", "host")
+
+
+@pytest.fixture(autouse=True)
+def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+def test_once_shows_the_host(tmp_path: Path) -> None:
+    shown = run("--once", *HOST)
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "host" in shown.stdout and "GiB" in shown.stdout and "\x1b" not in shown.stdout
+    assert not (tmp_path / "run").exists(), "looking makes nothing"
+
+
+def test_json_is_one_object(tmp_path: Path) -> None:
+    shown = run("--json", *HOST)
+    (device,) = json.loads(shown.stdout)["devices"]
+    memory = device["memory"]
+    assert device["kind"] == "host" and memory["used_bytes"] + memory["free_bytes"] == memory["total_bytes"]
+    assert memory["stale"] is False and memory["polls"] >= 1
+
+
+def test_json_with_an_interval_is_a_line_each(tmp_path: Path) -> None:
+    watcher = subprocess.Popen(command("--json", "-i", "0.02", *HOST), stdout=subprocess.PIPE, text=True)
+    assert watcher.stdout is not None
+    lines = [json.loads(watcher.stdout.readline()) for _ in range(3)]
+    watcher.stdout.close()  # the reader has seen enough
+    assert watcher.wait(30) == 141
+    assert all(line["devices"] for line in lines)
+
+
+def test_with_a_monitor_running_it_is_asked(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor:
+        assert json.loads(run("--json").stdout)["monitor_pid"] == monitor.pid
+        assert json.loads(run("--json", "--source", "host").stdout)["monitor_pid"] != monitor.pid
+
+
+def test_a_test_device_with_members(tmp_path: Path) -> None:
+    shown = run("--json", *HOST, "--capacity", "2GiB", "--members", str(os.getpid()))
+    (device,) = json.loads(shown.stdout)["devices"]
+    assert device["memory"]["total_bytes"] == 2 << 30
+    assert [process["pid"] for process in device["processes"]] == [os.getpid()]
+
+
+def test_what_was_recorded_can_be_played(tmp_path: Path) -> None:
+    file = tmp_path / "tape.jsonl"
+    recorded = run("record", file, "--duration", "0.3", "--interval", "0.02", *HOST)
+    assert recorded.returncode == 0, recorded.stderr
+    played = json.loads(run("--json", "--source", f"replay:{file}").stdout)
+    assert played["devices"][0]["kind"] == "host" and played["devices"][0]["memory"]["total_bytes"]
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(file.read_bytes()[:-7])
+    refused = run("--once", "--source", f"replay:{cut}")
+    assert refused.returncode == 2 and "cut.jsonl" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+BAD = [
+    (("--once", *HOST, "-o", "7"), "no device 7; those that exist: host"),
+    (("--once", *HOST, "-i", "0"), "interval must be between"),
+    (("--once", "--source", "moon"), "auto"),
+    (("--once", "--source", "replay:nowhere"), "nowhere"),
+    (("--once", "--source", "nvml", "--capacity", "1GiB"), "capacity"),
+    (("--once", *HOST, "--capacity", "2 parsecs"), "capacity: cannot read"),
+    (("--once", *HOST, "--capacity", "1GiB", "--members", "x"), "a process id"),
+    (("serve", *HOST, "--interval", "-1"), "interval must be between"),
+    (("serve", *HOST, "--devices", "0,9"), "no device 0, 9; those that exist: host"),
+    (("serve", *HOST, "--config", "nowhere.yaml"), "nowhere.yaml cannot be read: No such file"),
+    (("serve", *HOST, "--runtime-dir", "/proc/nothing"), "/proc/nothing cannot be used"),
+    (("serve", *HOST, "--metrics-port", "99999"), "a port between"),
+    (("serve", *HOST, "--metrics-port", "0", "--metrics-address", "192.0.2.1"), "192.0.2.1"),
+    (("serve", *HOST, "--group", "no such group"), "no group"),
+    (("record", "/proc/nothing/tape", *HOST), "/proc/nothing/tape"),
+    (("record", "tape", "--duration", "-1", *HOST), "--duration must be"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input_is_a_sentence_and_status_2(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    refused = run(*arguments)
+    assert refused.returncode == 2, refused.stderr
+    assert said in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.stderr.startswith("vram-monitor: ") and refused.stderr.rstrip("\n").count("\n") <= 1, refused.stderr
+
+
+def test_nvml_without_a_driver_is_a_sentence() -> None:
+    refused = run("--once", "--source", "nvml", env={"LD_LIBRARY_PATH": ""})
+    if refused.returncode == 0:
+        pytest.skip("this machine has a driver")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def test_help_and_version_say_the_same_name() -> None:
+    assert "serve" in run("--help").stdout and "record" in run("--help").stdout
+    assert run("--version").stdout.startswith("vram-monitor ")
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys; import pagetide.vram_monitor; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == "set()"

@@ -1,0 +1,108 @@
+"""monitor/config.py: what may be said in YAML and by flags, and how the rest is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagetide.monitor.config import MonitorConfig
+from pagetide.monitor.errors import ConfigInvalid
+
+
+def from_yaml(tmp_path: Path, text: str, **flags: Any) -> MonitorConfig:
+    file = tmp_path / "monitor.yaml"
+    file.write_text(text)
+    return MonitorConfig.resolve(file, flags)
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    assert MonitorConfig.resolve(None, {}) == MonitorConfig()
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "# nothing\n") == MonitorConfig()
+
+
+def test_every_key_can_be_said(tmp_path: Path) -> None:
+    text = """
+source: host
+devices: [0, "0:1", GPU-1234]
+interval: 50ms
+detail_interval: 2
+metrics_port: 9400
+metrics_address: 0.0.0.0
+runtime_dir: /run/x
+group: video
+capacity: 2GiB
+members: [17, 18]
+log_level: DEBUG
+"""
+    assert from_yaml(tmp_path, text) == MonitorConfig(
+        "host",
+        ("0", "0:1", "GPU-1234"),
+        0.05,
+        2.0,
+        9400,
+        "0.0.0.0",
+        Path("/run/x"),
+        "video",
+        2 << 30,
+        (17, 18),
+        "debug",
+    )
+
+
+def test_flags_go_before_the_file_and_are_texts(tmp_path: Path) -> None:
+    config = from_yaml(
+        tmp_path, "interval: 1\nmetrics_port: 1\n", interval="0.5", devices="0,1", members="3, 4", metrics_port=None
+    )
+    assert (config.interval, config.devices, config.members, config.metrics_port) == (0.5, ("0", "1"), (3, 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("intervall: 1", "unknown key 'intervall'; did you mean interval?"),
+        ("metric-port: 1", "did you mean metrics_port?"),
+        ("zzz: 1", "known are source, devices"),
+        ("1: 2", "unknown key 1"),
+        ("- a", "must be a mapping"),
+        ("a: [", "is no YAML"),
+        ("interval: 0", "interval must be between 0.001 and 3600 seconds, got 0"),
+        ("interval: -1s", "interval must be a number of seconds"),
+        ("interval: -1", "got -1"),
+        ("interval: .nan", "number of seconds"),
+        ("interval: .inf", "number of seconds"),
+        ("interval: true", "number of seconds"),
+        ("interval: fast", "such as 0.02 or 20ms, got 'fast'"),
+        ("interval: [1]", "number of seconds"),
+        ("metrics_port: 70000", "a port between 0 and 65535, got 70000"),
+        ("metrics_port: http", "got 'http'"),
+        ("metrics_port: true", "a port"),
+        ("members: [0]", "a process id between 1"),
+        ("members: {a: 1}", "must be a list"),
+        ("devices: 1.5", "must be a list"),
+        ("capacity: 2 parsecs", "capacity: cannot read"),
+        ("log_level: loud", "one of debug, info, warning, error, got 'loud'"),
+        ("source: 7", "source must be a text, got 7"),
+        ("group: ''", "group must be a text"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        from_yaml(tmp_path, text)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="No such file"):
+        MonitorConfig.resolve(tmp_path / "none.yaml", {})
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigInvalid, match="no text in UTF-8"):
+        MonitorConfig.resolve(tmp_path / "binary", {})
+
+
+def test_one_device_may_stand_without_a_list(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "devices: 1\nmembers: 5\n").devices == ("1",)

@@ -1,0 +1,131 @@
+"""The monitor as a process: started, stopped, killed, reloaded, doubled; its readers are in this process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from monitors import MonitorProcess, run, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagetide.monitor.record import RecordReader
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def page(port: int) -> dict[str, float]:
+    """The metrics without labels, or with those of the host's device, from a real page through the official parser."""
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_a_clean_end_leaves_nothing_but_locks(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor:
+        with RecordReader.open(monitor.record) as reader:
+            (device,) = reader.snapshot().devices
+            assert device.memory.total_bytes and device.memory.free_bytes and reader.is_live()
+            assert monitor.end() == 0
+            wait_until(lambda: not reader.is_live())
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["monitor.lock"]
+        assert "watches host" in monitor.said() and "ended" in monitor.said()
+
+
+def test_an_interrupt_is_a_clean_end_too(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor:
+        monitor.signal(signal.SIGINT)
+        assert monitor.process is not None and monitor.process.wait(30) == 0
+        assert "Traceback" not in monitor.said()
+
+
+def test_a_second_monitor_gives_way_with_a_sentence(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor:
+        second = run("serve", "--runtime-dir", tmp_path / "run", "--source", "host")
+        assert second.returncode == 3
+        assert f"vram-monitor with pid {monitor.pid} watches host" in second.stderr
+        assert second.stderr.count("\n") == 1
+        with RecordReader.open(monitor.record) as reader:
+            assert reader.is_live() and reader.monitor_pid == monitor.pid
+
+
+def test_a_second_monitor_of_the_same_devices_elsewhere_gives_way(tmp_path: Path) -> None:
+    """One user's own directory and the machine's: here both are named by XDG_RUNTIME_DIR and by PAGETIDE_RUNTIME_DIR."""
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with MonitorProcess(tmp_path / "pagetide", env=env):
+        second = run("serve", "--source", "host", env=env | {"PAGETIDE_RUNTIME_DIR": ""})
+        assert second.returncode == 3 and "watches host" in second.stderr
+
+
+def test_killed_and_started_again_no_reader_is_restarted(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor, RecordReader.open(monitor.record) as reader:
+        (info,) = reader.devices()
+        first, polls = monitor.pid, reader.memory(info.uuid).polls
+        wait_until(lambda: reader.memory(info.uuid).polls > polls)
+        monitor.kill()
+        wait_until(lambda: reader.memory(info.uuid).is_stale() and not reader.is_live())
+        (tmp_path / "run" / "record.new").write_text("of a monitor that was killed while it made its record")
+        monitor.start()
+        wait_until(lambda: reader.memory(info.uuid).polls and not reader.memory(info.uuid).is_stale())
+        assert reader.is_live() and reader.monitor_pid == monitor.pid != first
+        assert not (tmp_path / "run" / "record.new").exists()
+
+
+def test_a_reload_takes_over_what_it_can(tmp_path: Path) -> None:
+    config = tmp_path / "monitor.yaml"
+    port, other = free_port(), free_port()
+    config.write_text(f"source: host\ninterval: 20ms\nmetrics_port: {port}\n")
+    with MonitorProcess(tmp_path / "run", "--config", str(config), source=None) as monitor:
+        with RecordReader.open(monitor.record) as reader:
+            (info,) = reader.devices()
+            polls = page(port)["vram_polls_total"]
+            config.write_text(f"source: nvml\ninterval: 5ms\nmetrics_port: {other}\n")
+            monitor.signal(signal.SIGHUP)
+            wait_until(lambda: reader.memory(info.uuid).interval_ns == 5_000_000)
+            wait_until(lambda: "configuration read again" in monitor.said())
+            assert page(other)["vram_polls_total"] > polls
+            with pytest.raises(OSError, match="refused"):
+                page(port)
+            assert "source changed in the configuration; that needs a restart" in monitor.said()
+            config.write_text("intervall: 3\n")
+            monitor.signal(signal.SIGHUP)
+            wait_until(lambda: "did you mean interval?" in monitor.said())
+            assert page(other)["vram_polls_total"] > polls
+            assert reader.is_live() and reader.monitor_pid == monitor.pid
+
+
+def test_a_port_in_use_is_a_sentence_and_nothing_is_left(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run("serve", "--runtime-dir", tmp_path / "run", "--source", "host", "--metrics-port", str(port))
+    assert ended.returncode == 2 and str(port) in ended.stderr and ended.stderr.count("\n") == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["monitor.lock"]
+
+
+def test_counters_of_the_metrics_page_only_rise(tmp_path: Path) -> None:
+    port = free_port()
+    with MonitorProcess(tmp_path / "run", "--metrics-port", str(port)):
+        last = 0.0
+        for _ in range(20):
+            now = page(port)["vram_polls_total"]
+            assert now >= last
+            last = now
+        assert last > 0
+
+
+def test_a_hung_monitor_is_stale_and_comes_back(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as monitor, RecordReader.open(monitor.record) as reader:
+        (info,) = reader.devices()
+        monitor.signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: reader.memory(info.uuid).is_stale() and not reader.is_live())
+        finally:
+            monitor.signal(signal.SIGCONT)
+        wait_until(lambda: not reader.memory(info.uuid).is_stale() and reader.is_live())

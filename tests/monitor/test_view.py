@@ -1,0 +1,371 @@
+"""Printed once, and live in real pseudo-terminals: what is on the screen, what keys and signals do, what is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from snapshots import sample_snapshot
+
+from pagetide.monitor.snapshot import Snapshot
+from pagetide.monitor.view import render_once, run_live
+from pagetide.monitor.view_page import render
+
+TESTS = Path(__file__).resolve().parents[1]
+DEADLINE_S = 30.0
+ESCAPES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+
+
+# ---- once ---------------------------------------------------------------------------------------
+
+
+def printed(snapshot: Snapshot, encoding: str = "utf-8", **options: Any) -> str:
+    """What `render_once` writes to a console with these options."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+    environment = options.pop("environment", {})
+    render_once(snapshot, Console(file=file, _environ=environment, **options))
+    file.flush()
+    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+
+def page(snapshot: Snapshot, width: int) -> list[str]:
+    return ["".join(segment.text for segment in line) for line in render(snapshot, width=width).lines]
+
+
+def test_into_a_pipe_goes_plain_text_with_all_processes() -> None:
+    snapshot = sample_snapshot(2, num_processes=100)
+    text = printed(snapshot, width=100)
+    assert "\x1b" not in text
+    assert text.count("worker --rank") == 200
+    assert text.splitlines()[1:] == page(snapshot, 100)[1:]  # the first line has the time of day
+
+
+def test_on_a_terminal_it_has_colours_unless_they_are_not_wanted() -> None:
+    colourful = printed(sample_snapshot(2), width=80, force_terminal=True, color_system="standard")
+    codes = {code for code, _ in ESCAPES.findall(colourful)}
+    assert {"1", "2", "32", "33", "36", "0", "1;31"} <= codes  # bold, dim, green, yellow, cyan, an alarm
+    for plain in ({"no_color": True}, {"environment": {"NO_COLOR": "1"}}):
+        text = printed(sample_snapshot(2), width=80, force_terminal=True, color_system="standard", **plain)
+        assert {code for code, _ in ESCAPES.findall(text)} <= {"1", "2", "0"}
+        assert ESCAPES.sub("", text).splitlines()[1:] == page(sample_snapshot(2), 80)[1:]
+
+
+def test_a_dumb_terminal_gets_plain_text() -> None:
+    assert "\x1b" not in printed(sample_snapshot(2), force_terminal=True, environment={"TERM": "dumb"})
+
+
+def test_without_utf_8_it_is_ascii() -> None:
+    assert printed(sample_snapshot(2), encoding="latin-1", width=80).isascii()
+
+
+def test_what_is_no_terminal_gets_one_print_after_the_other() -> None:
+    file = io.StringIO()
+    snapshots = iter([sample_snapshot(1), sample_snapshot(2)])
+
+    def read() -> Snapshot:
+        if (snapshot := next(snapshots, None)) is None:
+            raise KeyboardInterrupt
+        return snapshot
+
+    run_live(read, interval_s=1e-6, console=Console(file=file, width=80))
+    assert [line.split()[0] for line in file.getvalue().splitlines() if "NVIDIA H200" in line] == ["0", "0", "1"]
+
+
+@pytest.mark.parametrize("interval_s", [0.0, -1.0, float("nan")])
+def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
+    with pytest.raises(ValueError, match="must be above 0 seconds"):
+        run_live(lambda: sample_snapshot(1), interval_s=interval_s, console=Console(file=io.StringIO()))
+
+
+# ---- live ---------------------------------------------------------------------------------------
+
+LIVE = """
+import sys
+from rich.console import Console
+from snapshots import sample_snapshot
+from pagetide.monitor.view import run_live
+
+reads = 0
+
+def read():
+    global reads
+    reads += 1
+    {reading}
+    return sample_snapshot(min(reads, 2), num_processes=4)
+
+run_live(read, interval_s={interval_s}, console=Console())
+print("returned")
+"""
+# The terminal becomes that of the session, as it is for what a shell starts.
+IN_CONTROL = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)\n"
+# What a shell does with its jobs: the view is the foreground, until it is stopped.
+SHELL = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+job = subprocess.Popen([sys.executable, "-P", "-c", sys.argv[1]], process_group=0)
+os.tcsetpgrp(0, job.pid)
+_, status = os.waitpid(job.pid, os.WUNTRACED)
+os.tcsetpgrp(0, os.getpgrp())
+print("stopped by", os.WSTOPSIG(status) if os.WIFSTOPPED(status) else status, flush=True)
+input()
+os.tcsetpgrp(0, job.pid)
+os.kill(job.pid, signal.SIGCONT)
+sys.exit(job.wait())
+"""
+
+
+class Terminal:
+    """A terminal with a program in it. Understands what the view sends and no more."""
+
+    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+        self.descriptor = descriptor
+        self.process = process
+        self.alternate = False
+        self.cursor_shown = True
+        self.rows: dict[int, str] = {}  # what was written to the screen that is shown, since it is shown
+        self._unread = b""
+        self._row, self._column = self._saved = 1, 1
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.descriptor, keys)
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def wait_until(self, true: Callable[[], object]) -> None:
+        """Take in output until `true`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < deadline, f"did not come to be; the screen shows:\n{self.text}"
+            if select.select([self.descriptor], [], [], 0.05)[0]:
+                self._take()
+
+    def status(self) -> int:
+        """The exit status, once the program has ended and all its output is taken in."""
+        self.wait_until(lambda: self.process.poll() is not None)
+        while select.select([self.descriptor], [], [], 0)[0] and self._take():
+            pass
+        return self.process.wait()
+
+    @property
+    def text(self) -> str:
+        """The screen."""
+        return "\n".join(self.rows[row].rstrip() for row in sorted(self.rows))
+
+    def _take(self) -> bool:
+        try:
+            data = os.read(self.descriptor, 65536)
+        except OSError:  # Linux says so at the end
+            return False
+        self._unread += data
+        text = self._unread.decode(errors="ignore")  # the rest of a character may be still to come
+        if begun := re.search(r"\x1b(\[[0-9;?]*)?\Z", text):  # and that of a sequence
+            text = text[: begun.start()]
+        self._unread = self._unread[len(text.encode()) :]
+        self._show(text)
+        return bool(data)
+
+    def _show(self, text: str) -> None:
+        position = 0
+        for escape in ESCAPES.finditer(text):
+            self._write(text[position : escape.start()])
+            position = escape.end()
+            match escape.groups():
+                case ("?1049", "h"):
+                    self.alternate, self.rows = True, {}
+                    self._saved = self._row, self._column
+                case ("?1049", "l"):
+                    self.alternate, self.rows = False, {}
+                    self._row, self._column = self._saved
+                case ("?25", mode):
+                    self.cursor_shown = mode == "h"
+                case (place, "H"):
+                    self._row, self._column = map(int, place.split(";")) if place else (1, 1)
+        self._write(text[position:])
+
+    def _write(self, text: str) -> None:
+        for character in text:
+            if character == "\n":
+                self._row += 1
+            elif character == "\r":
+                self._column = 1
+            else:
+                row = self.rows.get(self._row, "").ljust(self._column - 1)
+                self.rows[self._row] = row[: self._column - 1] + character + row[self._column :]
+                self._column += 1
+
+
+def start(theirs: int, program: str, *arguments: str, stdin: int | None = None) -> subprocess.Popen[bytes]:
+    """A program in the terminal whose inner end `theirs` is, of 80 x 24 cells."""
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", IN_CONTROL + program, *arguments],
+        stdin=theirs if stdin is None else stdin,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=environment | {"TERM": "xterm-256color", "PYTHONPATH": str(TESTS), "PYTHONUTF8": "1"},
+    )
+
+
+@contextmanager
+def terminal(program: str, *arguments: str, stdin: int | None = None) -> Iterator[Terminal]:
+    """A program in a terminal, which must be as it was before once the program has ended."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = start(theirs, program, *arguments, stdin=stdin)
+    try:
+        shown = Terminal(ours, process)
+        yield shown
+        shown.status()
+        assert not shown.alternate
+        assert shown.cursor_shown
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(theirs)
+        os.close(ours)
+
+
+def live(interval_s: float = 3600.0, reading: str = "pass") -> str:
+    """The program: one GPU at the first reading, two from then on; `reading` is done before."""
+    return LIVE.format(interval_s=interval_s, reading=reading)
+
+
+def devices(shown: Terminal) -> int:
+    return shown.text.count("NVIDIA H200")
+
+
+def test_it_draws_on_the_alternate_screen_and_q_ends_it() -> None:
+    with terminal(live()) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        assert shown.alternate and not shown.cursor_shown
+        expected = page(sample_snapshot(1, num_processes=4), 80)
+        lines = shown.text.splitlines()
+        assert len(lines) == 24
+        assert lines[2] == expected[2]
+        assert [line for line in lines if "worker" in line] == [line for line in expected if "worker" in line]
+        shown.type(b"q")
+        assert shown.status() == 0
+    assert "returned" in shown.text
+    assert "NVIDIA" not in shown.text
+
+
+def test_it_reads_anew_at_its_interval() -> None:
+    with terminal(live(interval_s=0.01)) as shown:
+        shown.wait_until(lambda: devices(shown) == 2)
+        shown.type(b"Q")
+        assert shown.status() == 0
+
+
+def test_it_follows_the_size_of_the_terminal_at_once() -> None:
+    with terminal(live()) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        shown.resize(120, 50)
+        shown.wait_until(lambda: len(shown.text.splitlines()) == 50)
+        shown.wait_until(lambda: shown.rows[1].rstrip()[-1].isdigit() and len(shown.rows[1].rstrip()) == 119)
+        shown.rows.clear()
+        shown.resize(40, 10)
+        shown.wait_until(lambda: len(shown.rows) == 10)
+        assert max(map(len, shown.rows.values())) == 40
+        assert devices(shown) == 0  # a row each, without its name
+        shown.type(b"q")
+        assert shown.status() == 0
+
+
+def test_keys_sort_the_processes() -> None:
+    def marked() -> str | None:
+        found = re.search(r"(\w+)▾", shown.text)
+        return found and found[1]
+
+    with terminal(live()) as shown:
+        for key, column in ((b"", "MEMORY"), (b"p", "PID"), (b"x\x1b[Au", "USER"), (b"m", "MEMORY")):
+            shown.type(key)
+            shown.wait_until(lambda column=column: marked() == column)
+        shown.type(b"q")
+        assert shown.status() == 0
+
+
+def test_ctrl_c_ends_it_without_a_word() -> None:
+    with terminal(live()) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        shown.type(b"\x03")
+        assert shown.status() == 0
+    assert shown.text == "returned"
+
+
+def test_an_error_is_told_on_the_screen_that_was_there_before() -> None:
+    with terminal(live(0.01, "if reads == 3: raise RuntimeError('the record is gone')")) as shown:
+        assert shown.status() == 1
+    assert "RuntimeError: the record is gone" in shown.text
+    assert "NVIDIA" not in shown.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(number: signal.Signals) -> None:
+    with terminal("import atexit; atexit.register(print, 'tidied')\n" + live()) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        os.kill(shown.process.pid, number)
+        assert shown.status() == 128 + number
+    assert shown.text == "tidied"
+
+
+def test_handlers_of_the_caller_go_first() -> None:
+    handler = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit('told to end'))"
+    with terminal(live(reading=handler)) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        os.kill(shown.process.pid, signal.SIGTERM)
+        assert shown.status() == 1
+    assert shown.text == "told to end"
+
+
+def test_ctrl_z_gives_the_terminal_back_for_a_while() -> None:
+    with terminal(SHELL, live()) as shown:
+        shown.wait_until(lambda: "q quit" in shown.text)
+        shown.type(b"\x1a")
+        shown.wait_until(lambda: f"stopped by {signal.SIGTSTP.value}" in shown.text)
+        assert not shown.alternate and shown.cursor_shown
+        shown.type(b"\n")
+        shown.wait_until(lambda: shown.alternate and "q quit" in shown.text)
+        shown.type(b"q")
+        assert shown.status() == 0
+    assert "returned" in shown.text
+
+
+def test_without_keys_it_works_too() -> None:
+    with open(os.devnull, "rb") as nothing, terminal(live(0.01), stdin=nothing.fileno()) as shown:
+        shown.wait_until(lambda: devices(shown) == 2)
+        assert "q quit" not in shown.text
+        os.kill(shown.process.pid, signal.SIGINT)
+        assert shown.status() == 0
+
+
+def test_a_terminal_that_goes_away_ends_it() -> None:
+    ours, theirs = pty.openpty()
+    process = start(theirs, live())
+    try:
+        shown = Terminal(ours, process)
+        shown.wait_until(lambda: "q quit" in shown.text)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert process.wait(DEADLINE_S) != 0

@@ -1,0 +1,54 @@
+"""The JSON for scripts: its keys, and that it is JSON whatever was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from snapshots import H200_BYTES, dead, sample_device, sample_snapshot, snapshot_of
+
+from pagetide.monitor.snapshot import ProcessUse
+from pagetide.monitor.view_json import to_json
+
+
+def test_it_has_the_keys_that_are_promised() -> None:
+    told = json.loads(to_json(sample_snapshot(1)))
+    assert list(told) == ["source", "monitor_pid", "devices"]
+    assert (told["source"], told["monitor_pid"]) == ("nvml+host", 4242)
+    device = told["devices"][0]
+    assert list(device) == [
+        "uuid", "index", "kind", "name", "pci_id", "parent_uuid", "memory",
+        "utilization", "temperature_celsius", "power_watts", "power_limit_watts", "processes", "detail_error",
+    ]  # fmt: skip
+    assert list(device["memory"]) == [
+        "total_bytes", "used_bytes", "free_bytes", "bytes_per_second", "seconds_until_exhaustion",
+        "age_seconds", "stale", "polls", "failures", "error",
+    ]  # fmt: skip
+    assert list(device["processes"][0]) == ["pid", "used_bytes", "kind", "user", "command", "engine"]
+    assert (device["index"], device["kind"], device["memory"]["total_bytes"]) == ("0", "gpu", H200_BYTES)
+
+
+def test_it_is_one_line_unless_it_is_to_be_read() -> None:
+    snapshot = sample_snapshot(2)
+    assert "\n" not in to_json(snapshot)
+    assert json.loads(to_json(snapshot, indent=1)) == json.loads(to_json(snapshot))
+
+
+def test_what_is_not_known_is_null() -> None:
+    device = json.loads(to_json(snapshot_of(dead(sample_device(0)))))["devices"][0]
+    assert device["memory"]["used_bytes"] is device["memory"]["bytes_per_second"] is device["processes"] is None
+    assert device["memory"]["error"] == device["detail_error"] == "GPU is lost"
+
+
+def test_numbers_and_text_that_json_does_not_have_are_not_written() -> None:
+    device = sample_device(0, bytes_per_second=5e-324)  # a trend that died away
+    assert device.memory.seconds_until_exhaustion == float("inf")
+    process = ProcessUse(1, None, command="train \udcff\x1b[0m\u202e.py")
+    device = replace(
+        device, detail=replace(device.detail, reading=replace(device.detail.reading, processes=(process,)))
+    )
+    text = to_json(snapshot_of(device))
+    assert text.isascii() and text.isprintable()
+    told = json.loads(text)["devices"][0]
+    assert told["memory"]["seconds_until_exhaustion"] is None
+    assert told["processes"][0]["command"] == "train ?\x1b[0m\u202e.py"

@@ -1,0 +1,326 @@
+"""The whole page: exact pictures of samples, what is said of devices in trouble, and that it fits any terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.segment import Segment
+from snapshots import (
+    AT_NS,
+    SECOND_NS,
+    dead,
+    host_device,
+    mig_devices,
+    sample_device,
+    sample_snapshot,
+    snapshot_of,
+    stale,
+    unanswered,
+)
+
+from pagetide.monitor.snapshot import (
+    DetailReading,
+    Device,
+    DeviceDetail,
+    DeviceInfo,
+    DeviceKind,
+    DeviceMemory,
+    ProcessUse,
+    Snapshot,
+)
+from pagetide.monitor.units import GIB, MIB
+from pagetide.monitor.view_page import render
+from pagetide.monitor.view_processes import Order
+from pagetide.monitor.view_symbols import ASCII, UNICODE, Symbols
+
+CLOCK = datetime(2026, 11, 20, 14, 3, 27)
+PAGES = Path(__file__).with_name("pages")
+KEYS = [Segment("q quit")]
+
+
+def page(snapshot: Snapshot, width: int, height: int | None = None, symbols: Symbols = UNICODE) -> list[str]:
+    """The lines as text."""
+    lines = render(snapshot, width=width, height=height, symbols=symbols, clock=CLOCK, keys=KEYS).lines
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def troubled() -> Snapshot:
+    """A machine on which all that can happen to a device has happened."""
+    return snapshot_of(
+        sample_device(0),
+        *mig_devices(1),
+        dead(sample_device(2)),
+        stale(sample_device(3)),
+        unanswered(sample_device(4)),
+        host_device(),
+    )
+
+
+def line_with(lines: list[str], *texts: str) -> str:
+    """The only line in which all of `texts` stand."""
+    (line,) = [line for line in lines if all(text in line for text in texts)]
+    return line
+
+
+# ---- exactly ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "snapshot", "width", "height", "symbols"),
+    [
+        ("2-gpus-80x24", sample_snapshot(2), 80, 24, UNICODE),
+        ("8-gpus-80x24", sample_snapshot(8), 80, 24, UNICODE),
+        ("8-gpus-200x50", sample_snapshot(8), 200, 50, UNICODE),
+        ("trouble-80x24", troubled(), 80, 24, UNICODE),
+        ("trouble-100x40", troubled(), 100, 40, UNICODE),
+        ("2-gpus-ascii", sample_snapshot(2), 80, None, ASCII),
+        ("2-gpus-40x10", sample_snapshot(2), 40, 10, UNICODE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_exactly(name: str, snapshot: Snapshot, width: int, height: int | None, symbols: Symbols) -> None:
+    """Where a page is changed on purpose, look at the new one and put it into the file."""
+    expected = (PAGES / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    assert page(snapshot, width, height, symbols) == expected
+
+
+# ---- what must be said --------------------------------------------------------------------------
+
+
+def test_the_head_says_who_watches_and_how_old_the_answers_are() -> None:
+    assert page(sample_snapshot(1), 80)[0] == (
+        " vram-monitor  nvml+host · pid 4242 · up 3 h · 12 ms old               14:03:27"
+    )
+    assert "clock" not in page(sample_snapshot(1), 20)[0]
+
+
+def test_a_silent_monitor_is_an_alarm() -> None:
+    silent = replace(sample_snapshot(2), at_ns=AT_NS + 90 * SECOND_NS)
+    assert page(silent, 80)[0] == (" vram-monitor  the monitor (pid 4242) has been silent for 1 min        14:03:27")
+
+
+def test_devices_in_trouble_say_so_and_hide_no_others() -> None:
+    for lines in (page(troubled(), 100, 40), page(troubled(), 80, 24), page(troubled(), 80)):
+        assert "GPU is lost" in line_with(lines, " 2  NVIDIA H200")
+        assert "no answer for 12 s" in line_with(lines, " 3  NVIDIA H200")
+        assert "no answer yet" in line_with(lines, " 4  NVIDIA H200")
+        assert line_with(lines, "84.5 / 140.4 GiB", "60%")
+        assert line_with(lines, "1:0 MIG 4g.71gb", "48.2 /  69.5 GiB", "69%")
+        assert line_with(lines, "1:1 MIG 3g.71gb", "3.1 /  69.5 GiB", "4%")
+        assert line_with(lines, "187 /  1007 GiB", "19%")
+
+
+def test_in_rows_too() -> None:
+    lines = page(troubled(), 80, 18)
+    assert line_with(lines, "  2  H200", "GPU is lost")
+    assert line_with(lines, "  3  H200", "no answer for 12 s")
+    assert line_with(lines, "1:0  MIG 4g.71gb", "48.2 /  69.5 GiB")
+
+
+def test_an_instance_whose_gpu_is_not_shown_stands_alone() -> None:
+    _, first, _ = mig_devices(1)
+    assert line_with(page(snapshot_of(first), 80), "1:0  MIG 4g.71gb")
+
+
+def test_load_that_cannot_be_read_is_told_beside_the_memory_that_can() -> None:
+    device = sample_device(0)
+    lines = page(snapshot_of(replace(device, detail=replace(device.detail, error="timed out"))), 80)
+    assert line_with(lines, "NVIDIA H200", "no details: timed out")
+    assert line_with(lines, "84.5 / 140.4 GiB")
+
+
+def test_numbers_from_before_a_restart_of_the_machine_are_not_shown_as_new() -> None:
+    device = sample_device(0)
+    future = replace(device, memory=replace(device.memory, at_ns=AT_NS + SECOND_NS))
+    assert line_with(page(snapshot_of(future, sample_device(1)), 80), "no answer since the machine started")
+
+
+def test_when_memory_ends_is_told_only_where_it_does_soon() -> None:
+    def said(bytes_per_second: float) -> str:
+        lines = page(snapshot_of(sample_device(0, bytes_per_second=bytes_per_second)), 80)
+        return lines[4][50:].strip()
+
+    assert said(212.5 * MIB) == "+212.5 MiB/s · full in 4 min"
+    assert said(20 * MIB) == "+20.0 MiB/s · full in 47 min"
+    assert said(10 * MIB) == "+10.0 MiB/s"
+    assert said(-3 * GIB) == "-3.0 GiB/s"
+    assert said(0.0) == "steady"
+
+
+def test_without_devices() -> None:
+    nothing = snapshot_of()
+    assert page(nothing, 80)[2:] == [" no devices", "", " nothing is told about processes"]
+    assert page(nothing, 40, 1) == ["vram-monitor  nvml+host · pid…  14:03:27"]
+
+
+@pytest.mark.parametrize(("used_percent", "colour"), [(79, "green"), (81, "yellow"), (94, "yellow"), (96, "red")])
+def test_the_bar_and_the_percentage_have_the_colour_of_the_pressure(used_percent: int, colour: str) -> None:
+    device = sample_device(0)
+    free = (100 - used_percent) * GIB
+    device = replace(device, memory=replace(device.memory, total_bytes=100 * GIB, free_bytes=free))
+    for height in (None, 24, 8):
+        segments = [segment for line in render(snapshot_of(device), width=80, height=height).lines for segment in line]
+        for part in (f"{used_percent}%", UNICODE.bar * 4):
+            (styled,) = [segment.style for segment in segments if part in segment.text and "util" not in segment.text][:1]
+            assert styled is not None and styled.color is not None and styled.color.name == colour
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+
+def test_without_a_height_all_processes_are_there() -> None:
+    lines = page(sample_snapshot(2, num_processes=250, host=False), 100)
+    assert sum("worker --rank" in line for line in lines) == 500
+    assert "…" not in lines[-1]
+
+
+def test_those_left_out_are_counted_with_what_they_hold() -> None:
+    lines = page(sample_snapshot(1, num_processes=12, host=False), 80, 14)
+    shown = [line for line in lines if "worker" in line]
+    left_out = range(len(shown), 12)
+    assert lines[-1] == f" … {len(left_out)} more with {sum(12 - rank for rank in left_out)} MiB"
+    assert [int(line.split()[1]) for line in shown] == [60_000 + rank for rank in range(len(shown))]
+
+
+@pytest.mark.parametrize(
+    ("order", "pids"),
+    [
+        (Order.MEMORY, [3, 1, 2, 4]),
+        (Order.PID, [1, 2, 3, 4]),
+        (Order.USER, [3, 2, 1, 4]),
+    ],
+)
+def test_processes_come_in_order_and_the_unknown_last(order: Order, pids: list[int]) -> None:
+    device = sample_device(0)
+    processes = (
+        ProcessUse(1, 5 * GIB, user="zoe"),
+        ProcessUse(2, 5 * GIB, user="ada"),
+        ProcessUse(3, 7 * GIB, user="ada"),
+        ProcessUse(4, None, user=None),
+    )
+    device = replace(device, detail=replace(device.detail, reading=DetailReading(processes=processes)))
+    lines = render(snapshot_of(device), width=70, order=order).lines
+    rows = ["".join(segment.text for segment in line).split() for line in lines][-4:]
+    assert [int(row[1]) for row in rows] == pids
+    assert rows[3] == ["0", "4", "–", "–", "–", "C", "not", "seen", "from", "here"]
+
+
+def test_a_source_that_tells_no_processes_is_not_one_without_processes() -> None:
+    device = sample_device(0)
+    untold = replace(device, detail=replace(device.detail, reading=DetailReading()))
+    none = replace(device, detail=replace(device.detail, reading=DetailReading(processes=())))
+    assert page(snapshot_of(untold), 80)[-1] == " nothing is told about processes"
+    assert page(snapshot_of(none), 80)[-1] == " no processes"
+
+
+# ---- fits ---------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_command_line_or_a_name_steers_the_terminal() -> None:
+    evil = "\x1b[2J\x1b]0;title\x07\x9b5A\r\nline\u202e[red]模"
+    device = sample_device(0)
+    process = ProcessUse(7, GIB, kind=evil, user=evil, command=evil, engine=evil)
+    device = Device(
+        info=DeviceInfo(evil, evil, DeviceKind.GPU, evil),
+        memory=device.memory,
+        detail=replace(device.detail, reading=DetailReading(processes=(process,))),
+    )
+    for troubled_device in (device, dead(device, evil), replace(device, detail=replace(device.detail, error=evil))):
+        snapshot = snapshot_of(troubled_device, source=evil)
+        for height in (None, 24, 12):
+            lines = page(snapshot, 160, height)
+            assert all(line.isprintable() for line in lines)
+            assert "[red]" in "".join(lines)
+        assert all(line.isascii() for line in page(snapshot, 160, 24, ASCII))
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 8, 64])
+def test_it_fits_terminals_of_every_size(num_gpus: int) -> None:
+    snapshot = sample_snapshot(num_gpus, num_processes=0 if num_gpus > 8 else 500 // max(num_gpus, 1))
+    for width in (*range(1, 12), 20, 39, 40, 59, 60, 79, 80, 111, 160, 200, 333):
+        for height in (1, 2, 3, 5, 8, 10, 15, 16, 24, 50, 120):
+            check(snapshot, width, height, UNICODE)
+
+
+SHORT_TEXT = st.text(st.characters(), max_size=40)
+BYTES = st.none() | st.integers(0, 1 << 48)
+NUMBER = st.none() | st.floats()
+WHEN = st.integers(0, 2 * AT_NS)
+PROCESS = st.builds(
+    ProcessUse,
+    pid=st.integers(0, 1 << 22),
+    used_bytes=BYTES,
+    kind=SHORT_TEXT,
+    user=st.none() | SHORT_TEXT,
+    command=st.none() | SHORT_TEXT,
+    engine=st.none() | SHORT_TEXT,
+)
+UUID = st.sampled_from(["GPU-a", "GPU-b", "GPU-c", "MIG-a", "HOST"])
+DEVICE = st.builds(
+    Device,
+    info=st.builds(
+        DeviceInfo,
+        uuid=UUID,
+        index=SHORT_TEXT,
+        kind=st.sampled_from(DeviceKind),
+        name=st.none() | SHORT_TEXT,
+        parent_uuid=st.none() | UUID,
+    ),
+    memory=st.builds(
+        DeviceMemory,
+        at_ns=WHEN,
+        interval_ns=st.integers(0, 10 * SECOND_NS),
+        total_bytes=BYTES,
+        free_bytes=BYTES,
+        bytes_per_second=NUMBER,
+        polls=st.integers(0, 9),
+        failures=st.integers(0, 9),
+        error=st.none() | SHORT_TEXT,
+    ),
+    detail=st.builds(
+        DeviceDetail,
+        at_ns=WHEN,
+        interval_ns=st.integers(0, 10 * SECOND_NS),
+        reading=st.builds(
+            DetailReading,
+            utilization=NUMBER,
+            temperature_celsius=NUMBER,
+            power_watts=NUMBER,
+            power_limit_watts=NUMBER,
+            processes=st.none() | st.lists(PROCESS, max_size=6).map(tuple),
+        ),
+        history=st.lists(BYTES, max_size=40).map(tuple),
+        error=st.none() | SHORT_TEXT,
+    ),
+)
+SNAPSHOT = st.builds(
+    Snapshot,
+    at_ns=st.just(AT_NS),
+    source=SHORT_TEXT,
+    monitor_pid=st.integers(0, 1 << 22),
+    started_ns=WHEN,
+    devices=st.lists(DEVICE, max_size=5).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(SNAPSHOT, st.integers(1, 240), st.integers(1, 70), st.sampled_from([UNICODE, ASCII]))
+def test_it_fits_whatever_the_snapshot_holds(snapshot: Snapshot, width: int, height: int, symbols: Symbols) -> None:
+    check(snapshot, width, height, symbols)
+    check(snapshot, width, None, symbols)
+
+
+def check(snapshot: Snapshot, width: int, height: int | None, symbols: Symbols) -> None:
+    """At most so wide and so high, printable, and encodable."""
+    lines = page(snapshot, width, height, symbols)
+    assert height is None or len(lines) <= height
+    for line in lines:
+        assert cell_len(line) <= width
+        assert line.isprintable()
+        line.encode("ascii" if symbols is ASCII else "utf-8")

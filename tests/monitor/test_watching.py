@@ -1,0 +1,102 @@
+"""monitor.watch(): one monitor for all who watch, started by the first and gone with the last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from monitors import MonitorProcess, wait_until
+
+from pagetide import monitor
+from pagetide.monitor.errors import ConfigInvalid, MonitorFailed
+
+WATCHER = """
+import sys
+from pagetide import monitor
+with monitor.watch(runtime_dir=sys.argv[1], timeout_s=60) as watched:
+    device, *_ = watched.devices()
+    assert watched.memory(device.uuid).total_bytes
+    print(watched.monitor_pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def watcher(directory: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-c", WATCHER, str(directory)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_it_starts_a_monitor_that_ends_with_its_last_user(tmp_path: Path) -> None:
+    with monitor.watch(runtime_dir=tmp_path / "run") as first:
+        pid = first.monitor_pid
+        assert pid != os.getpid() and psutil.Process(pid).ppid() == os.getpid()
+        host = first.devices()[-1]
+        wait_until(lambda: first.memory(host.uuid).used_bytes)
+        assert first.snapshot().monitor_pid == pid
+        with monitor.watch(runtime_dir=tmp_path / "run") as second:
+            assert second.monitor_pid == pid
+        polls = first.memory(host.uuid).polls
+        wait_until(lambda: first.memory(host.uuid).polls > polls + 20)
+    wait_until(lambda: ended(pid))
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the zombie")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["monitor.lock", "monitor.log", "users.lock"]
+
+
+def test_two_at_once_end_up_with_one(tmp_path: Path) -> None:
+    watchers = [watcher(tmp_path / "run") for _ in range(4)]
+    try:
+        pids = {int(w.stdout.readline()) for w in watchers if w.stdout}
+        assert len(pids) == 1
+        for w in watchers[:-1]:
+            w.communicate("")
+        (pid,) = pids
+        assert not ended(pid)
+        watchers[-1].kill()  # a user that dies lets go as well
+        wait_until(lambda: ended(pid))
+    finally:
+        for w in watchers:
+            w.kill()
+            w.communicate()
+
+
+def test_one_that_runs_is_used_and_not_ended(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as running:
+        with monitor.watch(runtime_dir=tmp_path / "run") as watched:
+            assert watched.monitor_pid == running.pid
+        assert not ended(running.pid)
+
+
+def test_watching_anew_right_after_the_last_one_left_works_always(tmp_path: Path) -> None:
+    for _ in range(5):
+        with monitor.watch(runtime_dir=tmp_path / "run") as watched:
+            assert watched.devices()
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigInvalid, match="is no directory"):
+        monitor.watch(runtime_dir=tmp_path / "file")
+
+
+def test_a_monitor_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(MonitorFailed, match="ended with status 1"):
+        monitor.watch(runtime_dir=tmp_path / "run")
+
+
+def test_it_brings_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from pagetide import monitor; monitor.watch; print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == "set()"

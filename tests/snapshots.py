@@ -1,0 +1,190 @@
+"""Sample snapshots for the tests of the monitor: the same every time, of any number of devices and in any trouble."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagetide.monitor.snapshot import (
+    DetailReading,
+    Device,
+    DeviceDetail,
+    DeviceInfo,
+    DeviceKind,
+    DeviceMemory,
+    ProcessUse,
+    Snapshot,
+)
+from pagetide.monitor.units import GIB, MIB
+
+SECOND_NS = 1_000_000_000
+AT_NS = 50_000 * SECOND_NS  # when every sample was taken
+H200_BYTES = 150_754_820_096
+HOST_BYTES = 1_081_101_176_832
+HISTORY = 256
+
+_TRAINING = "python train.py --config finetune.yaml --bf16 --resume"
+# (pid, GiB, kind, user, command, engine)
+_TENANTS = (
+    (40961, 62.4, "compute", "ada", "python serve.py --model llama-3.1-8b", "llama-8b"),
+    (41877, 21.0, "compute", "grace", _TRAINING, None),
+    (52340, 0.6, "graphics", "root", "/usr/lib/xorg/Xorg -core :0 -seat seat0 -auth /run/lightdm/root/:0", None),
+)
+_LIGHTER = (
+    (40988, 104.5, "compute", "ada", "python serve.py --model qwen3-32b", "qwen3-32b"),
+    (53011, 7.3, "compute", "linus", "jupyter-kernel --f=/run/user/1003/kernel-7f3a.json", None),
+)
+
+
+def sample_device(
+    number: int = 0, *, num_processes: int | None = None, bytes_per_second: float | None = None
+) -> Device:
+    """The GPU that NVML calls `number`: even ones grow towards their end, odd ones are nearly full and steady."""
+    tenants = _LIGHTER if number % 2 else _TENANTS
+    processes = tuple(
+        ProcessUse(pid + 10_000 * (number // 2), int(gib * GIB), kind, user, command, engine)
+        for pid, gib, kind, user, command, engine in tenants
+    )
+    if num_processes is not None:
+        processes = tuple(
+            ProcessUse(60_000 + number * 1000 + rank, (num_processes - rank) * MIB, command=f"worker --rank {rank}")
+            for rank in range(num_processes)
+        )
+    used = sum(process.used_bytes or 0 for process in processes) + 551 * MIB
+    used = min(used + (number * 977 % 5) * 3 * GIB, H200_BYTES)
+    growth = (0.0 if number % 2 else 212.5 * MIB) if bytes_per_second is None else bytes_per_second
+    return Device(
+        info=DeviceInfo(
+            uuid=f"GPU-{number:08x}-0000-4000-8000-000000000000",
+            index=str(number),
+            kind=DeviceKind.GPU,
+            name="NVIDIA H200",
+            pci_id=f"00000000:{0x1B + 0x20 * number:02X}:00.0",
+        ),
+        memory=DeviceMemory(
+            at_ns=AT_NS - 12_000_000,
+            interval_ns=20_000_000,
+            total_bytes=H200_BYTES,
+            free_bytes=H200_BYTES - used,
+            bytes_per_second=growth,
+            polls=120_000 + number,
+            failures=0,
+        ),
+        detail=DeviceDetail(
+            at_ns=AT_NS - 400_000_000,
+            interval_ns=SECOND_NS,
+            reading=DetailReading(
+                utilization=(0.62, 0.98, 0.35, 0.81)[number % 4],
+                temperature_celsius=(61.0, 74.0, 48.0, 66.0)[number % 4],
+                power_watts=(412.4, 688.1, 240.7, 533.0)[number % 4],
+                power_limit_watts=700.0,
+                processes=processes,
+            ),
+            history=sample_history(used, number),
+        ),
+    )
+
+
+def sample_history(used_bytes: int, seed: int = 0, samples: int = HISTORY) -> tuple[int, ...]:
+    """Used bytes over the last `samples` seconds, up to `used_bytes`: a climb in steps, or a plateau with a dip.
+
+    In whole numbers, so that charts of it are the same on every machine.
+    """
+    values = []
+    for second in range(1, samples + 1):
+        if seed % 2:
+            percent = 100 - max(0, 45 - abs(second - samples * 2 // 5))
+        else:
+            percent = 30 + 70 * second // samples - (second * 7 // (9 + seed) % 5 if second < samples else 0)
+        values.append(used_bytes * percent // 100)
+    return tuple(values)
+
+
+def host_device(*, used_bytes: int = 187 * GIB, total_bytes: int = HOST_BYTES) -> Device:
+    """This machine's memory as a device."""
+    gpu = sample_device(0)
+    return Device(
+        info=DeviceInfo(uuid="HOST-4c4c4544", index="host", kind=DeviceKind.HOST, name="Host memory"),
+        memory=replace(
+            gpu.memory, total_bytes=total_bytes, free_bytes=total_bytes - used_bytes, bytes_per_second=-1.4 * MIB
+        ),
+        detail=replace(
+            gpu.detail,
+            reading=DetailReading(
+                utilization=0.17,
+                processes=(
+                    ProcessUse(
+                        41877, 38 * GIB, "host", "grace", "python train.py --config finetune.yaml --bf16 --resume"
+                    ),
+                ),
+            ),
+            history=sample_history(used_bytes, 6),
+        ),
+    )
+
+
+def mig_devices(number: int = 0) -> tuple[Device, ...]:
+    """A partitioned GPU, whose own memory the driver does not tell, and two instances of it."""
+    gpu = sample_device(number)
+    parent = replace(
+        gpu,
+        memory=replace(gpu.memory, total_bytes=None, free_bytes=None, bytes_per_second=None),
+        detail=replace(gpu.detail, reading=DetailReading(temperature_celsius=44.0, power_watts=210.0), history=()),
+    )
+    instances = []
+    for instance, (profile, gib, used_gib) in enumerate((("MIG 4g.71gb", 69.5, 48.2), ("MIG 3g.71gb", 69.5, 3.1))):
+        total, used = int(gib * GIB), int(used_gib * GIB)
+        instances.append(
+            Device(
+                info=DeviceInfo(
+                    uuid=f"MIG-{number:08x}-{instance}",
+                    index=f"{number}:{instance}",
+                    kind=DeviceKind.MIG,
+                    name=profile,
+                    parent_uuid=gpu.info.uuid,
+                ),
+                memory=replace(gpu.memory, total_bytes=total, free_bytes=total - used, bytes_per_second=0.0),
+                detail=replace(
+                    gpu.detail,
+                    reading=DetailReading(
+                        processes=(
+                            ProcessUse(
+                                70_001 + instance, used - 98 * MIB, "compute", "ada", f"python infer.py {instance}"
+                            ),
+                        )
+                    ),
+                    history=sample_history(used, instance),
+                ),
+            )
+        )
+    return (parent, *instances)
+
+
+def dead(device: Device, error: str = "GPU is lost") -> Device:
+    """`device` after it stopped answering: no numbers any more."""
+    memory = replace(device.memory, total_bytes=None, free_bytes=None, bytes_per_second=None, failures=7, error=error)
+    detail = replace(device.detail, reading=DetailReading(), error=error)
+    return replace(device, memory=memory, detail=detail)
+
+
+def stale(device: Device, seconds: float = 12.0) -> Device:
+    """`device` with numbers that are `seconds` old."""
+    return replace(device, memory=replace(device.memory, at_ns=AT_NS - int(seconds * SECOND_NS)))
+
+
+def unanswered(device: Device) -> Device:
+    """`device` before its first answer."""
+    memory = DeviceMemory(0, device.memory.interval_ns, None, None, None, polls=0, failures=0)
+    return replace(device, memory=memory, detail=DeviceDetail(0, SECOND_NS, DetailReading()))
+
+
+def snapshot_of(*devices: Device, source: str = "nvml+host") -> Snapshot:
+    """A snapshot of these devices."""
+    return Snapshot(
+        at_ns=AT_NS, source=source, monitor_pid=4242, started_ns=AT_NS - 11_520 * SECOND_NS, devices=devices
+    )
+
+
+def sample_snapshot(num_gpus: int = 2, *, num_processes: int | None = None, host: bool = True) -> Snapshot:
+    """`num_gpus` GPUs, each with its usual tenants or with `num_processes` small ones, and the host."""
+    gpus = [sample_device(number, num_processes=num_processes) for number in range(num_gpus)]
+    return snapshot_of(*gpus, *([host_device()] if host else []))
