@@ -62,6 +62,7 @@ bench:  ## measure; the figures go to build/bench
 	$(call setup)
 	@mkdir -p build/bench
 	$(BIN)/python -m benchmarks.bookkeeping --json build/bench/bookkeeping.json
+	$(BIN)/python -m benchmarks.monitor --json build/bench/monitor.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors

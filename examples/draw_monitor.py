@@ -32,8 +32,8 @@ from pagetide.monitor.snapshot import (
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view_page import render
-from pagetide.monitor.view_symbols import UNICODE
+from pagetide.monitor.view.page import render
+from pagetide.monitor.view.symbols import UNICODE
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "vram-monitor.svg"
 WIDTH, HEIGHT = 110, 29

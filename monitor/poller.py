@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HISTORY_SAMPLES = 256
 BEAT_INTERVALS = 2  # of memory, between two heartbeats: waking costs more than what is done then
+TREND_NS = 5_000_000_000  # how far back the trend looks
 SCAN_INTERVAL_S = 10.0
 SCAN_AGAIN_S = 1.0  # after a device was lost
 
@@ -37,11 +38,11 @@ class _Watched:
     """A device and what is remembered of it between polls. Each lane changes its own part; `lock` guards `slot`."""
 
     info: DeviceInfo
+    trend: Trend
     slot: int | None = None  # None: not in the record now
     lock: threading.Lock = field(default_factory=threading.Lock)
     polls: int = 0
     failures: int = 0
-    trend: Trend = field(default_factory=Trend)
     used_bytes: int | None = None
     error: str | None = None
     history: deque[int | None] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES))
@@ -89,6 +90,8 @@ class Poller:
         infos = select(self._source.scan(), devices)
         self._devices = tuple(devices)
         self._memory.interval_ns, self._detail.interval_ns = int(interval_s * 1e9), int(detail_interval_s * 1e9)
+        for watched in tuple(self._known.values()):
+            watched.trend = self._new_trend()
         self._watch(infos)
 
     def stop(self, timeout_s: float = 1.0) -> None:
@@ -103,6 +106,9 @@ class Poller:
         if all(ended):  # a driver that is inside a call must not be shut down
             self._source.close()
 
+    def _new_trend(self) -> Trend:
+        return Trend(max(TREND_NS, 10 * self._memory.interval_ns))  # it needs ten samples to say anything
+
     def _beat(self) -> None:
         self._writer.beat(self._clock(), BEAT_INTERVALS * self._memory.interval_ns)
 
@@ -116,7 +122,7 @@ class Poller:
                 self._place(self._infos)
 
     def _place(self, infos: tuple[DeviceInfo, ...]) -> None:
-        members = [self._known.setdefault(info.uuid, _Watched(info)) for info in infos]
+        members = [self._known.setdefault(info.uuid, _Watched(info, self._new_trend())) for info in infos]
         for watched in self._known.values():
             with watched.lock:
                 watched.slot = None

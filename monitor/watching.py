@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -87,9 +87,9 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
         raise
 
 
-def find_live_reader(find: Callable[[], tuple[RuntimeDir, ...]] = readable_dirs) -> RecordReader | None:
-    """A reader of the monitor that runs, if one does. Starts nothing."""
-    return next((reader for directory in find() if (reader := _live(directory)) is not None), None)
+def live_reader(directories: Sequence[RuntimeDir]) -> RecordReader | None:
+    """A reader of the first monitor that runs in one of the directories, if one does. Starts nothing."""
+    return next((reader for directory in directories if (reader := _live(directory)) is not None), None)
 
 
 def _live(directory: RuntimeDir) -> RecordReader | None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import __version__
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, MonitorError
 from .monitor.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from .monitor.record import RecordReader
 
 log = logging.getLogger("vram-monitor")
 
@@ -129,10 +130,8 @@ def _serve(args: argparse.Namespace) -> int:
     daemon = Daemon(config)
     daemon.start()
     try:
-        while not signals.ended:
-            signals.woken.wait(UNUSED_CHECK_S if args.until_unused else None)
-            signals.woken.clear()
-            if signals.take_reload():
+        while (taken := signals.wait(UNUSED_CHECK_S if args.until_unused else None)) in (None, signal.SIGHUP):
+            if taken == signal.SIGHUP:
                 _reload(daemon, args)
             if args.until_unused and daemon.unused():
                 log.info("nobody watches any more")
@@ -144,28 +143,23 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 class _Signals:
-    """SIGTERM and SIGINT end, SIGHUP reloads; the main thread waits for `woken`."""
+    """SIGTERM, SIGINT and SIGHUP, taken one at a time by who waits for them.
+
+    They are blocked, in the threads that start later too, instead of handled: a handler runs between any two steps of the
+    main thread, and one that sets an Event while that thread is inside the Event's own lock never returns.
+    """
+
+    _TAKEN: ClassVar = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
     def __init__(self) -> None:
-        self.woken = threading.Event()
-        self.ended = False
-        self._reload = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
-        signal.signal(signal.SIGHUP, self._hang_up)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._TAKEN)
 
-    def take_reload(self) -> bool:
-        """Whether a reload was asked for since the last call."""
-        asked, self._reload = self._reload, False
-        return asked
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        self.ended = True
-        self.woken.set()
-
-    def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        self._reload = True
-        self.woken.set()
+    def wait(self, timeout_s: float | None) -> int | None:
+        """The next signal, or None when the time is over. Without a time it waits for one."""
+        if timeout_s is None:
+            return signal.sigwait(self._TAKEN)
+        taken = signal.sigtimedwait(self._TAKEN, max(0.0, timeout_s))
+        return None if taken is None else taken.si_signo
 
 
 def _reload(daemon: Any, args: argparse.Namespace) -> None:
@@ -188,19 +182,41 @@ def _log_to_stderr(level: str) -> None:
 def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from the monitor that runs; without one, or for a source that was named, from a poller of our own."""
     from .monitor.daemon import directory_of
-    from .monitor.poller import Poller, select
-    from .monitor.record import RecordReader, RecordWriter
-    from .monitor.sources.opening import open_source
-    from .monitor.watching import find_live_reader
+    from .monitor.runtime_dir import readable_dirs
+    from .monitor.watching import live_reader
 
     if config == MonitorConfig(runtime_dir=config.runtime_dir, devices=config.devices):
-        named = None if config.runtime_dir is None else (directory_of(config),)
-        reader = find_live_reader() if named is None else find_live_reader(lambda: named)
-        if reader is not None:
-            with reader:
-                chosen = {info.uuid for info in select(reader.devices(), config.devices)}
-                yield lambda: _only(reader.snapshot(), chosen)
+        running = live_reader(readable_dirs() if config.runtime_dir is None else (directory_of(config),))
+        if running is not None:
+            with running:
+                yield _only(running, config.devices)
             return
+    with _polled(config) as read:
+        yield read
+
+
+def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot]:
+    """Snapshots of these devices, or of all if none are named. Raises NoSuchDevice."""
+    from .monitor.poller import select
+
+    if not devices:
+        return reader.snapshot
+    uuids = {info.uuid for info in select(reader.devices(), devices)}
+
+    def read() -> Snapshot:
+        snapshot = reader.snapshot()
+        return replace(snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in uuids))
+
+    return read
+
+
+@contextlib.contextmanager
+def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
+    """Snapshots from a poller in this process, the first of them complete."""
+    from .monitor.poller import Poller
+    from .monitor.record import RecordReader, RecordWriter
+    from .monitor.sources.opening import open_source
+
     source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
         poller = Poller(
@@ -213,12 +229,6 @@ def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
             yield reader.snapshot
         finally:
             poller.stop()
-
-
-def _only(snapshot: Snapshot, uuids: set[str]) -> Snapshot:
-    from dataclasses import replace
-
-    return replace(snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in uuids))
 
 
 def _wait_for_answers(read: Callable[[], Snapshot], timeout_s: float = 3.0) -> None:
@@ -238,21 +248,23 @@ def _view(args: argparse.Namespace) -> int:
             return _print_json(read, refresh if args.refresh else None)
         from rich.console import Console
 
-        from .monitor import view
+        from .monitor.view import live
 
         console = Console(no_color=True if args.no_color else None, highlight=False)
         if args.once or not console.is_terminal:
-            view.render_once(read(), console)
+            live.render_once(read(), console)
         else:
-            view.run_live(read, interval_s=refresh, console=console)
+            live.run_live(read, interval_s=refresh, console=console)
     return 0
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None) -> int:
-    print(json.dumps(read().to_dict(), indent=1 if interval_s is None else None), flush=True)
+    from .monitor.view.as_json import to_json
+
+    print(to_json(read(), indent=1 if interval_s is None else None), flush=True)
     while interval_s is not None:
         time.sleep(interval_s)
-        print(json.dumps(read().to_dict()), flush=True)
+        print(to_json(read()), flush=True)
     return 0
 
 
@@ -264,16 +276,13 @@ def _record(args: argparse.Namespace) -> int:
         raise ConfigInvalid(f"--duration must be a number of seconds above 0, got {args.duration:g}")
     config = _settings(args, _WATCHING)
     signals = _Signals()
-    with _observed(config) as read:
-        interval = config.interval
-        first = read()
-        with RecordingWriter(args.file, first) as recording:
-            begun = due = time.monotonic()
-            while not signals.ended and (args.duration is None or due - begun < args.duration):
-                due += interval
-                signals.woken.wait(max(0.0, due - time.monotonic()))
-                signals.woken.clear()
-                recording.write(read())
+    with _observed(config) as read, RecordingWriter(args.file, read()) as recording:
+        begun = due = time.monotonic()
+        while args.duration is None or due - begun < args.duration:
+            due += config.interval
+            if signals.wait(due - time.monotonic()) is not None:
+                break
+            recording.write(read())
     return 0
 
 

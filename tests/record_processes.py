@@ -101,6 +101,7 @@ def read(path: str, seconds: float) -> dict[str, Any]:
     """Read for `seconds` and check all; the counts."""
     counts = {"reads": 0, "records": 0, "details": 0, "gone": 0}
     with RecordReader.open(path) as reader:
+        wait_until(reader.devices)
         deadline, last = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             for _ in range(200):

@@ -80,23 +80,23 @@ def test_a_reload_takes_over_what_it_can(tmp_path: Path) -> None:
     config = tmp_path / "monitor.yaml"
     port, other = free_port(), free_port()
     config.write_text(f"source: host\ninterval: 20ms\nmetrics_port: {port}\n")
-    with MonitorProcess(tmp_path / "run", "--config", str(config), source=None) as monitor:
-        with RecordReader.open(monitor.record) as reader:
-            (info,) = reader.devices()
-            polls = page(port)["vram_polls_total"]
-            config.write_text(f"source: nvml\ninterval: 5ms\nmetrics_port: {other}\n")
-            monitor.signal(signal.SIGHUP)
-            wait_until(lambda: reader.memory(info.uuid).interval_ns == 5_000_000)
-            wait_until(lambda: "configuration read again" in monitor.said())
-            assert page(other)["vram_polls_total"] > polls
-            with pytest.raises(OSError, match="refused"):
-                page(port)
-            assert "source changed in the configuration; that needs a restart" in monitor.said()
-            config.write_text("intervall: 3\n")
-            monitor.signal(signal.SIGHUP)
-            wait_until(lambda: "did you mean interval?" in monitor.said())
-            assert page(other)["vram_polls_total"] > polls
-            assert reader.is_live() and reader.monitor_pid == monitor.pid
+    monitor = MonitorProcess(tmp_path / "run", "--config", str(config), source=None)
+    with monitor, RecordReader.open(monitor.record) as reader:
+        (info,) = reader.devices()
+        polls = page(port)["vram_polls_total"]
+        config.write_text(f"source: nvml\ninterval: 5ms\nmetrics_port: {other}\n")
+        monitor.signal(signal.SIGHUP)
+        wait_until(lambda: reader.memory(info.uuid).interval_ns == 5_000_000)
+        wait_until(lambda: "configuration read again" in monitor.said())
+        assert page(other)["vram_polls_total"] > polls
+        with pytest.raises(OSError, match="refused"):
+            page(port)
+        assert "source changed in the configuration; that needs a restart" in monitor.said()
+        config.write_text("intervall: 3\n")
+        monitor.signal(signal.SIGHUP)
+        wait_until(lambda: "did you mean interval?" in monitor.said())
+        assert page(other)["vram_polls_total"] > polls
+        assert reader.is_live() and reader.monitor_pid == monitor.pid
 
 
 def test_a_port_in_use_is_a_sentence_and_nothing_is_left(tmp_path: Path) -> None:

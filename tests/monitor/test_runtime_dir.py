@@ -51,7 +51,7 @@ def test_unsafe_and_unusable_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigInvalid, match="is no directory"):
         RuntimeDir(tmp_path / "file").prepare()
-    with pytest.raises(ConfigInvalid, match="cannot be used: (File exists|Not a directory)"):
+    with pytest.raises(ConfigInvalid, match=r"cannot be used: (File exists|Not a directory)"):
         RuntimeDir(tmp_path / "file" / "below").prepare()
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigInvalid, match="is no directory"):

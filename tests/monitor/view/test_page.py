@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -35,9 +36,9 @@ from pagetide.monitor.snapshot import (
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view_page import render
-from pagetide.monitor.view_processes import Order
-from pagetide.monitor.view_symbols import ASCII, UNICODE, Symbols
+from pagetide.monitor.view.page import render
+from pagetide.monitor.view.processes import Order
+from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols
 
 CLOCK = datetime(2026, 11, 20, 14, 3, 27)
 PAGES = Path(__file__).with_name("pages")
@@ -128,6 +129,13 @@ def test_an_instance_whose_gpu_is_not_shown_stands_alone() -> None:
     assert line_with(page(snapshot_of(first), 80), "1:0  MIG 4g.71gb")
 
 
+def test_instances_in_trouble_say_so() -> None:
+    gpu, first, second = mig_devices(1)
+    lines = page(snapshot_of(gpu, stale(first), dead(second), sample_device(0)), 80)
+    assert line_with(lines, "1:0 MIG 4g.71gb", "no answer for 12 s")
+    assert line_with(lines, "1:1 MIG 3g.71gb", "GPU is lost")
+
+
 def test_load_that_cannot_be_read_is_told_beside_the_memory_that_can() -> None:
     device = sample_device(0)
     lines = page(snapshot_of(replace(device, detail=replace(device.detail, error="timed out"))), 80)
@@ -153,6 +161,14 @@ def test_when_memory_ends_is_told_only_where_it_does_soon() -> None:
     assert said(0.0) == "steady"
 
 
+@pytest.mark.parametrize("height", [None, 24, 16, 14, 12])
+def test_when_memory_ends_is_told_whole_in_every_form(height: int | None) -> None:
+    devices = [sample_device(2 * number, num_processes=0, bytes_per_second=60 * MIB) for number in range(4)]
+    lines = page(snapshot_of(*devices), 80, height)
+    assert [line for line in lines if "…" in line] == []
+    assert sum(bool(re.search(r"full in \d\d min(  |$)", line)) for line in lines) == 4
+
+
 def test_without_devices() -> None:
     nothing = snapshot_of()
     assert page(nothing, 80)[2:] == [" no devices", "", " nothing is told about processes"]
@@ -167,8 +183,9 @@ def test_the_bar_and_the_percentage_have_the_colour_of_the_pressure(used_percent
     for height in (None, 24, 8):
         segments = [segment for line in render(snapshot_of(device), width=80, height=height).lines for segment in line]
         for part in (f"{used_percent}%", UNICODE.bar * 4):
-            (styled,) = [segment.style for segment in segments if part in segment.text and "util" not in segment.text][:1]
-            assert styled is not None and styled.color is not None and styled.color.name == colour
+            styles = [segment.style for segment in segments if part in segment.text]
+            colours = {style.color.name for style in styles if style is not None and style.color is not None}
+            assert colours - {"blue", "cyan"} == {colour}  # which are those of the load and of engines
 
 
 # ---- processes ----------------------------------------------------------------------------------

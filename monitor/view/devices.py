@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from rich.segment import Segment
 
-from .snapshot import Device
-from .view_cards import Group, cards_height, cards_lines
-from .view_facts import Sheet
-from .view_rows import rows_lines
-from .view_symbols import Symbols
-from .view_text import DIM, Line, blank, cut, width_of
+from ..snapshot import Device
+from .cards import Group, cards_height, cards_lines
+from .facts import Sheet
+from .rows import rows_lines
+from .symbols import Symbols
+from .text import DIM, Line, blank, cut, width_of
 
 _CHART_ROWS = range(8, -1, -1)
 _LEAST_WIDTH = 80  # of a column, where devices stand beside each other
@@ -24,9 +24,9 @@ T = TypeVar("T")
 def device_lines(
     devices: Sequence[Device], now_ns: int, *, width: int, good: int | None, most: int | None, symbols: Symbols
 ) -> list[Line]:
-    """The devices in lines of `width` cells: cards where they take at most `good` lines, else rows, cut to `most` lines.
+    """The devices in lines of `width` cells: the richest cards that take at most `good` lines, else rows, cut to `most` lines.
 
-    None stands for as many lines as it takes.
+    Without limits: cards with a chart of one line.
     """
     if not devices:
         return [[Segment(cut("no devices", width, symbols), DIM)]][:most]
@@ -34,8 +34,10 @@ def device_lines(
     columns = max(1, min(width // _LEAST_WIDTH, len(groups) // 2))
     sheet = Sheet.for_devices(devices, now_ns, (width + _GAP) // columns - _GAP, symbols)
     parts = _parts(groups, columns)
-    for chart_rows in (1,) if good is None else _CHART_ROWS:
-        if good is None or max(cards_height(part, chart_rows) for part in parts) <= good:
+    if good is None or most is None:
+        return _beside(cards_lines(parts, 1, sheet), sheet.width)
+    for chart_rows in _CHART_ROWS:
+        if max(cards_height(part, chart_rows) for part in parts) <= good:
             return _beside(cards_lines(parts, chart_rows, sheet), sheet.width)
     return _rows([device for group in groups for device in (group.device, *group.instances)], columns, most, sheet)
 
@@ -53,9 +55,8 @@ def _groups(devices: Sequence[Device]) -> list[Group]:
     return [Group(device, tuple(instances.get(device.info.uuid, ()))) for device in alone]
 
 
-def _rows(devices: Sequence[Device], columns: int, most: int | None, sheet: Sheet) -> list[Line]:
+def _rows(devices: Sequence[Device], columns: int, most: int, sheet: Sheet) -> list[Line]:
     """Rows, and how many devices found no room in `most` lines."""
-    most = most if most is not None else len(devices) + 1
     shown = devices if -(-len(devices) // columns) + 1 <= most else devices[: max(most - 2, 0) * columns]
     lines = _beside(rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []
     if len(shown) < len(devices):

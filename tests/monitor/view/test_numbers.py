@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view_numbers import amount, brief, duration, full_in, percent, rate, share_of, used_of_total
+from pagetide.monitor.view.numbers import amount, brief, duration, full_in, percent, rate, share_of, used_of_total
 
 
 def test_shares_and_percentages() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.segment import Segment
 
-from pagetide.monitor.view_symbols import ASCII, UNICODE, Symbols
-from pagetide.monitor.view_text import BOLD, blank, crop, cut, left, printable, right, spread, trimmed, width_of
+from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols
+from pagetide.monitor.view.text import BOLD, blank, crop, cut, left, printable, right, spread, trimmed, width_of
 
 # Halves of surrogate pairs too: Python keeps them for the bytes of a command line that are no UTF-8.
 ANY_TEXT = st.text(st.characters(), max_size=60)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
 
-from .snapshot import Device, ProcessUse
-from .view_numbers import amount, percent, share_of
-from .view_symbols import Symbols, bar
-from .view_table import Column, fitting, row, titles
-from .view_text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
+from ..snapshot import Device, ProcessUse
+from .numbers import amount, percent, share_of
+from .symbols import Symbols, bar
+from .table import Column, fitting, row, titles
+from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
 
-_SPELLED_OUT = 110  # cells from which the kind of a process is written as a word
+_ROOMY = 100  # cells from which shares are drawn too, and the kind of a process is a word
+_SHARE_BAR = 12
 _SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as nvidia-smi writes them
 _MOST_NAME = 14  # cells of a user or an engine
 
@@ -77,7 +78,7 @@ def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -
         return text + symbols.descending if order is sorted_by else text
 
     def kind(use: _Use) -> str:
-        return use.process.kind if width >= _SPELLED_OUT else _SHORT_KINDS.get(use.process.kind, use.process.kind)
+        return use.process.kind if width >= _ROOMY else _SHORT_KINDS.get(use.process.kind, use.process.kind)
 
     def user(use: _Use, cells: int) -> Line:
         return [left(use.process.user or dash, cells, symbols)]
@@ -102,12 +103,14 @@ def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -
     engines = _widest("ENGINE", (use.process.engine for use in uses))
     pids = _widest(by_pid, (str(use.process.pid) for use in uses))
     return [
-        Column("DEV", _widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), True),
-        Column(by_pid, pids, 7, number(_pid), True),
+        Column(
+            "DEV", _widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), flush_right=True
+        ),
+        Column(by_pid, pids, 7, number(_pid), flush_right=True),
         Column(by_user, users, 4, user),
-        Column(by_memory, 9, 9, number(lambda use: amount(use.process.used_bytes, dash)), True),
-        Column("SHARE", 5, 5, number(lambda use: percent(use.share, dash)), True),
-        Column("", 12, 1, share_bar),
+        Column(by_memory, 9, 9, number(lambda use: amount(use.process.used_bytes, dash)), flush_right=True),
+        Column("SHARE", 5, 5, number(lambda use: percent(use.share, dash)), flush_right=True),
+        Column("", _SHARE_BAR if width >= _ROOMY else 0, 1, share_bar),
         Column("KIND", _widest("KIND", map(kind, uses)), 2, lambda use, cells: [left(kind(use), cells, symbols, DIM)]),
         Column("ENGINE", engines, 3, engine),
         Column("COMMAND", max(width // 4, 8), 8, command, stretches=True),
@@ -128,16 +131,14 @@ def _widest(title: str, texts: Iterable[str | None]) -> int:
     return max(len(title), min(longest, _MOST_NAME)) if longest else 0
 
 
-def _sort_key(order: Order) -> Callable[[_Use], tuple[str, int, int]]:
+def _sort_key(order: Order) -> Callable[[_Use], tuple[Any, ...]]:
     """Ascending by this the table is in `order`; equals have the biggest first. What is not known comes last."""
 
-    def key(use: _Use) -> tuple[str, int, int]:
+    def key(use: _Use) -> tuple[Any, ...]:
         process = use.process
-        bytes_down = 1 if process.used_bytes is None else -process.used_bytes
+        by_memory = process.used_bytes is None, -(process.used_bytes or 0), process.pid
         if order is Order.USER:
-            return process.user or chr(sys.maxunicode), bytes_down, process.pid
-        if order is Order.PID:
-            return "", process.pid, bytes_down
-        return "", bytes_down, process.pid
+            return process.user is None, process.user or "", *by_memory
+        return (process.pid, *by_memory) if order is Order.PID else by_memory
 
     return key

@@ -50,15 +50,10 @@ ASCII = Symbols(
 
 
 def bar(share: float | None, width: int, symbols: Symbols) -> tuple[str, str]:
-    """(used part, free part) of a bar `width` cells wide; `share` 0..1, None where it is not known.
-
-    Exact to half a cell, but anything above zero is seen.
-    """
+    """(used part, free part) of a bar `width` cells wide, exact to half a cell; `share` 0..1, None where it is not known."""
     if share is None or not math.isfinite(share) or width < 1:
         return "", symbols.rest * max(width, 0)
     halves = round(min(max(share, 0.0), 1.0) * 2 * width)
-    if share > 0:
-        halves = max(halves, 1)
     used = symbols.bar * (halves // 2) + symbols.half * (halves % 2)
     return used, symbols.rest * (width - len(used))
 

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from .snapshot import Snapshot
+from ..snapshot import Snapshot
 
 
 def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.segment import Segment
 
-from .snapshot import Device
-from .view_facts import (
+from ..snapshot import Device
+from .facts import (
     MOST_LABEL,
     PERCENTAGE_WIDTH,
     Sheet,
@@ -20,8 +20,8 @@ from .view_facts import (
     percentage,
     trend_column,
 )
-from .view_table import GAP, Column, fitting, row, titles
-from .view_text import BOLD, Line, blank, crop, cut, left, right, width_of
+from .table import GAP, Column, fitting, row, titles
+from .text import BOLD, Line, blank, crop, cut, left, right, width_of
 
 _MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 24
 
@@ -46,15 +46,13 @@ def rows_lines(parts: Sequence[Sequence[Device]], sheet: Sheet) -> list[list[Lin
 
 def _columns(devices: Sequence[Device], names: int, sheet: Sheet) -> list[Column[Device]]:
     """All columns; the bar takes what the others leave."""
-    symbols = sheet.symbols
-
     return [
-        Column("NAME", names, 7, lambda device, cells: [left(_short_name(device), cells, symbols)]),
+        Column("NAME", names, 7, lambda device, cells: [left(_short_name(device), cells, sheet.symbols)]),
         Column("MEMORY", _LEAST_BAR, 8, lambda device, cells: memory_bar(device, cells, sheet), stretches=True),
         Column("USED / TOTAL", sheet.amounts_width, 9, lambda device, _: amounts(device, sheet), flush_right=True),
         Column("", PERCENTAGE_WIDTH, 10, lambda device, _: [percentage(device, sheet)]),
         *load_columns(devices, sheet),
-        Column("", _CHART, 0, lambda device, cells: memory_chart(device, cells, 1, sheet)[0]),
+        Column("LAST MINUTES", _CHART, 0, lambda device, cells: memory_chart(device, cells, 1, sheet)[0]),
         trend_column(sheet),
     ]
 

@@ -6,12 +6,12 @@ from datetime import datetime
 
 from rich.segment import Segment, SegmentLines
 
-from .snapshot import Snapshot
-from .view_devices import device_lines
-from .view_numbers import brief, duration
-from .view_processes import Order, count_processes, process_lines
-from .view_symbols import UNICODE, Symbols
-from .view_text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, width_of
+from ..snapshot import Snapshot
+from .devices import device_lines
+from .numbers import brief, duration
+from .processes import Order, count_processes, process_lines
+from .symbols import UNICODE, Symbols
+from .text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, width_of
 
 _NARROW = 60  # cells; below that there is no margin
 _CLOCK_FROM = 24  # cells

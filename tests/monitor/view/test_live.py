@@ -24,10 +24,10 @@ from rich.console import Console
 from snapshots import sample_snapshot
 
 from pagetide.monitor.snapshot import Snapshot
-from pagetide.monitor.view import render_once, run_live
-from pagetide.monitor.view_page import render
+from pagetide.monitor.view.live import render_once, run_live
+from pagetide.monitor.view.page import render
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 ESCAPES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
@@ -99,7 +99,7 @@ LIVE = """
 import sys
 from rich.console import Console
 from snapshots import sample_snapshot
-from pagetide.monitor.view import run_live
+from pagetide.monitor.view.live import run_live
 
 reads = 0
 

@@ -14,21 +14,18 @@ from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 
+from ..snapshot import Snapshot
 from .keys import Keys, keys_of
-from .snapshot import Snapshot
-from .view_page import render
-from .view_processes import Order
-from .view_symbols import ASCII, UNICODE, Symbols
-from .view_text import DIM, Line
+from .page import render
+from .processes import Order
+from .symbols import ASCII, UNICODE, Symbols
+from .text import DIM, Line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _STDIN = 0
 _SORT_KEYS = {order.value[0]: order for order in Order}
-_HINT: Line = [Segment("q"), Segment(" quit    sort by", DIM)]
-for _key, _order in _SORT_KEYS.items():
-    _HINT += [Segment(f"  {_key}"), Segment(f" {_order}", DIM)]
 # These end or stop the process, which first has to give the terminal back. Windows has few of them.
 _LEAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP") if hasattr(signal, name))
 
@@ -80,6 +77,9 @@ class _Screen:
         self._console = console
         self._symbols = _symbols(console)
         self._order = Order.MEMORY
+        self._hint: Line = [Segment("q"), Segment(" quit    sort by", DIM)]
+        for key, order in _SORT_KEYS.items():
+            self._hint += [Segment(f"  {key}"), Segment(f" {order}", DIM)]
 
     def run(self) -> None:
         """Until q. A signal that ends or stops the process does so once the terminal is as it was before."""
@@ -124,7 +124,7 @@ class _Screen:
             symbols=self._symbols,
             order=self._order,
             clock=datetime.now(),
-            keys=None if keys is None else _HINT,
+            keys=None if keys is None else self._hint,
         )
         self._console.update_screen(view)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagetide.monitor.keys import Keys, keys_of
+from pagetide.monitor.view.keys import Keys, keys_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.monitor.view_symbols import ASCII, UNICODE, Symbols, bar, chart, chart_columns, chart_reach
+from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols, bar, chart, chart_columns, chart_reach
 
 
 @pytest.mark.parametrize("symbols", [UNICODE, ASCII])
@@ -20,7 +20,8 @@ def test_every_symbol_takes_one_cell(symbols: Symbols) -> None:
     ("share", "drawn"),
     [
         (0.0, "────"),
-        (0.001, "╾───"),  # anything is seen
+        (0.06, "────"),
+        (0.07, "╾───"),
         (0.5, "━━──"),
         (0.63, "━━╾─"),
         (1.0, "━━━━"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.segment import Segment
 
-from pagetide.monitor.view_symbols import UNICODE
-from pagetide.monitor.view_table import Column, fitting, row, table_width, titles
-from pagetide.monitor.view_text import Line, left, right
+from pagetide.monitor.view.symbols import UNICODE
+from pagetide.monitor.view.table import Column, fitting, row, table_width, titles
+from pagetide.monitor.view.text import Line, left, right
 
 
 def name(item: str, cells: int) -> Line:

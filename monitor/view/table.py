@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from .view_symbols import Symbols
-from .view_text import DIM, Line, blank, left, right
+from .symbols import Symbols
+from .text import DIM, Line, blank, left, right
 
 GAP = 2  # cells between two columns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .units import GIB, MIB
+from ..units import GIB, MIB
 
 FULL_SOON_SECONDS = 3600  # a trend is not believed for longer than that
 URGENT_SECONDS = 300

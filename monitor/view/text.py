@@ -14,7 +14,7 @@ from rich.cells import cell_len, get_character_cell_size
 from rich.segment import Segment
 from rich.style import Style
 
-from .view_symbols import Symbols
+from .symbols import Symbols
 
 Line = list[Segment]
 

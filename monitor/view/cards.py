@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.segment import Segment
 
-from .snapshot import Device
-from .view_facts import (
+from ..snapshot import Device
+from .facts import (
     PERCENTAGE_WIDTH,
     Sheet,
     amounts,
@@ -25,8 +25,8 @@ from .view_facts import (
     trend_column,
     utilization_bar,
 )
-from .view_table import Column, fitting, row
-from .view_text import BOLD, DIM, YELLOW, Line, blank, crop, cut, right, spread, width_of
+from .table import Column, fitting, row
+from .text import BOLD, DIM, YELLOW, Line, blank, crop, cut, right, spread, width_of
 
 _TREND_WIDTH = 29  # "+212.5 MiB/s · full in 59 min"
 _ROOMY = 72  # cells from which a line has room for that
@@ -127,7 +127,7 @@ def _instance(device: Device, sheet: Sheet) -> Line:
     name = cut(name_of(device), max(min(sheet.name_width, body // 2 - sheet.label_width), 0), symbols)
     head += [Segment(name), blank(2)]
     wrong = notice(device, sheet.now_ns)
-    if device.memory.total_bytes is None and wrong is not None:
+    if wrong is not None:
         text = cut(wrong[0], max(sheet.width - width_of(head), 0), symbols)
         return spread(head, [Segment(text, wrong[1])], sheet.width)
     drawn = memory_bar(device, body + sheet.label_width + _INDENT - width_of(head), sheet)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from snapshots import H200_BYTES, dead, sample_device, sample_snapshot, snapshot_of
 
 from pagetide.monitor.snapshot import ProcessUse
-from pagetide.monitor.view_json import to_json
+from pagetide.monitor.view.as_json import to_json
 
 
 def test_it_has_the_keys_that_are_promised() -> None:

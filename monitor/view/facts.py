@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich.segment import Segment
 from rich.style import Style
 
-from .snapshot import Device, DeviceKind
-from .view_numbers import URGENT_SECONDS, amount, duration, full_in, percent, rate, share_of, used_of_total
-from .view_symbols import Symbols, bar, chart, chart_columns, chart_reach
-from .view_table import Column
-from .view_text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
+from ..snapshot import Device, DeviceKind
+from .numbers import URGENT_SECONDS, amount, duration, full_in, percent, rate, share_of, used_of_total
+from .symbols import Symbols, bar, chart, chart_columns, chart_reach
+from .table import Column
+from .text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
 
 YELLOW_FROM, RED_FROM = 0.80, 0.95  # shares of the memory that are used
 MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
@@ -137,7 +137,7 @@ def trend_column(sheet: Sheet) -> Column[Device]:
         said = trend(device, cells, sheet)
         return [right(said[0][0], cells, sheet.symbols, said[0][1])] if said else [blank(cells)]
 
-    return Column("TREND", len("full in 4 min"), 5, soon, flush_right=True)
+    return Column("TREND", len("full in 59 min"), 5, soon, flush_right=True)
 
 
 def load_columns(devices: Sequence[Device], sheet: Sheet) -> list[Column[Device]]:
