@@ -46,7 +46,7 @@ stress:  ## the long randomised tests
 	$(RUN) pytest -q -m stress
 
 gpu:  ## the tests and the demo on a CUDA device
-	$(call setup,test)
+	$(call setup,test cuda)
 	@$(BIN)/python -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
 		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')"
 	$(RUN) pytest -q -m gpu

@@ -10,8 +10,9 @@ a cgroup even POPULATE is answered by the killer and not by ENOMEM, hence the bu
 interpreter's lock for its 0.3 s a few GiB, a ctypes call does not. `mmap.close()` under a live tensor is a segmentation
 fault, so nothing here ever closes: the mapping goes when its last view does.
 
-Huge pages make unmapping 1 GiB take 3-9 ms and not 62-85. They are asked for only where a whole one lies inside one
-extent: a page that straddled two would come with the first and stay, charged, until both had gone.
+Huge pages make unmapping 1 GiB take 3-9 ms and not 32-86. They are asked for only where a whole one lies inside one
+extent: a page that straddled two would come with the first and stay, charged, until both had gone. `preferred_granule`
+says when extents should be made of whole ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .arena import extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
 
 _LINUX = sys.platform == "linux"
+_LARGE_POOL_GRANULES = 512  # extents are a 32nd of a pool: 16 granules, so that rounding to whole ones wastes little
 _MAX_ADVISED = 4096  # every island of huge pages splits the mapping, and a process has 65,530 (vm.max_map_count)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; in the mmap module from no version yet
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13; x86, Arm and RISC-V agree
@@ -46,6 +48,14 @@ def _huge_page_bytes(kernel: Path = Path("/sys/kernel/mm/transparent_hugepage"))
 
 
 _HUGE_PAGE = _huge_page_bytes()  # the base of an arena that can use them is aligned to it
+
+
+def preferred_granule(total_bytes: int) -> int:
+    """What the extents of a pool of `total_bytes` should be whole multiples of: in large pools a huge page, else a page.
+
+    Both are powers of two. Any whole number of pages does; huge ones come and go with a tenth of the work.
+    """
+    return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
 class HostArena:
@@ -134,9 +144,13 @@ class HostArena:
         """Give the memory behind `extents` back to the system. Raises BlockMisuse if one is not mapped."""
         with self._lock:
             self._open()
-            for run in runs(sorted(extents_to_unmap(extents, self._num_extents, self._mapped))):
-                self._give_back(*self._range(run))
-                self._mapped -= frozenset(range(*run))
+            done: list[int] = []
+            try:
+                for run in runs(sorted(extents_to_unmap(extents, self._num_extents, self._mapped))):
+                    self._give_back(*self._range(run))
+                    done.extend(range(*run))
+            finally:
+                self._mapped -= frozenset(done)
 
     def close(self) -> None:
         """Give all memory back and refuse further calls; the addresses go with their last view. Idempotent."""

@@ -1,4 +1,4 @@
-"""The contract of an arena, for every arena in ARENAS, and what only host memory can get wrong."""
+"""What only an arena of host memory can get wrong. The contract of every arena: test_arena_contract.py."""
 
 from __future__ import annotations
 
@@ -10,172 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pagetide.allocator.arena import Arena
-from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
-from pagetide.allocator.host_arena import HostArena
+from pagetide.allocator import host_arena
+from pagetide.allocator.errors import OutOfDeviceMemory
+from pagetide.allocator.host_arena import HostArena, preferred_granule
 from pagetide.monitor.host_memory import free_host_bytes
 
 EXTENT = 16 * mmap.PAGESIZE
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, or needs Linux's madvise")
-
-
-@dataclass(frozen=True)
-class Rig:
-    """How the contract's tests make an arena, and read and write its memory. Another arena adds its own to ARENAS."""
-
-    make: Callable[..., Arena]  # make(num_extents, budget=None): extents of EXTENT bytes
-    read: Callable[[Arena, int], bytes]  # all bytes of one mapped extent
-    fill: Callable[[Arena, int, int], None]  # every byte of one mapped extent
-
-
-def _read(arena: Arena, extent: int) -> bytes:
-    return bytes(memoryview(arena.buffer)[extent * EXTENT : (extent + 1) * EXTENT])  # type: ignore[arg-type]
-
-
-def _fill(arena: Arena, extent: int, value: int) -> None:
-    memory = memoryview(arena.buffer)  # type: ignore[arg-type]
-    memory[extent * EXTENT : (extent + 1) * EXTENT] = bytes([value]) * EXTENT
-
-
-def _host(**options: Any) -> Rig:
-    return Rig(lambda n, budget=None: HostArena(n, EXTENT, budget=budget, **options), _read, _fill)
-
-
-ARENAS = {"host": _host(), "host, debug": _host(debug=True)}
-
-
-@pytest.fixture(params=ARENAS.values(), ids=ARENAS.keys())
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return request.param
-
-
-# --- the contract
-
-
-def test_a_new_arena_is_a_range_without_memory(rig: Rig) -> None:
-    arena = rig.make(8)
-    assert (arena.num_extents, arena.extent_bytes) == (8, EXTENT)
-    assert (arena.mapped_extents, arena.mapped_bytes) == (frozenset(), 0)
-
-
-def test_mapped_extents_hold_what_is_written(rig: Rig) -> None:
-    arena = rig.make(8)
-    arena.map([6, 2, 3])
-    assert arena.mapped_extents == {2, 3, 6}
-    assert arena.mapped_bytes == 3 * EXTENT
-    for extent in (2, 3, 6):
-        assert rig.read(arena, extent) == bytes(EXTENT)
-        rig.fill(arena, extent, extent)
-    assert [set(rig.read(arena, extent)) for extent in (2, 3, 6)] == [{2}, {3}, {6}]
-
-
-def test_unmapping_leaves_the_neighbours_and_comes_back_as_zeros(rig: Rig) -> None:
-    arena = rig.make(4)
-    arena.map(range(4))
-    for extent in range(4):
-        rig.fill(arena, extent, 0xA5)
-    arena.unmap([1, 2])
-    assert arena.mapped_extents == {0, 3}
-    assert set(rig.read(arena, 0)) == set(rig.read(arena, 3)) == {0xA5}
-    arena.map([2, 1])
-    assert rig.read(arena, 1) == rig.read(arena, 2) == bytes(EXTENT)
-    assert set(rig.read(arena, 0)) == set(rig.read(arena, 3)) == {0xA5}
-
-
-def test_addresses_do_not_move(rig: Rig) -> None:
-    arena = rig.make(4)
-    buffer = arena.buffer
-    arena.map([0, 1])
-    rig.fill(arena, 1, 7)
-    arena.unmap([0])
-    arena.map([2, 0])
-    assert arena.buffer is buffer
-    assert set(rig.read(arena, 1)) == {7}
-
-
-def test_a_map_beyond_the_budget_maps_nothing_and_says_both_numbers(rig: Rig) -> None:
-    arena = rig.make(8, budget=lambda: 3 * EXTENT - 1)
-    with pytest.raises(OutOfDeviceMemory) as refusal:
-        arena.map([0, 4, 5])
-    assert (refusal.value.asked_bytes, refusal.value.free_bytes) == (3 * EXTENT, 3 * EXTENT - 1)
-    assert arena.mapped_extents == frozenset()
-    arena.map([4, 5])
-    assert arena.mapped_extents == {4, 5}
-
-
-@pytest.mark.parametrize("extents", [[8], [-1], [1, 1], [0, 3]], ids=["beyond", "negative", "twice", "mapped"])
-def test_mapping_wrongly_is_refused_and_changes_nothing(rig: Rig, extents: list[int]) -> None:
-    arena = rig.make(8)
-    arena.map([3])
-    with pytest.raises(BlockMisuse):
-        arena.map(extents)
-    assert arena.mapped_extents == {3}
-
-
-@pytest.mark.parametrize("extents", [[8], [-1], [3, 3], [3, 4]], ids=["beyond", "negative", "twice", "unmapped"])
-def test_unmapping_wrongly_is_refused_and_changes_nothing(rig: Rig, extents: list[int]) -> None:
-    arena = rig.make(8)
-    arena.map([3])
-    rig.fill(arena, 3, 9)
-    with pytest.raises(BlockMisuse):
-        arena.unmap(extents)
-    assert arena.mapped_extents == {3}
-    assert set(rig.read(arena, 3)) == {9}
-
-
-def test_no_extents_are_no_work(rig: Rig) -> None:
-    arena = rig.make(2, budget=lambda: 0)
-    arena.map([])
-    arena.unmap([])
-    assert arena.mapped_extents == frozenset()
-
-
-def test_a_closed_arena_holds_nothing_and_refuses(rig: Rig) -> None:
-    arena = rig.make(4)
-    arena.map([0, 1])
-    arena.close()
-    arena.close()
-    assert (arena.mapped_extents, arena.mapped_bytes) == (frozenset(), 0)
-    for call in (lambda: arena.map([2]), lambda: arena.unmap([0]), lambda: arena.buffer):
-        with pytest.raises(BlockMisuse, match="closed"):
-            call()
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.data())
-@pytest.mark.parametrize("name", ARENAS)
-def test_any_sequence_agrees_with_a_dictionary(name: str, data: st.DataObject) -> None:
-    rig, arena, model = ARENAS[name], ARENAS[name].make(12), dict[int, int]()
-    for value in range(1, 10):
-        extents = data.draw(st.lists(st.integers(0, 11), unique=True))
-        if data.draw(st.booleans()):
-            extents = [extent for extent in extents if extent not in model]
-            arena.map(extents)
-            assert all(rig.read(arena, extent) == bytes(EXTENT) for extent in extents)
-            for extent in extents:
-                rig.fill(arena, extent, value)
-            model |= dict.fromkeys(extents, value)
-        else:
-            extents = [extent for extent in extents if extent in model]
-            arena.unmap(extents)
-            for extent in extents:
-                del model[extent]
-        assert arena.mapped_extents == model.keys()
-        assert {extent: set(rig.read(arena, extent)) for extent in model} == {k: {v} for k, v in model.items()}
-    arena.close()
-
-
-# --- host memory
 
 
 @pytest.mark.parametrize(("num_extents", "extent_bytes"), [(0, EXTENT), (4, 0), (4, 1000), (4, mmap.PAGESIZE + 1)])
@@ -186,12 +34,16 @@ def test_sizes_that_are_no_pages_are_refused(num_extents: int, extent_bytes: int
 
 def _resident(arena: HostArena) -> int:
     """RSS of the arena's own range, in bytes."""
+    return _in_smaps(arena, "Rss")
+
+
+def _in_smaps(arena: HostArena, figure: str) -> int:
     start, total, inside = arena._base, 0, False
     end = start + arena.num_extents * arena.extent_bytes
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(head[1], 16) < end and int(head[2], 16) > start
-        elif inside and line.startswith("Rss:"):
+        elif inside and line.startswith(f"{figure}:"):
             total += int(line.split()[1]) * 1024
     return total
 
@@ -218,6 +70,82 @@ def test_memory_comes_with_map_and_goes_with_unmap_to_the_byte(extent_bytes: int
     arena.close()
     assert _resident(arena) == 0
     assert _process_resident() - before < extent_bytes
+
+
+@contextmanager
+def _child(extent_bytes: int, num_extents: int) -> Iterator[subprocess.Popen[str]]:
+    """A process with an arena that does what it is told, a line at a time (`_tell`)."""
+    program = f"""
+import sys
+from pagetide.allocator.host_arena import HostArena
+arena = HostArena({num_extents}, {extent_bytes})
+print("ready", flush=True)
+for line in sys.stdin:
+    exec(line)
+    print("done", flush=True)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def _tell(child: subprocess.Popen[str], line: str) -> None:
+    assert child.stdin is not None and child.stdout is not None
+    print(line, file=child.stdin, flush=True)
+    assert child.stdout.readline() == "done\n"
+
+
+@linux
+@pytest.mark.parametrize("extent_bytes", [4 * MIB, MIB], ids=["huge", "small"])
+def test_memory_comes_and_goes_as_seen_from_outside(extent_bytes: int) -> None:
+    num_extents = 256 * MIB // extent_bytes
+
+    def resident() -> int:
+        return int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    with _child(extent_bytes, num_extents) as child:
+        before = resident()
+        _tell(child, f"arena.map(range({num_extents}))")
+        assert 256 * MIB <= resident() - before < 264 * MIB
+        _tell(child, f"arena.unmap(range(0, {num_extents}, 2))")
+        assert 128 * MIB <= resident() - before < 136 * MIB
+        _tell(child, "arena.close()")
+        assert resident() - before < 8 * MIB
+
+
+def _charge() -> int | None:
+    """Bytes that this process' memory cgroup is charged with; None where that cannot be read."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root, name = ("memory", "usage_in_bytes") if controllers else ("", "current")
+            for directory in (Path("/sys/fs/cgroup", root, path.lstrip("/")), Path("/sys/fs/cgroup", root)):
+                if (file := directory / f"memory.{name}").exists():
+                    return int(file.read_text())
+    return None
+
+
+@linux
+@pytest.mark.parametrize("extent_bytes", [4 * MIB, MIB], ids=["huge", "small"])
+def test_the_charge_of_the_cgroup_goes_up_with_map_and_down_with_unmap(extent_bytes: int) -> None:
+    if _charge() is None:
+        pytest.skip("no memory cgroup whose charge can be read")
+    num_extents = 256 * MIB // extent_bytes
+    seen = []
+    with _child(extent_bytes, num_extents) as child:
+        for _ in range(50):  # others in the cgroup take and give memory too
+            charges = [_charge()]
+            for act in ("map", "unmap"):
+                _tell(child, f"arena.{act}(range({num_extents}))")
+                charges.append(_charge())
+            seen.append((charges[1] - charges[0], charges[2] - charges[1]))
+            if all(abs(moved) // MIB in range(240, 272) for moved in seen[-1]) and seen[-1][1] < 0 < seen[-1][0]:
+                return
+    pytest.fail(f"the charge never moved by the 256 MiB mapped and unmapped: {seen}")
 
 
 @linux
@@ -260,6 +188,32 @@ def test_another_failure_is_not_called_a_lack_of_memory() -> None:
     arena.code = errno.EIO
     with pytest.raises(OSError, match="as told"):
         arena.map([0, 2])
+    assert _resident(arena) == 0
+
+
+class Stubborn(HostArena):
+    """The system refuses to take the memory at one address back."""
+
+    refused: int | None = None
+
+    def _give_back(self, start: int, length: int) -> None:
+        if start == self.refused:
+            raise OSError(errno.EIO, "as told")
+        super()._give_back(start, length)
+
+
+@linux
+def test_what_could_not_be_unmapped_is_still_mapped_and_can_be_unmapped_later() -> None:
+    arena = Stubborn(8, MIB)
+    arena.map(range(8))
+    arena.refused = arena._base + 4 * MIB
+    with pytest.raises(OSError, match="as told"):
+        arena.unmap([0, 1, 4, 6])
+    assert arena.mapped_extents == {2, 3, 4, 5, 6, 7}
+    assert _resident(arena) == arena.mapped_bytes == 6 * MIB
+    arena.refused = None
+    arena.unmap([4, 6])
+    arena.close()
     assert _resident(arena) == 0
 
 
@@ -324,6 +278,26 @@ assert view.min() == 5.0
 
 
 @linux
+def test_a_slice_outlives_the_arena() -> None:
+    program = """
+import gc
+from pagetide.allocator.host_arena import HostArena
+arena = HostArena(64, 1 << 20)
+arena.map(range(64))
+view = arena.buffer[1 << 20 : 33 << 20].cast("q")
+view[-1] = 7
+arena.close()
+del arena
+gc.collect()
+filler = [bytearray(1 << 20) for _ in range(64)]
+assert view[-1] == view[0] == 0
+view[0] = 5
+assert view[0] == 5
+"""
+    assert _exit_code(program) == 0
+
+
+@linux
 def test_dropping_the_last_view_gives_the_addresses_back() -> None:
     arena = HostArena(4, MIB)
     base, view = arena._base, arena.buffer[:MIB]
@@ -335,15 +309,21 @@ def test_dropping_the_last_view_gives_the_addresses_back() -> None:
 
 
 class Watched(HostArena):
-    """Notes how far another thread counted while memory was populated."""
+    """Notes how far another thread counted while memory came and went."""
 
     counter = 0
-    moved = 0
+    moved_by_map = 0
+    moved_by_unmap = 0
 
     def _populate(self, start: int, length: int) -> None:
         before = self.counter
         super()._populate(start, length)
-        self.moved = self.counter - before
+        self.moved_by_map += self.counter - before
+
+    def _give_back(self, start: int, length: int) -> None:
+        before = self.counter
+        super()._give_back(start, length)
+        self.moved_by_unmap += self.counter - before
 
 
 @pytest.fixture
@@ -357,8 +337,8 @@ def polite_threads() -> Iterator[None]:
 
 @linux
 @pytest.mark.usefixtures("polite_threads")
-def test_other_threads_run_while_memory_comes() -> None:
-    # 4 KiB pages, since 512 MiB of huge ones may come faster than a busy machine wakes a thread
+def test_other_threads_run_while_memory_comes_and_goes() -> None:
+    # 4 KiB pages, since 512 MiB of huge ones may come and go faster than a busy machine wakes a thread
     arena = Watched(1024, MIB // 2)
     stop = threading.Event()
 
@@ -370,15 +350,60 @@ def test_other_threads_run_while_memory_comes() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        for _ in range(5):
+        for _ in range(20):
             arena.map(range(1024))
             arena.unmap(range(1024))
-            if arena.moved:
+            if arena.moved_by_map and arena.moved_by_unmap:
                 break
     finally:
         stop.set()
         thread.join()
-    assert arena.moved
+    assert arena.moved_by_map
+    assert arena.moved_by_unmap
+
+
+# --- huge pages
+
+huge_pages = pytest.mark.skipif(
+    not host_arena._HUGE_PAGE or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this kernel has no transparent huge pages",
+)
+
+
+def _huge(arena: HostArena) -> int:
+    """Bytes of the arena's own range that are huge pages."""
+    return _in_smaps(arena, "AnonHugePages")
+
+
+@huge_pages
+@pytest.mark.parametrize(
+    ("pages", "rest", "expected"),
+    [(2, 0, 6), (3, mmap.PAGESIZE, 6), (1, -mmap.PAGESIZE, 0)],  # of three extents: a huge page never straddles two
+    ids=["whole", "with a rest", "smaller"],
+)
+def test_huge_pages_lie_where_whole_ones_fit_into_an_extent(pages: int, rest: int, expected: int) -> None:
+    huge = host_arena._HUGE_PAGE
+    arena = HostArena(8, pages * huge + rest)
+    for _ in range(20):  # the kernel gives them as long as it has some in one piece
+        arena.map([1, 2, 5])
+        if _huge(arena) >= expected * huge:
+            break
+        arena.unmap([1, 2, 5])
+    assert expected * huge <= _huge(arena) <= _resident(arena) == 3 * arena.extent_bytes
+    if not expected:
+        assert _huge(arena) == 0
+
+
+@huge_pages
+def test_large_pools_are_made_of_huge_pages_and_small_ones_of_pages() -> None:
+    huge = host_arena._HUGE_PAGE
+    assert preferred_granule(512 * huge) == preferred_granule(10000 * huge) == huge
+    assert preferred_granule(512 * huge - 1) == preferred_granule(0) == mmap.PAGESIZE
+
+
+def test_without_huge_pages_every_pool_is_made_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "_HUGE_PAGE", 0)
+    assert preferred_granule(1 << 50) == mmap.PAGESIZE
 
 
 # --- the budget

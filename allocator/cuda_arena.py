@@ -1,0 +1,367 @@
+"""An arena of CUDA memory: one reserved address range whose extents are mapped and given back by the driver.
+
+    reserve  cuMemAddressReserve                         addresses, no memory
+    map      cuMemCreate, cuMemMap, cuMemSetAccess       one handle per extent, mapped as a whole, at offset 0
+             cuMemsetD32Async, cuStreamSynchronize       zeros: the driver promises none, and a handle may be a used one
+    unmap    cuMemUnmap, cuMemRelease                    releasing and creating may be a thread's (cuda_handles.py)
+    last     cuMemAddressFree                            when the last view of the range is gone
+
+The driver waits for nobody: cuMemUnmap under a running kernel is a fault that ends the process, and mapping under one
+faults on some chips. **`map`, `unmap` and `close` are for fences: no kernel that touches this arena may be queued or
+running.** Nothing here waits for the device, except for the zeros of `map`, on a stream of the arena's own. Extents of
+32 to 128 MiB are worth the calls: 2 MiB ones cost some thirty times as much a byte. Why it is built so:
+docs/decisions/0013-cuda-arena.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+
+from .arena import extents_to_map, extents_to_unmap, runs
+from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, Device, Driver, device_number, recommended_granule
+from .cuda_handles import HandlePool
+from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
+
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream, nor they for it
+_ACCESS_ATTEMPTS = 9
+_FIRST_PAUSE_S = 0.0005  # doubled each time: an eighth of a second in all
+
+
+class CudaArena:
+    """`num_extents` extents of `extent_bytes` on a CUDA device, at addresses that never move; see `Arena`.
+
+    `device_index` counts as torch does. `budget()` says how many bytes are free to take, by default cuMemGetInfo; `map`
+    asks it before it creates any. A failing call of the driver raises DriverError from `map`, with nothing mapped, and
+    from `unmap` and `close`, where `mapped_extents` and `held_bytes` then say what is still there. Calls may come from
+    any thread, one is done at a time.
+
+    With `ready_limit_bytes` up to that many bytes may be held ready though not mapped: `prepare` has memory created
+    ahead, and `unmap` leaves releasing to a thread. What a lease counts is `held_bytes` then, and memory is back after
+    `trim`.
+
+    Raises ValueError for a device that is not there and sizes that are no whole number of granules, DriverUnavailable,
+    OutOfDeviceMemory where no address range is left, DriverError.
+    """
+
+    def __init__(
+        self,
+        num_extents: int,
+        extent_bytes: int,
+        device_index: int = 0,
+        *,
+        driver: Driver | None = None,
+        budget: Callable[[], int] | None = None,
+        ready_limit_bytes: int = 0,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if num_extents < 1 or ready_limit_bytes < 0:
+            raise ValueError(
+                f"num_extents must be at least 1 and ready_limit_bytes at least 0, got {num_extents} and {ready_limit_bytes}"
+            )
+        driver = driver or CudaBindings()
+        granule = self.granule_bytes(device_index, driver)
+        if extent_bytes < 1 or extent_bytes % granule:
+            raise ValueError(f"extent_bytes must be a multiple of the device's granule {granule}, got {extent_bytes}")
+        self._num_extents = num_extents
+        self._extent_bytes = extent_bytes
+        self._lock = threading.Lock()
+        self._mapped: frozenset[int] = frozenset()
+        self._range = _Range(driver, device_index, num_extents, extent_bytes, ready_limit_bytes // extent_bytes, pause)
+        self._budget = budget or self._range.device.free_bytes
+        self._buffer: CudaBuffer | None = CudaBuffer(self._range.base, num_extents * extent_bytes)
+        self._owner = weakref.ref(self._buffer)
+        # not at exit: tensors may still be in use then, and the driver takes everything back from a process that ends
+        weakref.finalize(self._buffer, self._range.free).atexit = False
+
+    @staticmethod
+    def granule_bytes(device_index: int = 0, driver: Driver | None = None) -> int:
+        """What the device maps at least, in bytes; extents are multiples of it. Errors as of the class."""
+        driver = driver or CudaBindings()
+        return recommended_granule(driver, device_number(driver, device_index))
+
+    @property
+    def num_extents(self) -> int:
+        """Extents in the reserved range."""
+        return self._num_extents
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent; a whole number of the device's granules."""
+        return self._extent_bytes
+
+    @property
+    def mapped_extents(self) -> frozenset[int]:
+        """The extents that have memory behind them now."""
+        return self._mapped
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory behind the range now."""
+        return len(self._mapped) * self._extent_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes this arena holds of the device, mapped or ready: what a lease counts. Never less than the truth."""
+        return self._range.pool.held * self._extent_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes held though not mapped: created ahead, or unmapped and not released yet."""
+        return max(0, self.held_bytes - self.mapped_bytes)
+
+    @property
+    def buffer(self) -> CudaBuffer:
+        """The whole range; it and every tensor made of it by `torch.as_tensor(buffer, device="cuda:N")` own it.
+
+        Raises BlockMisuse unless extent 0 is mapped, since torch asks the driver what lies at the first address, and
+        once closed.
+        """
+        with self._lock:
+            buffer = self._open()
+            if 0 not in self._mapped:
+                raise BlockMisuse("map extent 0 before the arena is viewed: no device is known for unmapped addresses")
+            return buffer
+
+    def map(self, extents: Sequence[int]) -> None:
+        """Put zero bytes behind `extents`, all or none. Only at a fence.
+
+        Raises OutOfDeviceMemory; DriverError; BlockMisuse if one is mapped.
+        """
+        with self._lock:
+            owner = self._open()
+            wanted = extents_to_map(extents, self._num_extents, self._mapped)
+            if not wanted:
+                return
+            self._refuse_beyond_budget(len(wanted))
+            try:
+                with self._range.busy():
+                    self._range.keep_only(self._mapped)  # a driver that refused a roll-back may have left some
+                    self._range.put_behind(sorted(wanted))
+                    self._range.pool.start(owner)
+            except BaseException as error:
+                self._roll_back()
+                if isinstance(error, DriverError) and error.code == OUT_OF_MEMORY:
+                    raise self._refusal(len(wanted) * self._extent_bytes, self._budget()) from error
+                raise
+            self._mapped |= wanted
+
+    def unmap(self, extents: Sequence[int]) -> None:
+        """Take the memory away from `extents`. Only at a fence. `held_bytes` says when the device has it back.
+
+        That is now, but for `ready_limit_bytes`, which follow a little later; `trim` waits for them. Raises BlockMisuse
+        if one is not mapped; DriverError when all were tried.
+        """
+        with self._lock:
+            owner = self._open()
+            unwanted = extents_to_unmap(extents, self._num_extents, self._mapped)
+            if not unwanted:
+                return
+            with self._range.busy():
+                try:
+                    self._range.keep_only(self._mapped - unwanted)
+                finally:
+                    self._mapped = self._mapped.intersection(self._range.behind)
+                    self._range.pool.shed()
+                    self._range.pool.start(owner)
+
+    def prepare(self, num_extents: int) -> None:
+        """Have memory for the next `num_extents` to be mapped created in the background, up to the ready limit.
+
+        It counts as held until it is mapped, or given up by `trim` or by `prepare(0)`. If the device has not so much,
+        there is less, `drain_failures` says why, and `map` asks again for what is missing. Not while a CUDA graph is
+        being captured. Raises ValueError for less than 0.
+        """
+        if num_extents < 0:
+            raise ValueError(f"num_extents must not be negative, got {num_extents}")
+        with self._lock:
+            owner = self._open()
+            with self._range.pool.first():
+                self._range.pool.want(min(num_extents, self._num_extents - len(self._mapped)))
+                self._range.pool.start(owner)
+
+    def trim(self) -> int:
+        """Give up what is held though not mapped and wait until the device has it back. Returns the bytes.
+
+        Raises DriverError when all was tried; `ready_bytes` says what the driver kept.
+        """
+        with self._lock:
+            self._open()
+            return self._range.give_back(all_but=self._mapped)
+
+    def drain_failures(self) -> list[DriverError]:
+        """What failed where no caller waited for it, oldest first, each told once: `prepare`, releasing, roll-backs."""
+        return self._range.pool.drain_failures()
+
+    def close(self) -> None:
+        """Unmap and release everything and refuse further calls; the addresses go with their last view. Idempotent.
+
+        Only at a fence. Raises DriverError when all was tried; calling it again tries what is left.
+        """
+        with self._lock:
+            owner, self._buffer = self._owner(), None  # held here: the range must not end in the middle of this
+            if owner is None:
+                return  # it has ended with its last view
+            try:
+                self._range.give_back(all_but=frozenset())
+            finally:
+                self._mapped = self._mapped.intersection(self._range.behind)
+
+    def _roll_back(self) -> None:
+        """Give back what a failed `map` took, and everything else that is not mapped: memory is short, or worse."""
+        try:
+            self._range.give_back(all_but=self._mapped)
+        except DriverError as error:
+            self._range.pool.note(error)  # the caller hears why the map failed
+
+    def _refuse_beyond_budget(self, count: int) -> None:
+        """Ask first: creating until the driver refuses would take the last byte from everyone else for a while."""
+        missing_bytes = (count - self._range.pool.num_ready) * self._extent_bytes
+        if missing_bytes > 0 and missing_bytes > (free_bytes := self._budget()):
+            raise self._refusal(missing_bytes, free_bytes)
+
+    def _refusal(self, asked_bytes: int, free_bytes: int) -> OutOfDeviceMemory:
+        return OutOfDeviceMemory(asked_bytes, free_bytes, f"memory on cuda:{self._range.device.index}")
+
+    def _open(self) -> CudaBuffer:
+        if self._buffer is None:
+            raise BlockMisuse("the arena is closed")
+        return self._buffer
+
+
+class CudaBuffer:
+    """Owns an arena's address range: whoever refers to it, as tensors made by `torch.as_tensor` do, keeps the range."""
+
+    __slots__ = ("__weakref__", "_address", "_num_bytes")
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address = address
+        self._num_bytes = num_bytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """The range as bytes: uint8 [num_bytes]. https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+        data = (self._address, False)  # writable
+        return {"version": 3, "typestr": "|u1", "shape": (self._num_bytes,), "strides": None, "data": data}
+
+
+class _Range:
+    """What an arena has of the driver: context, addresses, a stream, and the handles `behind` extents.
+
+    It refers neither to the arena nor to the buffer, so that it can outlive both and end with the last view. The
+    arena's lock is around every call; when `free` runs nobody else is left.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device_index: int,
+        num_extents: int,
+        extent_bytes: int,
+        ready_limit: int,
+        pause: Callable[[float], None],
+    ) -> None:
+        self.behind: dict[int, int] = {}  # extent -> handle; more than the arena's mapped ones only after a DriverError
+        self._call = driver.call
+        self._extent_bytes = extent_bytes
+        self._pause = pause
+        length = num_extents * extent_bytes
+        with ExitStack() as undo:
+            self.device = Device(driver, device_index)
+            undo.callback(self.device.close)
+            with self.device.current():
+                self.base = self._reserve(length)
+                undo.callback(self._call_in_context, "cuMemAddressFree", self.base, length)
+                (self._stream,) = self._call("cuStreamCreate", _STREAM_NON_BLOCKING)
+                undo.callback(self._call_in_context, "cuStreamDestroy", self._stream)
+            self.pool = HandlePool(self.device, extent_bytes, ready_limit)
+            self._undo = undo.pop_all()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """In the device's context, and before what the pool's thread still has to do."""
+        with self.pool.first(), self.device.current():
+            yield
+
+    def put_behind(self, extents: Sequence[int]) -> None:
+        """Map zeroed memory behind `extents`, in rising order. A failure may leave some of them so. Inside `busy`."""
+        for extent in extents:
+            handle = self.pool.take()
+            try:
+                self._call("cuMemMap", self._address(extent), self._extent_bytes, 0, handle, 0)
+            except BaseException:
+                self.pool.give(handle)
+                raise
+            self.behind[extent] = handle
+        for first, last in runs(extents):
+            self._allow_access(self._address(first), (last - first) * self._extent_bytes)
+        try:
+            for extent in extents:
+                self._call("cuMemsetD32Async", self._address(extent), 0, self._extent_bytes // 4, self._stream)
+        finally:  # also when one of them failed: the others must have ended before they lose their memory
+            self._call("cuStreamSynchronize", self._stream)
+
+    def keep_only(self, extents: AbstractSet[int]) -> None:
+        """Unmap every other extent; its handle is ready then. Inside `busy`. Raises DriverError when all was tried."""
+        errors = []
+        for extent in sorted(self.behind.keys() - extents):
+            try:
+                self._call("cuMemUnmap", self._address(extent), self._extent_bytes)
+            except DriverError as error:
+                errors.append(error)
+            else:
+                self.pool.give(self.behind.pop(extent))
+        if errors:
+            raise errors[0]
+
+    def give_back(self, all_but: AbstractSet[int]) -> int:
+        """Unmap every other extent and release all that is ready; the bytes. Raises DriverError when all was tried."""
+        held = self.pool.held
+        self.pool.join()
+        if self.pool.num_ready or self.behind.keys() - all_but:
+            with self.busy():
+                try:
+                    self.keep_only(all_but)
+                finally:
+                    self.pool.release_all()
+        return (held - self.pool.held) * self._extent_bytes
+
+    def free(self) -> None:
+        """End everything. Where the arena was not closed, first wait for what may still be running on the device."""
+        with self._undo:  # whatever fails, the rest is done
+            try:
+                if self.behind:
+                    self._call_in_context("cuCtxSynchronize")
+            finally:
+                self.give_back(all_but=frozenset())
+
+    def _allow_access(self, address: int, length: int) -> None:
+        """cuMemSetAccess, again after a pause while the driver answers NOT_READY. Raises DriverError."""
+        for attempt in range(_ACCESS_ATTEMPTS):
+            try:
+                self._call("cuMemSetAccess", address, length, self.device.number)
+                return
+            except DriverError as error:
+                if error.code != NOT_READY or attempt == _ACCESS_ATTEMPTS - 1:
+                    raise
+                self._pause(_FIRST_PAUSE_S * 2**attempt)
+
+    def _reserve(self, length: int) -> int:
+        try:
+            return self._call("cuMemAddressReserve", length, 0, 0, 0)[0]
+        except DriverError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            free_bytes, _ = self._call("cuMemGetInfo")
+            raise OutOfDeviceMemory(length, free_bytes, f"addresses on cuda:{self.device.index}") from error
+
+    def _call_in_context(self, name: str, *args: int) -> None:
+        with self.device.current():
+            self._call(name, *args)
+
+    def _address(self, extent: int) -> int:
+        return self.base + extent * self._extent_bytes

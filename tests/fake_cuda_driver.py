@@ -1,0 +1,289 @@
+"""A CUDA driver without a device: addresses, handles and memory kept by the book, faults on order.
+
+It answers the calls of `pagetide.allocator.cuda_driver.Driver`. What the real driver would refuse, it refuses with the
+same code, and writes it down in `violations`: code under test shall never do it, not even where it survives. Memory is
+full of GARBAGE until something is written; what was written to a handle stays in it, as on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagetide.allocator.errors import DriverError
+
+GARBAGE = 0xDB
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NOT_READY = 1, 2, 201, 600
+NAMES = {
+    INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
+    OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
+    INVALID_CONTEXT: "CUDA_ERROR_INVALID_CONTEXT",
+    NOT_READY: "CUDA_ERROR_NOT_READY",
+}
+GRANULE = 4096
+DEVICES = 2
+_CONTEXT = 0xC0DE00  # + device
+
+
+@dataclass
+class Handle:
+    """Physical memory: there until it is released and mapped nowhere."""
+
+    memory: bytearray
+
+
+@dataclass
+class Mapping:
+    handle: int
+    size: int
+    accessible: bool = False
+
+
+@dataclass
+class Fault:
+    """Calls `first` to `last`, counted from 0 (of `name` alone, if given), fail with `code` and do nothing.
+
+    But for cuCtxPopCurrent: what it answers is the error of something before, and it pops.
+    """
+
+    first: int
+    last: int
+    code: int
+    name: str | None = None
+
+
+@dataclass
+class FakeCudaDriver:
+    """Thread-safe. `total_bytes` of memory on each of two devices, of which `foreign_bytes` are someone else's."""
+
+    total_bytes: int = 1 << 30
+    foreign_bytes: int = 0
+    supported: bool = True  # virtual memory management
+    faults: list[Fault] = field(default_factory=list)
+    before: Callable[[str], None] = lambda name: None  # runs before each call, outside the lock: may wait
+    calls: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        self._numbers = iter(range(1, 1 << 30))
+        self._counts: Counter[str] = Counter()
+        self._retained: Counter[int] = Counter()
+        self._stacks: dict[int, list[int]] = {}
+        self._ranges: dict[int, int] = {}
+        self._handles: dict[int, Handle] = {}
+        self._mappings: dict[int, Mapping] = {}
+        self._streams: dict[int, list[Callable[[], None]]] = {}
+
+    # --- the seam
+
+    def call(self, name: str, *args: int) -> tuple[int, ...]:
+        self.before(name)
+        with self._lock:
+            index, of_name = len(self.calls), self._counts[name]
+            self.calls.append(name)
+            self._counts[name] += 1
+            for fault in self.faults:
+                if fault.name in (None, name) and fault.first <= (of_name if fault.name else index) <= fault.last:
+                    if name == "cuStreamSynchronize":
+                        self._streams[args[0]].clear()  # work that failed does not run any more
+                    if name == "cuCtxPopCurrent":
+                        self._cuCtxPopCurrent()  # it tells of what failed before, and pops all the same
+                    raise DriverError(name, fault.code, NAMES[fault.code])
+            return getattr(self, f"_{name}")(*args)
+
+    # --- what tests look at
+
+    @property
+    def taken_bytes(self) -> int:
+        """Physical memory that exists."""
+        return sum(len(handle.memory) for handle in self._handles.values())
+
+    @property
+    def mapped_addresses(self) -> set[int]:
+        return set(self._mappings)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.foreign_bytes - self.taken_bytes
+
+    def leaks(self) -> list[str]:
+        """What is still held. Nothing, at the end of a test."""
+        held = {
+            "address ranges": self._ranges,
+            "handles": self._handles,
+            "mappings": self._mappings,
+            "streams": self._streams,
+            "contexts": {key: count for key, count in self._retained.items() if count},
+            "contexts current": {thread: stack for thread, stack in self._stacks.items() if stack},
+        }
+        return [f"{what}: {things}" for what, things in held.items() if things]
+
+    def read(self, address: int, length: int) -> bytes:
+        """What a kernel on another stream would read there, within one mapping."""
+        with self._lock:
+            memory, start = self._accessible(address, length)
+            return bytes(memory[start : start + length])
+
+    def write(self, address: int, data: bytes) -> None:
+        """What a kernel on another stream would do."""
+        with self._lock:
+            memory, start = self._accessible(address, len(data))
+            memory[start : start + len(data)] = data
+
+    # --- the calls
+
+    def _cuDeviceGetCount(self) -> tuple[int]:
+        return (DEVICES,)
+
+    def _cuDeviceGet(self, index: int) -> tuple[int]:
+        self._expect(0 <= index < DEVICES, f"device {index}")
+        return (index,)
+
+    def _cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int]:
+        self._expect(attribute == 102, f"attribute {attribute}")
+        return (int(self.supported),)
+
+    def _cuMemGetAllocationGranularity(self, device: int, option: int) -> tuple[int]:
+        self._expect(option in (0, 1), f"granularity option {option}")
+        return (GRANULE,)
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int]:
+        self._retained[device] += 1
+        return (_CONTEXT + device,)
+
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> tuple[()]:
+        self._expect(self._retained[device] > 0, "release of a context that nobody holds")
+        self._retained[device] -= 1
+        return ()
+
+    def _cuCtxPushCurrent(self, context: int) -> tuple[()]:
+        self._expect(self._retained[context - _CONTEXT] > 0, "push of a context that nobody holds")
+        self._stack().append(context)
+        return ()
+
+    def _cuCtxPopCurrent(self) -> tuple[int]:
+        self._in_context()
+        return (self._stack().pop(),)
+
+    def _cuCtxSynchronize(self) -> tuple[()]:
+        self._in_context()
+        for stream in self._streams:
+            self._cuStreamSynchronize(stream)
+        return ()
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        self._in_context()
+        return (self.free_bytes, self.total_bytes)
+
+    def _cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[int]:
+        self._in_context()
+        self._expect(size > 0 and size % GRANULE == 0 and alignment == address == flags == 0, "an odd reservation")
+        base = next(self._numbers) << 44
+        self._ranges[base] = size
+        return (base,)
+
+    def _cuMemAddressFree(self, address: int, size: int) -> tuple[()]:
+        self._in_context()
+        self._expect(self._ranges.get(address) == size, "free of addresses that are not a range")
+        self._expect(not self._inside(address, size), "free of addresses that are mapped")
+        del self._ranges[address]
+        return ()
+
+    def _cuMemCreate(self, size: int, device: int, flags: int) -> tuple[int]:
+        self._in_context()
+        self._expect(size > 0 and size % GRANULE == 0 and flags == 0, f"a handle of {size} bytes")
+        if size > self.free_bytes:
+            raise DriverError("cuMemCreate", OUT_OF_MEMORY, NAMES[OUT_OF_MEMORY])
+        handle = next(self._numbers)
+        self._handles[handle] = Handle(bytearray([GARBAGE]) * size)
+        return (handle,)
+
+    def _cuMemRelease(self, handle: int) -> tuple[()]:
+        self._in_context()
+        self._expect(handle in self._handles, "release of a handle that does not exist")
+        self._expect(all(m.handle != handle for m in self._mappings.values()), "release of a handle that is mapped")
+        del self._handles[handle]
+        return ()
+
+    def _cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[()]:
+        self._in_context()
+        self._expect(handle in self._handles, "map of a handle that does not exist")
+        self._expect(size == len(self._handles[handle].memory) and offset == flags == 0, "map of a part of a handle")
+        self._expect(all(m.handle != handle for m in self._mappings.values()), "map of a handle that is mapped")
+        inside = any(base <= address and address + size <= base + length for base, length in self._ranges.items())
+        self._expect(inside, "map outside of reserved addresses")
+        self._expect(not self._inside(address, size), "map of addresses that are mapped")
+        self._mappings[address] = Mapping(handle, size)
+        return ()
+
+    def _cuMemSetAccess(self, address: int, size: int, device: int) -> tuple[()]:
+        self._in_context()
+        covered = self._inside(address, size)
+        self._expect(sum(m.size for m in covered) == size, "access to a range that is not all mapped")
+        for mapping in covered:
+            mapping.accessible = True
+        return ()
+
+    def _cuMemUnmap(self, address: int, size: int) -> tuple[()]:
+        self._in_context()
+        mapping = self._mappings.get(address)
+        self._expect(mapping is not None and mapping.size == size, "unmap of addresses that are not a mapping")
+        self._expect(not any(self._streams.values()), "unmap under work that is queued")
+        del self._mappings[address]
+        return ()
+
+    def _cuStreamCreate(self, flags: int) -> tuple[int]:
+        self._in_context()
+        self._expect(flags == 1, "a stream that waits for others")
+        stream = next(self._numbers)
+        self._streams[stream] = []
+        return (stream,)
+
+    def _cuStreamDestroy(self, stream: int) -> tuple[()]:
+        self._in_context()
+        self._expect(stream in self._streams, "destruction of a stream that does not exist")
+        self._expect(not self._streams[stream], "destruction of a stream with work queued")
+        del self._streams[stream]
+        return ()
+
+    def _cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> tuple[()]:
+        self._in_context()
+        memory, start = self._accessible(address, 4 * count)
+
+        def run() -> None:
+            memory[start : start + 4 * count] = value.to_bytes(4, "little") * count
+
+        self._streams[stream].append(run)
+        return ()
+
+    def _cuStreamSynchronize(self, stream: int) -> tuple[()]:
+        self._in_context()
+        while self._streams[stream]:
+            self._streams[stream].pop(0)()
+        return ()
+
+    # --- the book
+
+    def _stack(self) -> list[int]:
+        return self._stacks.setdefault(threading.get_ident(), [])
+
+    def _in_context(self) -> None:
+        self._expect(bool(self._stack()), "a call without a context", INVALID_CONTEXT)
+
+    def _inside(self, address: int, size: int) -> list[Mapping]:
+        return [m for start, m in self._mappings.items() if start < address + size and address < start + m.size]
+
+    def _accessible(self, address: int, length: int) -> tuple[bytearray, int]:
+        for start, mapping in self._mappings.items():
+            if start <= address and address + length <= start + mapping.size and mapping.accessible:
+                return self._handles[mapping.handle].memory, address - start
+        self._expect(False, f"a kernel touches {length} bytes at {address:#x} that it may not")
+        raise AssertionError
+
+    def _expect(self, condition: bool, violation: str, code: int = INVALID_VALUE) -> None:
+        if not condition:
+            self.violations.append(f"call {len(self.calls) - 1}, {self.calls[-1]}: {violation}")
+            raise DriverError(self.calls[-1], code, NAMES[code])
