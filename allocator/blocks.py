@@ -2,26 +2,37 @@
 
 Three facts about a block are independent: references (block tables that hold it), a hash (it can be found as a prefix)
 and pins (unfinished copies that read or write it). This class keeps references and pins; blocks gain hashes with the
-prefix index, and extents come and go with the elastic pool, so `cached` and `draining` are zero until then.
+prefix index, so `cached` is zero until then.
 
-    free ── allocate ──► live ── release, last reference ──► free
+    free ── allocate ──► live ── release, last reference ──► free      in an extent that drains: draining
                           │ pin                        no pins ▲
                           ▼                                    │
                         live ── release, last reference ──► in flight ── unpin, last pin
+
+Blocks lie in extents (extents.py), which come (`map`) and go (`drain`, `unmap`) while others are in use. Each block is
+taken from the extent that has the fewest free ones, so that others run empty; and what is live in an extent can be moved
+(`move`) into the holes of others, so that N free blocks always give N blocks' bytes back, up to one extent. Why it is so:
+docs/decisions/0012-elastic-blocks.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import BlockMisuse, NoFreeBlocks
+from .extents import DRAINING, OPEN, ExtentIds, Extents
 
 BlockIds = npt.NDArray[np.int32]
+BlockIndex = npt.NDArray[np.int64]  # the same, as numpy indexes fastest
 NULL_BLOCK = 0
+_FIXED_EXTENT = 1024  # blocks of an extent where nobody asks: what is free in one is found in 2 us
+_NONE = np.empty(0, np.int64)
+_ONE = np.uint32(1)  # of the type of `room`: np.add.at is ten times slower when it has to convert
 
 
 class Counts(NamedTuple):
@@ -35,23 +46,60 @@ class Counts(NamedTuple):
     mapped: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DrainPlan:
+    """Extents that can be given back, the cheapest first, once the live blocks `moves` in them have been moved."""
+
+    extents: ExtentIds
+    moves: BlockIds
+
+
 class BlockAllocator:
     """Hands out the blocks `1 .. num_blocks - 1`; block 0 is the null block, target of padding, never handed out.
 
-    Every call is all or nothing: one that raises has changed nothing. Costs are those of a few array operations,
-    however many blocks the pool has.
+    Block b lies in extent `b // blocks_per_extent`; `num_blocks` is a whole number of extents, of which `mapped` have
+    memory at the start (None: all). Extent 0, where the null block is, is always mapped. With `blocks_per_extent` None a
+    pool of any size is mapped as a whole and stays so.
+
+    Every call is all or nothing: one that raises has changed nothing. Costs are those of a few array operations over the
+    blocks in question and the extents, however many blocks the pool has; `plan_drain` and the check look at all.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks, the null block and one to use, got {num_blocks}")
+        fixed = blocks_per_extent is None
+        per = min(num_blocks, _FIXED_EXTENT) if blocks_per_extent is None else blocks_per_extent
+        if per < 1 or (num_blocks % per and not fixed):
+            raise ValueError(f"{num_blocks} blocks are no whole number of extents of {per}")
+        num_extents = -(-num_blocks // per)
+        at_start = list(range(num_extents)) if mapped is None else sorted({int(extent) for extent in mapped})
+        if fixed and mapped is not None:
+            raise ValueError("a pool without blocks_per_extent is mapped as a whole: mapped has no meaning")
+        if not at_start or at_start[0] != 0 or at_start[-1] >= num_extents:
+            raise ValueError(f"mapped must be extent 0 and some of 1 .. {num_extents - 1}, got {at_start}")
         self.num_blocks = num_blocks
+        self.blocks_per_extent = per
         self._references = np.zeros(num_blocks, np.int32)
         self._pins = np.zeros(num_blocks, np.int32)
-        self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack; its top is at _num_free - 1
-        self._num_free = num_blocks - 1
-        self._in_flight = 0
         self._mark = np.empty(num_blocks, np.int32)  # scratch, to see an id given twice without sorting
+        self._extents = Extents(num_extents, num_extents if fixed else 1, at_start)
+        self._free = np.zeros(num_extents * per, np.bool_)  # free or draining: mapped, without references and pins
+        self._by_extent = self._free.reshape(num_extents, per)
+        self._by_extent[at_start] = True
+        self._free[NULL_BLOCK] = False
+        self._free[num_blocks:] = False
+        self._extents.room[at_start] = per
+        self._extents.room[0] -= 1
+        self._extents.room[-1] -= fixed * (num_extents * per - num_blocks)  # a fixed pool's last extent may be cut
+        self._at_hand: BlockIndex = _NONE  # the free blocks of the fullest extent, until another becomes free
+        self._extent_at_hand = 0
+        self._mapped = self._usable = self._num_free = int(self._extents.room.sum())
+        self._num_draining = 0
+        self._in_flight = 0
+        self._num_pinned = 0
 
     @property
     def available(self) -> int:
@@ -59,30 +107,68 @@ class BlockAllocator:
         return self._num_free
 
     @property
-    def usable(self) -> int:
-        """Blocks there are to hand out, in use or not."""
+    def capacity(self) -> int:
+        """Blocks there would be to hand out if every extent were mapped."""
         return self.num_blocks - 1
+
+    @property
+    def usable(self) -> int:
+        """Blocks there are to hand out, in use or not: those of the mapped extents that do not drain."""
+        return self._usable
+
+    @property
+    def num_extents(self) -> int:
+        """Extents of the pool, mapped or not."""
+        return self._extents.num_extents
+
+    @property
+    def drainable_extents(self) -> ExtentIds:
+        """Extents that may be given back when what is live in them is moved: mapped, without pins, not extent 0."""
+        extents = self._extents.drainable
+        if self._num_pinned:
+            pinned = np.flatnonzero(self._pins) // self.blocks_per_extent
+            extents = extents[~np.isin(extents, pinned)]
+        return extents
+
+    @property
+    def mapped_extents(self) -> ExtentIds:
+        """Extents with memory, the draining ones included, lowest first. Read-only."""
+        return self._extents.mapped
+
+    @property
+    def unmapped_extents(self) -> ExtentIds:
+        """Extents without memory, lowest first. Read-only."""
+        return self._extents.unmapped
 
     def counts(self) -> Counts:
         """Blocks by state. Read-only."""
-        live = self.usable - self._num_free - self._in_flight
-        return Counts(self._num_free, 0, live, 0, self._in_flight, self.usable)
+        live = self._mapped - self._num_free - self._num_draining - self._in_flight
+        return Counts(self._num_free, self._num_draining, live, 0, self._in_flight, self._mapped)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """How many block tables hold each of `ids`. Read-only."""
         return self._references[self._checked(ids)]
 
+    # -- blocks --------------------------------------------------------------------------------------------------
+
     def allocate(self, n: int) -> BlockIds:
-        """Take `n` free blocks with one reference each. Raises NoFreeBlocks when fewer are free."""
+        """Take `n` free blocks with one reference each. Raises NoFreeBlocks when fewer are free.
+
+        Each is the lowest free one of the open extent with the fewest free blocks; of equal extents the lowest.
+        """
         if n < 0:
             raise ValueError(f"cannot allocate {n} blocks")
         if n > self._num_free:
             raise NoFreeBlocks(n, self._num_free)
-        top = self._num_free
-        ids = self._free[top - n : top][::-1].copy()
+        if n <= len(self._at_hand):
+            ids, self._at_hand = self._at_hand[:n], self._at_hand[n:]
+            self._extents.room[self._extent_at_hand] -= n
+        else:
+            ids = self._take_fullest(n)
+        self._free[ids] = False
         self._references[ids] = 1
-        self._num_free = top - n
-        return ids
+        self._num_free -= n
+        return ids.astype(np.int32)
 
     def retain(self, ids: Iterable[int] | BlockIds) -> None:
         """Add a reference to each of `ids`, which must be live. Raises BlockMisuse."""
@@ -102,11 +188,11 @@ class BlockAllocator:
             raise BlockMisuse(f"blocks released more often than they are held: {_some(ids[left < 0])}")
         self._references[ids] = left
         gone = ids[left == 0]
-        pinned = self._pins[gone] > 0
-        if pinned.any():
+        if self._num_pinned:
+            pinned = self._pins[gone] > 0
             self._in_flight += int(pinned.sum())
             gone = gone[~pinned]
-        self._push(gone)
+        self._become_free(gone)
 
     def pin(self, ids: Iterable[int] | BlockIds) -> None:
         """Keep `ids` (live or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
@@ -114,6 +200,7 @@ class BlockAllocator:
         idle = (self._references[ids] == 0) & (self._pins[ids] == 0)
         if idle.any():
             raise BlockMisuse(f"free blocks cannot be pinned: {_some(ids[idle])}")
+        self._num_pinned += int((self._pins[ids] == 0).sum())
         self._pins[ids] += times
 
     def unpin(self, ids: Iterable[int] | BlockIds) -> None:
@@ -123,28 +210,130 @@ class BlockAllocator:
         if (left < 0).any():
             raise BlockMisuse(f"blocks unpinned more often than pinned: {_some(ids[left < 0])}")
         self._pins[ids] = left
-        landed = ids[(left == 0) & (self._references[ids] == 0)]
+        unpinned = ids[left == 0]
+        self._num_pinned -= len(unpinned)
+        landed = unpinned[self._references[unpinned] == 0]
         self._in_flight -= len(landed)
-        self._push(landed)
+        self._become_free(landed)
+
+    def move(self, sources: Iterable[int] | BlockIds) -> BlockIds:
+        """Give the references of `sources` (live, distinct, without pins) to as many free blocks. Returns these.
+
+        Both sides are pinned once, for the copy that the caller owes: `unpin` them when it is done. Until then the sources
+        are in flight. Raises NoFreeBlocks, or BlockMisuse for a block that cannot move.
+        """
+        ids, times = self._counted(sources)
+        stuck = (self._references[ids] == 0) | (self._pins[ids] > 0) | (times != 1)
+        if stuck.any():
+            raise BlockMisuse(f"blocks that are free, pinned or named twice cannot move: {_some(ids[stuck])}")
+        targets = self.allocate(len(ids))
+        self._references[targets] = self._references[ids]
+        self._references[ids] = 0
+        self._pins[ids] = self._pins[targets] = 1
+        self._num_pinned += 2 * len(ids)
+        self._in_flight += len(ids)
+        return targets
+
+    # -- extents -------------------------------------------------------------------------------------------------
+
+    def map(self, extents: Iterable[int]) -> None:
+        """`extents` have memory now: their blocks are free. Raises BlockMisuse unless all are unmapped."""
+        ids = self._extents.map(extents)
+        self._by_extent[ids] = True
+        self._extents.room[ids] = self.blocks_per_extent
+        self._at_hand = _NONE
+        blocks = len(ids) * self.blocks_per_extent
+        self._mapped += blocks
+        self._usable += blocks
+        self._num_free += blocks
+
+    def plan_drain(self, num_extents: int) -> DrainPlan:
+        """The cheapest way to give back up to `num_extents` extents without taking a block from anybody. Read-only.
+
+        Extents with the fewest live blocks come first; of equals the highest, so that the mapped ones stay together. With F
+        free blocks it is `F // blocks_per_extent` extents, or all that can be asked for if they are fewer: that many
+        extents' live blocks always fit into the holes of the others, and no choice of more would. Extents with a pinned
+        block cannot go, nor can extent 0.
+        """
+        if num_extents < 0:
+            raise ValueError(f"cannot give back {num_extents} extents")
+        per = self.blocks_per_extent
+        extents = self.drainable_extents[::-1]
+        extents = extents[np.argsort(per - self._extents.room[extents], kind="stable")]
+        extents = extents[: min(num_extents, self._num_free // per)]
+        return DrainPlan(extents, self._at(extents, np.flatnonzero(~self._by_extent[extents])).astype(np.int32))
+
+    def drain(self, extents: Iterable[int]) -> None:
+        """Allocate nothing in `extents` any more: what is free in them, or becomes free, is draining.
+
+        Raises BlockMisuse unless all are mapped, do not drain yet, and may (extent 0 may not).
+        """
+        ids = self._extents.checked(extents, OPEN)
+        blocks = int(self._extents.room[ids].sum())
+        self._extents.drain(ids)
+        self._at_hand = _NONE
+        self._num_free -= blocks
+        self._num_draining += blocks
+        self._usable -= len(ids) * self.blocks_per_extent
+
+    def undrain(self, extents: Iterable[int]) -> None:
+        """Keep `extents` after all: their draining blocks are free again. Raises BlockMisuse unless all drain."""
+        ids = self._extents.undrain(extents)
+        self._extents.room[ids] = room = np.count_nonzero(self._by_extent[ids], axis=1)
+        self._num_free += int(room.sum())
+        self._num_draining -= int(room.sum())
+        self._at_hand = _NONE
+        self._usable += len(ids) * self.blocks_per_extent
+
+    def unmap(self, extents: Iterable[int]) -> None:
+        """The memory of `extents` is gone. Raises BlockMisuse unless all drain and no block in them is in use."""
+        ids = self._extents.checked(extents, DRAINING)
+        used = np.flatnonzero(~self._by_extent[ids])
+        if len(used):
+            raise BlockMisuse(f"blocks in use cannot lose their memory: {_some(self._at(ids, used))}")
+        self._extents.unmap(ids)
+        self._by_extent[ids] = False
+        blocks = len(ids) * self.blocks_per_extent
+        self._num_draining -= blocks
+        self._mapped -= blocks
+
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def check_invariants(self, tables: Iterable[BlockIds] | None = None) -> None:
         """Recompute every derived fact; with `tables`, also that references equal the tables that hold each block.
 
         Raises AssertionError naming what does not hold.
         """
-        free = self._free[: self._num_free]
-        assert 0 <= self._num_free <= self.usable, f"{self._num_free} free of {self.usable}"
-        assert len(np.unique(free)) == len(free), "a block is free twice"
-        assert not len(free) or (free.min() > NULL_BLOCK and free.max() < self.num_blocks), (
-            "a free id is outside the pool"
-        )
         assert (self._references >= 0).all() and (self._pins >= 0).all(), "a negative count"
         assert self._references[NULL_BLOCK] == 0 and self._pins[NULL_BLOCK] == 0, "the null block is in use"
-        assert not self._references[free].any() and not self._pins[free].any(), "a free block is held or pinned"
-        in_flight = int(((self._references == 0) & (self._pins > 0)).sum())
-        assert in_flight == self._in_flight, f"{in_flight} blocks are in flight, {self._in_flight} counted"
-        live = int((self._references > 0).sum())
-        assert live + in_flight + self._num_free == self.usable, f"{live} live + {in_flight} + {self._num_free} free"
+        extent_of = np.arange(self.num_blocks) // self.blocks_per_extent
+        mapped = np.isin(extent_of, self.mapped_extents)
+        draining = np.isin(extent_of, self._extents.draining)
+        mapped[NULL_BLOCK] = False
+        idle = (self._references == 0) & (self._pins == 0)
+        wrong = np.flatnonzero(~mapped & ~idle)
+        assert not len(wrong), f"blocks without memory are in use: {_some(wrong)}"
+        wrong = np.flatnonzero(self._free[: self.num_blocks] != (mapped & idle))
+        assert not len(wrong), f"blocks are wrongly free, or wrongly not: {_some(wrong)}"
+        room = np.bincount(extent_of[mapped & idle & ~draining], minlength=self.num_extents)
+        assert (room == self._extents.room).all(), "an extent has another number of free blocks"
+        if len(self._at_hand):
+            fullest = self._extents.fullest()
+            at_hand = np.flatnonzero(self._by_extent[fullest]) + fullest * self.blocks_per_extent
+            assert fullest == self._extent_at_hand, "the blocks at hand are not of the fullest extent"
+            assert np.array_equal(self._at_hand, at_hand), "the blocks at hand are not those of the fullest extent"
+        assert self._num_pinned == int((self._pins > 0).sum()), f"{self._num_pinned} blocks counted as pinned"
+        found = Counts(
+            free=int(room.sum()),
+            draining=int((mapped & idle & draining).sum()),
+            live=int((self._references > 0).sum()),
+            cached=0,
+            in_flight=int(((self._references == 0) & (self._pins > 0)).sum()),
+            mapped=int(mapped.sum()),
+        )
+        assert found == self.counts(), f"there are {found}, counted {self.counts()}"
+        assert sum(found[:-1]) == found.mapped, f"a block is in no state, or in two: {found}"
+        assert self._usable == int((mapped & ~draining).sum()), f"{self._usable} blocks counted as usable"
         if tables is not None:
             held = np.zeros(self.num_blocks, np.int64)
             for table in tables:
@@ -152,21 +341,49 @@ class BlockAllocator:
             wrong = np.flatnonzero(held != self._references)
             assert not len(wrong), f"references differ from the tables at blocks {_some(wrong)}"
 
-    def _push(self, ids: BlockIds) -> None:
-        top = self._num_free
-        self._free[top : top + len(ids)] = ids[::-1]
-        self._num_free = top + len(ids)
+    # -- inside --------------------------------------------------------------------------------------------------
 
-    def _checked(self, ids: Iterable[int] | BlockIds) -> BlockIds:
+    def _take_fullest(self, n: int) -> BlockIndex:
+        """`n` free blocks of the fullest extents, taken off their room. There must be as many."""
+        room, last = self._extents.room, self._extents.fullest()
+        if n <= room[last]:
+            free = np.flatnonzero(self._by_extent[last]) + last * self.blocks_per_extent
+        else:
+            extents = self._extents.fullest_with(n)
+            free, last = self._at(extents, np.flatnonzero(self._by_extent[extents])), int(extents[-1])
+            room[extents] = 0
+        room[last] = len(free) - n
+        self._at_hand, self._extent_at_hand = free[n:], last
+        return free[:n]
+
+    def _at(self, extents: ExtentIds, places: BlockIndex) -> BlockIndex:
+        """The blocks at `places` of `extents` laid end to end."""
+        which, offsets = np.divmod(places, self.blocks_per_extent)
+        blocks: BlockIndex = extents[which] * self.blocks_per_extent + offsets
+        return blocks
+
+    def _become_free(self, ids: BlockIndex) -> None:
+        """Blocks that nobody holds or pins any more are free, or draining where their extent drains."""
+        self._free[ids] = True
+        extents = ids // self.blocks_per_extent
+        if self._extents.num_draining:
+            extents = extents[self._extents.are_open(extents)]
+            self._num_draining += len(ids) - len(extents)
+        np.add.at(self._extents.room, extents, _ONE)
+        self._num_free += len(extents)
+        self._at_hand = _NONE
+
+    def _checked(self, ids: Iterable[int] | BlockIds) -> BlockIndex:
         array = ids if isinstance(ids, np.ndarray) else np.asarray(list(ids))
         if array.size and array.dtype.kind not in "iu":
             raise BlockMisuse(f"block ids are integers, got {array.dtype}")
-        if array.size and (array.min() <= NULL_BLOCK or array.max() >= self.num_blocks):
-            outside = array[(array <= NULL_BLOCK) | (array >= self.num_blocks)]
-            raise BlockMisuse(f"not blocks to use (the pool has 1 .. {self.usable}): {_some(outside)}")
-        return array.astype(np.int32, copy=False)
+        index = array.astype(np.int64)
+        if index.size and int((index - 1).view(np.uint64).max()) >= self.capacity:  # 0 - 1 is the highest there is
+            outside = array[(index <= NULL_BLOCK) | (index > self.capacity)]
+            raise BlockMisuse(f"not blocks to use (the pool has 1 .. {self.capacity}): {_some(outside)}")
+        return index
 
-    def _counted(self, ids: Iterable[int] | BlockIds) -> tuple[BlockIds, BlockIds | int]:
+    def _counted(self, ids: Iterable[int] | BlockIds) -> tuple[BlockIndex, BlockIds | int]:
         """Distinct ids, and how often each was given (1 when all are distinct)."""
         checked = self._checked(ids)
         order = np.arange(len(checked), dtype=np.int32)

@@ -30,11 +30,18 @@ def answer(plan: Plan, rng: np.random.Generator) -> Result:
     return Result(plan.step_id, counts, rng.integers(3, VOCAB, int(counts.sum()), dtype=np.int32))
 
 
-def decode_steps(num_seqs: int, steps: int, seed: int) -> list[float]:
-    """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token."""
+def decode_steps(num_seqs: int, steps: int, seed: int, num_extents: int | None = None) -> list[float]:
+    """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
+
+    The pool is a fixed one, or one of `num_extents` extents that could come and go.
+    """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16
-    cache = CacheManager(1 + num_seqs * (-(-most // BLOCK_SIZE) + 1), BLOCK_SIZE, num_seqs, most)
+    num_blocks = 1 + num_seqs * (-(-most // BLOCK_SIZE) + 1)
+    per = None if num_extents is None else -(-num_blocks // num_extents)
+    cache = CacheManager(
+        num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per
+    )
     scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
     told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
     for name in told:
@@ -94,6 +101,58 @@ def allocate_and_free(blocks: int, repeats: int) -> list[float]:
     return samples
 
 
+def with_holes(num_extents: int, blocks_per_extent: int, live: float, seed: int) -> BlockAllocator:
+    """A pool in which the share `live` of the blocks is live, anywhere."""
+    pool = BlockAllocator(num_extents * blocks_per_extent, blocks_per_extent=blocks_per_extent)
+    blocks = np.random.default_rng(seed).permutation(pool.allocate(pool.available))
+    pool.release(blocks[int(live * len(blocks)) :])
+    return pool
+
+
+def allocate_and_free_in_holes(blocks: int, repeats: int, seed: int) -> list[float]:
+    """Seconds to allocate `blocks` blocks and to free them, in 2,500 extents of 40 that are half full."""
+    pool, samples = with_holes(2_500, 40, 0.5, seed), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pool.release(pool.allocate(blocks))
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def compact(num_extents: int, repeats: int, seed: int) -> list[float]:
+    """Seconds to plan and book the giving back of `num_extents` of 2,500 half full extents of 40 blocks."""
+    samples = []
+    for repeat in range(repeats):
+        pool = with_holes(2_500, 40, 0.5, seed + repeat)
+        start = time.perf_counter()
+        plan = pool.plan_drain(num_extents)
+        pool.drain(plan.extents)
+        targets = pool.move(plan.moves)
+        pool.unpin(np.concatenate((plan.moves, targets)))
+        pool.unmap(plan.extents)
+        samples.append(time.perf_counter() - start)
+        assert len(plan.extents) == num_extents
+    return samples
+
+
+def wanted(num_running: int, num_waiting: int, repeats: int) -> list[float]:
+    """Seconds to forecast the blocks that `num_running` and `num_waiting` sequences need."""
+    seats = num_running + num_waiting
+    cache = CacheManager(1 + 20 * num_running, BLOCK_SIZE, seats, 2_000)
+    scheduler = Scheduler(cache, Limits(seats, 400 * seats, 2_000, forecast=False))
+    for i in range(seats):
+        scheduler.add(Request(f"r{i}", np.full(319, 3, np.int32), Sampling(1_000)))
+    plan = scheduler.schedule()
+    scheduler.apply(plan, answer(plan, np.random.default_rng(0)))
+    assert (scheduler.num_running, scheduler.num_waiting) == (num_running, num_waiting)
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        scheduler.wanted_blocks()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
 def build_pool(blocks: int, repeats: int) -> list[float]:
     """Seconds to build a pool."""
     samples = []
@@ -118,15 +177,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     figures = []
-    for num_seqs, target in ((256, 70), (4096, 450)):
-        gc.collect()
-        samples = decode_steps(num_seqs, args.steps, args.seed)
-        median = figure(f"decode step, {num_seqs:,} running sequences, median", samples, "us", target)
-        p99 = float(np.percentile(samples, 99)) * 1e6
-        figures += [median, Figure(f"decode step, {num_seqs:,}, p99 / median", p99 / median.value, "x", 3.0)]
+    for num_seqs, target, elastic_target in ((256, 70, 90), (4096, 450, 700)):
+        for num_extents in (None, 32, 2_500):
+            gc.collect()
+            samples = decode_steps(num_seqs, args.steps, args.seed, num_extents)
+            pool = "" if num_extents is None else f", {num_extents:,} extents"
+            bound = target if num_extents is None else elastic_target
+            median = figure(f"decode step, {num_seqs:,} running sequences{pool}, median", samples, "us", bound)
+            p99 = float(np.percentile(samples, 99)) * 1e6
+            figures += [median, Figure(f"decode step, {num_seqs:,}{pool}, p99 / median", p99 / median.value, "x", 3.0)]
     figures += [
         figure("admission of a prompt of 100,000 tokens", admission(100_000, 50), "ms", 6),
         figure("allocate + free 512 blocks", allocate_and_free(512, 2000), "us", 40),
+        figure("allocate + free 512, 2,500 extents", allocate_and_free_in_holes(512, 2000, args.seed), "us", 80),
+        figure("give back 32 of 2,500 half full extents", compact(32, 50, args.seed), "ms", 2),
+        figure("blocks wanted by 256 running, 256 waiting", wanted(256, 256, 200), "us", 1000),
         figure("build a pool of 1,000,000 blocks", build_pool(1_000_000, 20), "ms", 20),
     ]
     report("bookkeeping: scheduler, blocks, output lists", figures, args.seed, args.json)

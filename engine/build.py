@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from ..allocator.arena import Arena
-from ..allocator.errors import OutOfDeviceMemory
+from ..allocator.cuda_arena import CudaArena
+from ..allocator.errors import DriverUnavailable, GrantExceeded, OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
+from ..allocator.lease import Lease
+from ..allocator.leased_arena import LeasedArena
 from ..cache.manager import CacheManager
 from ..cache.storage import Storage, TensorArena
 from ..monitor.units import format_bytes
@@ -28,10 +31,12 @@ from .encoder import Encoder
 from .errors import NotEnoughMemory
 from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
+from .memory import EngineMemory
 from .planning import MemoryPlan, plan_memory
 from .probe import probe
 from .runner import Runner
 from .sampler import Sampler
+from .sharing import Sharing, join, process_bytes, trim
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
@@ -45,6 +50,7 @@ class Engine:
     encoder: Encoder
     plan: MemoryPlan
     arena: Arena
+    sharing: Sharing | None
     sampling: SamplingParams  # of the models file over the generation config
     eos_token_ids: tuple[int, ...]
 
@@ -70,11 +76,16 @@ class Engine:
             "recomputed_tokens": counters.recomputed_tokens,
             "preemptions": counters.preemptions,
             "peak_used_blocks": counters.peak_used_blocks,
+            "memory": None if self.core.memory is None else self.core.memory.to_dict(),
         }
 
     def close(self) -> None:
         """Give back the KV memory, and the weights as far as nobody else holds them. Idempotent."""
         self.arena.close()
+        if self.sharing is not None:
+            self.sharing.close()
+        if self.core.memory is not None:
+            self.core.memory.close()
         self.core.runner.close()
         gc.collect()  # models are full of reference cycles
         if self.plan.device != "cpu":
@@ -89,22 +100,52 @@ def build(config: EngineConfig) -> Engine:
     began = time.perf_counter()
     with _loading:
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
-        tokenizer = load_tokenizer(config.model)
-        model = load_model(checkpoint, device, dtype)
-        if device.type == "cpu":
-            pack_linears(model)
-        probe(model, plan.geometry, max_length=plan.max_model_len)
-        register()
-        model.set_attn_implementation(NAME)
-    arena = _map_pool(plan, device)
-    core = _core(model, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size)
+        sharing = join(config, plan, device)
+        try:
+            return _build(config, checkpoint, device, dtype, plan, sharing, began)
+        except BaseException:
+            if sharing is not None:
+                sharing.close()
+            raise
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    plan: MemoryPlan,
+    sharing: Sharing | None,
+    began: float,
+) -> Engine:
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(checkpoint, device, dtype)
+    if device.type == "cpu":
+        pack_linears(model)
+    probe(model, plan.geometry, max_length=plan.max_model_len)
+    register()
+    model.set_attn_implementation(NAME)
+    arena, first = _open_pool(plan, device, None if sharing is None else sharing.lease)
+    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size)
+    if not isinstance(arena, TensorArena):
+        core.memory = EngineMemory(
+            lambda: core.scheduler,
+            arena,
+            min_extents=plan.min_extents,
+            base_bytes=lambda: process_bytes(device) - (arena.mapped_bytes if device.type == "cpu" else 0),
+            reserve_bytes=plan.reserve_bytes,
+            weights_bytes=plan.weights_bytes,
+            trim=lambda: trim(device),
+            lease=None if sharing is None else sharing.lease,
+            idle_s=config.idle_s,
+        )
     log.info(
-        "%s as %s on %s: %s of KV in %d blocks of %d tokens, attention by %s, ready in %.1f s",
-        plan.model, plan.dtype, plan.device, format_bytes(plan.kv_bytes), plan.num_blocks, plan.block_size,
-        core.runner.kernel.name, time.perf_counter() - began,
+        "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",
+        plan.model, plan.dtype, plan.device, format_bytes(first), format_bytes(plan.kv_bytes), plan.num_blocks,
+        plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
-    return Engine(core, encoder, plan, arena, checkpoint.default_sampling, checkpoint.eos_token_ids)
+    return Engine(core, encoder, plan, arena, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
@@ -120,24 +161,49 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _map_pool(plan: MemoryPlan, device: torch.device) -> Arena:
-    """An arena of the plan's size, all of it mapped."""
-    geometry = plan.geometry
+def _open_pool(plan: MemoryPlan, device: torch.device, lease: Lease | None) -> tuple[Arena, int]:
+    """An arena of the plan's size with its least extents mapped, and the bytes that these are."""
     try:
-        if device.type != "cpu":
-            return TensorArena(plan.num_extents, geometry.extent_bytes, device)
-        arena = HostArena(plan.num_extents, geometry.extent_bytes)
-        arena.map(range(plan.num_extents))
-        return arena
-    except OutOfDeviceMemory as error:  # someone else took the bytes since they were counted
+        arena = _arena(plan, device)
+        if isinstance(arena, TensorArena):  # mapped as a whole, for good
+            return arena, arena.mapped_bytes
+        if lease is not None:
+            held = process_bytes(device)
+            weights = min(held, plan.weights_bytes)
+            lease.report({"weights": weights, "other": held - weights}, 0)
+            arena = LeasedArena(arena, lease)
+        arena.map(range(plan.min_extents))
+        return arena, arena.mapped_bytes
+    except (OutOfDeviceMemory, GrantExceeded) as error:  # someone else took the bytes since they were counted
+        free = error.free_bytes if isinstance(error, OutOfDeviceMemory) else error.granted_bytes
         what = f"the KV pool of {plan.model} on {plan.device}"
         remedy = "another process took memory meanwhile: try again, or ask for less kv_memory"
-        raise NotEnoughMemory(error.asked_bytes, error.free_bytes, what, remedy) from error
+        raise NotEnoughMemory(error.asked_bytes, free, what, remedy) from error
 
 
-def _core(model: Any, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int) -> EngineCore:
+def _arena(plan: MemoryPlan, device: torch.device) -> Arena:
+    """The device's elastic arena with nothing mapped; one fixed allocation where its driver cannot be called."""
+    shape = (plan.num_extents, plan.geometry.extent_bytes)
+    if device.type == "cpu":
+        return HostArena(*shape)
+    if device.type == "cuda":
+        try:
+            return CudaArena(*shape, torch.cuda.current_device() if device.index is None else device.index)
+        except DriverUnavailable as error:
+            log.warning("the KV pool cannot grow and shrink: %s", error)
+    return TensorArena(*shape, device)
+
+
+def _core(
+    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int
+) -> EngineCore:
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
-    cache = CacheManager(plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len)
+    elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
+    cache = CacheManager(
+        plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,
+        blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
+        mapped=arena.mapped_extents if elastic else None,
+    )  # fmt: skip
     runner = Runner(
         model,
         storage,
@@ -145,5 +211,6 @@ def _core(model: Any, storage: Storage, plan: MemoryPlan, config: EngineConfig, 
         Sampler(limits.seats, vocab_size, storage.device),
         num_rows=limits.seats,
         max_tokens=cache.max_tokens,
+        arena=arena,
     )
     return EngineCore(Scheduler(cache, limits), runner)

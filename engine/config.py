@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
@@ -17,6 +21,51 @@ DEFAULT_MAX_SEQS = 256
 DEFAULT_MAX_STEP_TOKENS = 2048
 
 
+DEFAULT_IDLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """How large the KV pool may be, and how it stands among other engines of its device.
+
+    Args:
+        min_bytes: What it never falls below; None: what one sequence needs, at most a quarter of the largest pool.
+        max_bytes: What it never grows above; None is as `planning.auto_kv_bytes` works it out.
+        weight: Of the engine's share, where several want more than there is: 0.001 to 1000.
+        priority: A lower number is served first.
+    """
+
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    weight: float = 1.0
+    priority: int = 0
+
+    @classmethod
+    def resolve(cls, given: object) -> KvMemory:
+        """From what a user writes: None or "auto"; a size, which is minimum and maximum; a mapping with the keys min, max,
+        weight and priority, or a text such as "min=512MiB,max=4GiB". Raises ConfigError.
+        """
+        if given is None or given == "auto":
+            return cls()
+        if isinstance(given, str) and "=" in given:
+            given = {name.strip(): value for name, _, value in (part.partition("=") for part in given.split(","))}
+        if not isinstance(given, Mapping):
+            size = _size("kv_memory", given)
+            return cls(size, size)
+        known = ("min", "max", "weight", "priority")
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+                raise ConfigError(f"kv_memory has an unknown key {key!r}{meant}")
+        sizes = {
+            name: None if given.get(name) is None else _size(f"kv_memory's {name}", given[name]) for name in known[:2]
+        }
+        if sizes["min"] is not None and sizes["max"] is not None and sizes["min"] > sizes["max"]:
+            raise ConfigError(f"kv_memory's min of {sizes['min']:,} bytes is above its max of {sizes['max']:,} bytes")
+        return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine runs, where, and with how much. Build it with `resolve`.
@@ -25,30 +74,38 @@ class EngineConfig:
         model: The model and its own options.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "float16" or "bfloat16".
-        kv_memory_bytes: Size of the KV pool; None is as `planning.auto_kv_bytes` works it out.
+        kv_memory: Bounds of the KV pool.
         block_size: Tokens of a block; None is 16, or what the attention backend needs.
         max_seqs: Most sequences that run at a time.
         max_step_tokens: Most tokens a step computes. No more sequences run than this, as each gets a token a step.
         max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
+        idle_s: Seconds after which memory goes back that no request needs.
+        share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
     """
 
     model: ModelSpec
     device: str = "auto"
     dtype: str = "auto"
-    kv_memory_bytes: int | None = None
+    kv_memory: KvMemory = field(default_factory=KvMemory)
     block_size: int | None = None
     max_seqs: int = DEFAULT_MAX_SEQS
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     max_model_len: int | None = None
     max_chunk_tokens: int | None = None
+    idle_s: float = DEFAULT_IDLE_S
+    share: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("kv_memory_bytes", 1), ("block_size", 1), ("max_seqs", 1),
-            ("max_step_tokens", 1), ("max_model_len", 2), ("max_chunk_tokens", 1),
+            ("block_size", 1), ("max_seqs", 1), ("max_step_tokens", 1), ("max_model_len", 2), ("max_chunk_tokens", 1),
         ):  # fmt: skip
             _check_integer(name, getattr(self, name), least)
+        idle: Any = self.idle_s
+        if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
+            raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
+        if not isinstance(self.share, bool):
+            raise ConfigError(f"share must be True or False, got {self.share!r}")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -62,16 +119,18 @@ class EngineConfig:
         *,
         device: object = None,
         dtype: object = None,
-        kv_memory: int | str | None = None,
+        kv_memory: int | str | Mapping[str, Any] | None = None,
         block_size: int | str | None = None,
         max_seqs: int = DEFAULT_MAX_SEQS,
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
+        idle_s: float = DEFAULT_IDLE_S,
+        share: bool = True,
         trust_remote_code: bool | None = None,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
-        and then to the engine. `kv_memory` is bytes or text ("2GiB"), `device` and `dtype` may be torch's objects.
+        and then to the engine. `kv_memory` is as `KvMemory.resolve` takes it; `device` and `dtype` may be torch's objects.
 
         Raises:
             ModelNotFound: see `resolve_model`.
@@ -86,12 +145,14 @@ class EngineConfig:
             model=spec,
             device=check_device(spec.device or "auto" if device in (None, "auto") else device),
             dtype=check_dtype(spec.dtype or "auto" if dtype in (None, "auto") else dtype),
-            kv_memory_bytes=_kv_memory(kv_memory),
+            kv_memory=KvMemory.resolve(kv_memory),
             block_size=None if block_size == "auto" else block_size,  # type: ignore[arg-type]  # checked in __post_init__
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
+            idle_s=idle_s,
+            share=share,
         )
 
     def tokens_per_block(self, multiple_of: int = 1) -> int:
@@ -115,13 +176,31 @@ def _checked_reference(model: object) -> str | os.PathLike[str]:
     return model
 
 
-def _kv_memory(amount: int | str | None) -> int | None:
-    if amount is None or amount == "auto":
-        return None
+def _size(name: str, amount: Any) -> int:
     try:
         return parse_bytes(amount)
     except ValueError as error:
-        raise ConfigError(f"kv_memory: {error}; or 'auto'") from error
+        raise ConfigError(f"{name}: {error}; or 'auto'") from error
+
+
+def _weight(weight: object) -> float:
+    try:
+        number = float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(weight, bool) or not 0.001 <= number <= 1000:
+        raise ConfigError(f"kv_memory's weight must be a number from 0.001 to 1000, got {weight!r}")
+    return number
+
+
+def _priority(priority: object) -> int:
+    try:
+        number = int(priority) if isinstance(priority, str) else priority
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(f"kv_memory's priority must be an integer, got {priority!r}")
+    return number
 
 
 def _check_integer(name: str, value: object, least: int) -> None:

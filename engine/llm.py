@@ -6,19 +6,22 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from ..allocator.errors import LeaseClosed
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.scheduler import Finished, FinishReason
 from .build import Engine, build
-from .config import EngineConfig
+from .config import DEFAULT_IDLE_S, EngineConfig
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk, Timings
 from .text import TextStream
@@ -28,6 +31,9 @@ log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
+STARVING_WAIT_S = 0.02
+KEEPER_WAIT_S = 0.25
+KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
 
 
 class LLM:
@@ -38,12 +44,15 @@ class LLM:
             folder in transformers' format, or a hub id that is in the local cache. Nothing is ever downloaded.
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is a device.
         dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
-        kv_memory: Bytes for the KV cache, as a number or like "2GiB"; "auto" as `pagetide plan` shows.
+        kv_memory: Bytes for the KV cache. A number, or a text like "2GiB": exactly so much. A mapping {"min", "max", "weight",
+            "priority"}: it grows and shrinks between the bounds. "auto" does so too, within what `pagetide plan` shows.
         block_size: Tokens in a block; "auto" is what the attention kernel likes best.
         max_seqs: Sequences that run at the same time.
         max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
+        idle_s: Seconds after which memory goes back that no request needs.
+        share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
         trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
 
     Raises:
@@ -59,12 +68,14 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
-        kv_memory: int | str = "auto",
+        kv_memory: int | str | Mapping[str, Any] = "auto",
         block_size: int | str = "auto",
         max_seqs: int = 256,
         max_step_tokens: int = 2048,
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
+        idle_s: float = DEFAULT_IDLE_S,
+        share: bool = True,
         trust_remote_code: bool | None = None,
     ) -> None:
         self.config = EngineConfig.resolve(
@@ -77,6 +88,8 @@ class LLM:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
+            idle_s=idle_s,
+            share=share,
             trust_remote_code=trust_remote_code,
         )
         self._engine: Engine | None = build(self.config)
@@ -85,6 +98,10 @@ class LLM:
         self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
         self._abandoned: deque[_Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
+        self._keeper = threading.Thread(
+            target=_keep_memory, args=(weakref.ref(self),), name="pagetide-memory", daemon=True
+        )
+        self._keeper.start()
 
     def generate(
         self,
@@ -178,6 +195,7 @@ class LLM:
                     self._advance(engine)
             finally:
                 engine.close()
+        self._keeper.join()
 
     def __enter__(self) -> LLM:
         return self
@@ -247,8 +265,31 @@ class LLM:
     def _step(self, ticket: _Ticket) -> None:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
         with self._lock:
-            if ticket.output is None:
-                self._advance(self._open())
+            if ticket.output is not None:
+                return
+            engine = self._open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
+
+    def _wait_if_starving(self, engine: Engine) -> None:
+        """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
+        memory = engine.core.memory
+        if memory is not None and engine.core.scheduler.starving:
+            with suppress(LeaseClosed):  # whoever closed it: the next step says so
+                memory.wait(STARVING_WAIT_S)
+
+    def _keep_memory(self) -> float | None:
+        """Move memory between steps that nobody makes: serve recalls and give back when idle.
+
+        Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
+        """
+        with self._lock:
+            if self._engine is None or (memory := self._engine.core.memory) is None:
+                return None
+            if memory.due:
+                self._advance(self._engine)
+                return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
+            return KEEPER_WAIT_S
 
     def _advance(self, engine: Engine) -> None:
         """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
@@ -294,8 +335,10 @@ class LLM:
                     if chunk.output is None:
                         tickets.append(ticket)
                     return chunk
-            self._advance(self._open())
-            return None
+            engine = self._open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
+        return None
 
     def _forget(self, tickets: list[_Ticket]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
@@ -427,6 +470,27 @@ class _Ticket:
         chunk = StreamChunk(self.index, "".join(self._new_text), self._new, self.output)
         self._new, self._new_text = [], []
         return chunk
+
+
+def _keep_memory(reference: weakref.ref[LLM]) -> None:
+    """Until the engine is closed or forgotten: wait for its lease to say something, then let it be served."""
+    while (llm := reference()) is not None:
+        engine = llm._engine
+        if engine is None or engine.core.memory is None:
+            return
+        memory = engine.core.memory
+        wait_s: float | None = KEEPER_WAIT_S
+        try:
+            wait_s = llm._keep_memory()
+        except Exception:
+            log.exception("the engine's memory could not be moved; tried again in %g s", KEEPER_WAIT_S)
+        if wait_s is None:
+            return
+        del llm, engine  # while it waits, nothing but its users keeps the engine alive
+        try:
+            memory.wait(wait_s)
+        except LeaseClosed:
+            return
 
 
 def _as_list(prompts: Any) -> list[Any]:

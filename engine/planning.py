@@ -11,11 +11,12 @@ Nothing here reads a weight or takes memory (on CUDA, asking what is free makes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..allocator.host_arena import preferred_granule
 from ..cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
 from ..monitor.units import GIB, MIB, format_bytes
 from .checkpoint import Checkpoint
@@ -44,8 +45,9 @@ class MemoryPlan:
     free_bytes: int  # before anything is loaded
     weights_bytes: int
     reserve_bytes: int  # for the activations of a step
-    kv_bytes: int  # the pool: whole extents
+    kv_bytes: int  # the pool at its largest: whole extents
     num_blocks: int
+    min_extents: int  # which the pool never falls below
     geometry: Geometry  # with extents that suit the pool
     max_model_len: int
     context: int  # tokens of the sequences counted in `sequences_that_fit`
@@ -66,6 +68,11 @@ class MemoryPlan:
         return self.geometry.extents_for_blocks(self.num_blocks)
 
     @property
+    def min_kv_bytes(self) -> int:
+        """The pool at its smallest."""
+        return self.min_extents * self.geometry.extent_bytes
+
+    @property
     def tokens_that_fit(self) -> int:
         """Tokens that the pool holds."""
         return self.geometry.usable_blocks(self.num_blocks) * self.block_size
@@ -83,7 +90,8 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         names = (
-            "model", "device", "dtype", "free_bytes", "weights_bytes", "reserve_bytes", "kv_bytes", "num_blocks",
+            "model", "device", "dtype", "free_bytes", "weights_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes",
+            "num_blocks",
             "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
             "left_bytes",
         )  # fmt: skip
@@ -97,6 +105,7 @@ class MemoryPlan:
             ("weights", format_bytes(self.weights_bytes)),
             ("working reserve", format_bytes(self.reserve_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
+            ("... at least", format_bytes(self.min_kv_bytes)),
             ("KV per token", f"{self.kv_bytes_per_token:,} bytes"),
             ("tokens that fit", f"{self.tokens_that_fit:,}"),
             (f"sequences of {self.context:,}", f"{self.sequences_that_fit:,} at the same time"),
@@ -138,11 +147,15 @@ def plan_memory(
         weights += held_twice_bytes(checkpoint.text_config, dtype)
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
     base = _geometry(config.tokens_per_block(block_multiple), checkpoint, device, dtype)
-    if config.kv_memory_bytes is None:
+    asked = config.kv_memory
+    if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights, reserve, config.max_seqs, length)
+        if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
+            geometry = pool_geometry(base, asked.min_bytes)
+            num_blocks = geometry.blocks_for_bytes(asked.min_bytes)
     else:
-        geometry = pool_geometry(base, config.kv_memory_bytes)
-        num_blocks = geometry.blocks_for_bytes(config.kv_memory_bytes)
+        geometry = pool_geometry(base, asked.max_bytes)
+        num_blocks = geometry.blocks_for_bytes(asked.max_bytes)
     plan = MemoryPlan(
         model=checkpoint.spec.name,
         device=str(device),
@@ -152,11 +165,12 @@ def plan_memory(
         reserve_bytes=reserve,
         kv_bytes=geometry.bytes_for_blocks(num_blocks),
         num_blocks=num_blocks,
+        min_extents=_least_extents(geometry, num_blocks, length, asked.min_bytes),
         geometry=geometry,
         max_model_len=length,
         context=context or length,
     )
-    _refuse_bad_pool(plan, config.kv_memory_bytes)
+    _refuse_bad_pool(plan, asked.max_bytes)
     return plan
 
 
@@ -220,9 +234,22 @@ def _auto_pool(
     return fitted, fitted.blocks_for_bytes(fitted.bytes_for_blocks(num_blocks))  # extents are whole: use all of them
 
 
+def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_bytes: int | None) -> int:
+    """Extents that the pool keeps: of `min_bytes`, or else of one sequence, but no more than a quarter of the pool."""
+    most = geometry.extents_for_blocks(num_blocks)
+    if min_bytes is not None:
+        return min(most, max(1, -(-min_bytes // geometry.extent_bytes)))
+    sequence = geometry.extents_for_blocks(1 + geometry.blocks_for_tokens(max_model_len))
+    return max(1, min(sequence, -(-most // 4)))
+
+
 def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
-    """`geometry` with extents that suit a pool of `kv_bytes`: the usual ones, or smaller, so that there are 32."""
-    return geometry.with_extents(min(EXTENT_TARGET_BYTES, max(geometry.granule_bytes, kv_bytes // _LEAST_EXTENTS)))
+    """`geometry` with extents that suit a pool of `kv_bytes`: the usual ones, or smaller, so that there are 32. Those of a
+    large pool are whole huge pages, which go back ten times faster.
+    """
+    granule = max(geometry.granule_bytes, preferred_granule(kv_bytes))
+    target = min(EXTENT_TARGET_BYTES, max(granule, kv_bytes // _LEAST_EXTENTS))
+    return replace(geometry, granule_bytes=granule).with_extents(target)
 
 
 def working_reserve_bytes(

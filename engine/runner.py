@@ -1,21 +1,25 @@
 """The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
 
 It keeps, per row, the tokens (from admissions and from its own samples) and the block tables, packs the chunks of a plan
-into one batch without padding, runs the model over it and samples.
+into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the pool's
+memory: extents are mapped, blocks copied, extents unmapped, in that order and before the model runs.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..allocator.arena import Arena
+from ..allocator.errors import BlockMisuse
 from ..cache.block_table import Index, Int32
 from ..cache.storage import Storage
-from ..scheduler.plan import Failure, Plan, Result
+from ..scheduler.plan import NO_EXTENTS, Failure, Plan, Result
 from .attention.context import Kernel, StepContext, running
 from .sampler import Sampler
 
@@ -23,13 +27,18 @@ log = logging.getLogger(__name__)
 
 
 class Runner:
-    """One model on one device, with its rows. Not thread-safe; `execute` plans in the order they were made."""
+    """One model on one device, with its rows. Not thread-safe; `execute` plans in the order they were made.
+
+    `arena` is what `storage` was built over; without it no plan may resize the pool.
+    """
 
     def __init__(
-        self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int
-    ) -> None:
+        self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
+        arena: Arena | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.storage = storage
+        self.arena = arena
         self.kernel = kernel
         self.sampler = sampler
         geometry = storage.geometry
@@ -43,14 +52,20 @@ class Runner:
         )
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    @property
+    def mapped_extents(self) -> frozenset[int] | None:
+        """The pool's extents that have memory; None without an arena."""
+        return None if self.arena is None else self.arena.mapped_extents
+
     def execute(self, plan: Plan) -> Result:
         """Run `plan`. A chunk that cannot be computed is a failure in the result; the others have their tokens.
 
         When the batch raises, each chunk is tried alone: what a chunk writes lies in its own sequence's blocks and is the
-        same however often it is written.
+        same however often it is written. An arena that refuses to map or unmap stops nothing else: the result says so.
         """
         with torch.inference_mode():
             self._follow(plan)
+            mapped, unmapped, refused = self._move_memory(plan)
             every = np.arange(len(plan.rows))
             try:
                 tokens, failures = self._compute(plan, every)
@@ -63,14 +78,14 @@ class Runner:
         got = tokens[counts > 0]
         rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
-        return Result(plan.step_id, counts, got, tuple(failures))
+        return Result(plan.step_id, counts, got, tuple(failures), mapped, unmapped, refused)
 
     def close(self) -> None:
         """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
-        del self.model, self.storage, self.kernel, self._layers
+        del self.model, self.storage, self.arena, self.kernel, self._layers
 
     def _follow(self, plan: Plan) -> None:
-        """Take in what changed: rows left and taken, tables grown, blocks copied."""
+        """Take in what changed: rows left and taken, tables grown."""
         if len(plan.released):
             self.sampler.release(plan.released)
         for new in plan.admitted:
@@ -78,8 +93,32 @@ class Runner:
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt)
         for table, update in zip(self._tables, plan.tables, strict=False):
             table[update.rows, update.slots] = update.blocks
+
+    def _move_memory(self, plan: Plan) -> tuple[Index, Index, str | None]:
+        """Map, copy, unmap, as the plan says. Returns the extents mapped and unmapped, and why not all were.
+
+        The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
+        """
+        resize, arena = plan.resize, self.arena
+        if resize and arena is None:
+            raise BlockMisuse("a runner without an arena cannot resize the pool")
+        mapped, unmapped, refused = NO_EXTENTS, NO_EXTENTS, None
+        if arena is not None and len(resize.map):
+            self._fence()
+            refused = _refusal(arena.map, resize.map)
+            mapped = NO_EXTENTS if refused else resize.map
         if plan.copies is not None:
             self.storage.copy(plan.copies.sources, plan.copies.targets)
+        if arena is not None and len(resize.unmap):
+            self._fence()  # the copies read there
+            refused = _refusal(arena.unmap, resize.unmap) or refused
+            unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
+        return mapped, unmapped, refused
+
+    def _fence(self) -> None:
+        """Wait until everything queued on the device is done. A CPU has done it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _compute(self, plan: Plan, chunks: Index) -> tuple[Int32, list[Failure]]:
         """Run the given chunks as one batch. Returns a token for every chunk (what has no sample is 0), and failures."""
@@ -163,3 +202,18 @@ class Runner:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _refusal(change: Callable[[list[int]], None], extents: Index) -> str | None:
+    """Let the arena map or unmap `extents`. Returns what the device said against it; None when it was done.
+
+    Raises BlockMisuse: then the scheduler's books differ from what is mapped, and no step can be right.
+    """
+    try:
+        change(extents.tolist())
+    except BlockMisuse:
+        raise
+    except Exception as error:
+        log.warning("the device refused to %s %d extents: %s", change.__name__, len(extents), _told(error))
+        return _told(error)
+    return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from html import escape
 from itertools import groupby, pairwise
@@ -28,6 +29,7 @@ from pagetide.monitor.snapshot import (
     DeviceInfo,
     DeviceKind,
     DeviceMemory,
+    LeaseUse,
     ProcessUse,
     Snapshot,
 )
@@ -36,7 +38,7 @@ from pagetide.monitor.view.page import render
 from pagetide.monitor.view.symbols import UNICODE
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "vram-monitor.svg"
-WIDTH, HEIGHT = 110, 29
+WIDTH, HEIGHT = 110, 33
 CLOCK = datetime(2026, 11, 20, 14, 3, 27)
 
 THEME = TerminalTheme(
@@ -144,9 +146,9 @@ def _colour(style: Style | None) -> str:
 
 
 def machine() -> Snapshot:
-    """Two GPUs, one of them filling up, with two engines, a training job and a notebook; and the host."""
-    serve = ProcessUse(40961, 71 * GIB, user="ada", command="python serve.py --model llama-3.1-8b", engine="llama-8b")
-    judge = ProcessUse(40988, 18 * GIB, user="ada", command="python serve.py --model judge-1b", engine="judge-1b")
+    """Two GPUs with a training job and a notebook on one, and on the other two engines, one growing where the other yields."""
+    serve = ProcessUse(40961, 71 * GIB, user="ada", command="python serve.py --model llama-3.1-8b")
+    judge = ProcessUse(40988, 18 * GIB, user="ada", command="python serve.py --model judge-1b")
     train = ProcessUse(41877, 108 * GIB, user="grace", command="python train.py --config finetune.yaml --resume")
     loader = ProcessUse(
         41877, 46 * GIB, "host", user="grace", command="python train.py --config finetune.yaml --resume"
@@ -155,7 +157,7 @@ def machine() -> Snapshot:
     tide = _curve((0, 30), (52, 34), (84, 66), (112, 47), (146, 79), (182, 58), (255, 90))
     training = _curve((0, 9), (66, 9), (78, 96), (90, 104), (120, 104), (124, 118), (255, 118))
     host = _curve((0, 96), (66, 96), (92, 187), (255, 187))
-    return Snapshot(
+    snapshot = Snapshot(
         at_ns=NOW_NS,
         source="nvml+host",
         monitor_pid=40120,
@@ -171,6 +173,33 @@ def machine() -> Snapshot:
                 DetailReading(utilization=0.17, processes=(loader,)),
             ),
         ),
+    )
+    growing = _lease("llama-8b", serve, 76 * GIB, {"weights": 15 * GIB, "kv": 53 * GIB}, 410 * MIB)
+    yielding = _lease("judge-1b", judge, 24 * GIB, {"weights": 3 * GIB, "kv": 14 * GIB}, 9 * GIB)
+    recall = {"state": "recalling", "recall_target_bytes": 10 * GIB, "recall_age_seconds": 0.04}
+    return snapshot.with_leases((replace(growing, asked_bytes=92 * GIB), replace(yielding, **recall)))
+
+
+def _lease(engine: str, process: ProcessUse, granted_bytes: int, held: dict[str, int], free_bytes: int) -> LeaseUse:
+    """Of the first GPU."""
+    assert process.user is not None and process.used_bytes is not None
+    return LeaseUse(
+        engine=engine,
+        pid=process.pid,
+        user=process.user,
+        device_uuid="GPU-0",
+        min_bytes=held["weights"] + 2 * GIB,
+        max_bytes=None,
+        weight=1.0,
+        priority=0,
+        granted_bytes=granted_bytes,
+        held_bytes=process.used_bytes,
+        held_by_class=held,
+        free_bytes=free_bytes,
+        asked_bytes=None,
+        state="ok",
+        recall_target_bytes=None,
+        recall_age_seconds=None,
     )
 
 

@@ -34,6 +34,7 @@ class MonitorConfig:
     group: str | None = None  # who may read the record of a monitor for the whole machine
     capacity: int | None = None  # bytes of a test device of host memory
     members: tuple[int, ...] = ()  # its processes
+    headroom: int | None = None  # bytes that nobody may lease; None: a sixteenth of each device
     log_level: str = "info"
 
     @classmethod
@@ -154,6 +155,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "group": _text,
     "capacity": _bytes,
     "members": _members,
+    "headroom": _bytes,
     "log_level": _level,
 }
 assert set(_CHECKS) == {field.name for field in fields(MonitorConfig)}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
 from .poller import Poller
 from .record import RecordReader, RecordWriter
 from .runtime_dir import MACHINE_DIR, VARIABLE, FileLock, RuntimeDir, group_id, own_dir, readable_dirs
-from .snapshot import DeviceInfo
+from .snapshot import DeviceInfo, LeaseUse, Snapshot
+from .sources import Source
+from .sources.host import HostSource
 from .sources.opening import open_source
 
 if TYPE_CHECKING:
@@ -31,11 +34,29 @@ def directory_of(config: MonitorConfig) -> RuntimeDir:
     return own_dir()
 
 
+class Companion(Protocol):
+    """What lives in the same process and shares out what the monitor sees: the broker of the leases."""
+
+    def open(self, daemon: Daemon) -> None:
+        """Before the first reader is told that a monitor runs. Raises MonitorError, OSError."""
+        ...
+
+    def leases(self) -> Sequence[LeaseUse]:
+        """As of now; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Before the record ends. Idempotent, and harmless if it was never opened."""
+        ...
+
+
 class Daemon:
     """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
 
-    def __init__(self, config: MonitorConfig) -> None:
+    def __init__(self, config: MonitorConfig, companion: Companion | None = None) -> None:
         self.config = config
+        self._companion = companion
+        self._source: Source | None = None
         self.directory = directory_of(config)
         self._lock: FileLock | None = None
         self._users: FileLock | None = None
@@ -58,7 +79,7 @@ class Daemon:
         self._lock = _open_lock(self.directory)
         if not self._lock.try_exclusive():
             raise AlreadyMonitored(_who_monitors(self.directory))
-        source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
+        source = self._source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
         _refuse_if_watched_elsewhere(self, source.scan())
         gid = None if config.group is None else group_id(config.group)
         mode = 0o600 if gid is None else 0o640
@@ -69,6 +90,8 @@ class Daemon:
             interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
         )  # fmt: skip
         self._metrics = self._open_metrics(config)
+        if self._companion is not None:
+            self._companion.open(self)
         self._poller.start()
         infos = self._reader.devices()
         log.info(
@@ -101,10 +124,29 @@ class Daemon:
             self._users = FileLock(self.directory.users_lock)
         return self._users.try_exclusive()
 
+    @property
+    def reader(self) -> RecordReader:
+        """What the monitor sees, in its own process."""
+        assert self._reader is not None, "not started"
+        return self._reader
+
+    def snapshot(self) -> Snapshot:
+        """What the monitor sees, with the leases."""
+        leases = () if self._companion is None else self._companion.leases()
+        return self.reader.snapshot().with_leases(leases)
+
+    def count_engines(self, uuid: str, pids: Iterable[int]) -> None:
+        """Let these processes use the test device too, if there is one: its used bytes are those of named processes."""
+        if self.config.capacity is not None and isinstance(self._source, HostSource):
+            with suppress(ConfigInvalid):  # one that ended meanwhile uses nothing
+                self._source.set_members([*self.config.members, *pids])
+
     def stop(self) -> None:
         """End everything, in the order in which a newcomer may rely on it: the record goes before the locks. Idempotent."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._companion is not None:
+            self._companion.close()
         if self._poller is not None:
             self._poller.stop()
         if self._reader is not None:
@@ -133,8 +175,7 @@ class Daemon:
             return None
         from .metrics import MetricsServer
 
-        assert self._reader is not None
-        server = MetricsServer(self._reader.snapshot, config.metrics_port, config.metrics_address)
+        server = MetricsServer(self.snapshot, config.metrics_port, config.metrics_address)
         log.info("metrics at http://%s:%d/metrics", config.metrics_address, server.port)
         return server
 

@@ -18,7 +18,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from .. import __version__
 from .errors import ConfigInvalid, MonitorError
-from .snapshot import Device, Snapshot
+from .snapshot import Device, LeaseUse, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,52 @@ def _processes(snapshot: Snapshot) -> Samples:
             yield (device.info.uuid, str(use.pid), use.engine, use.user, _short_name(use.command)), used_bytes
 
 
+_LEASE_LABELS = ("uuid", "pid", "engine")
+_LEASE_STATES = ("ok", "recalling", "overdue", "reaping")
+
+LeaseNumbers = Iterable[
+    tuple[tuple[str, ...], float | None]
+]  # (values of further labels; number, None where not known)
+Together = Callable[[list[float]], float]
+
+
+def _of_leases(numbers: Callable[[LeaseUse], LeaseNumbers], together: Together) -> Callable[[Snapshot], Samples]:
+    """`numbers(lease)` of every lease; `together` of those that a process holds under one name: one series may be there once.
+
+    A process has two of a name while the memory of its former lease is not back, or when it runs a model twice.
+    """
+
+    def samples(snapshot: Snapshot) -> Samples:
+        series: dict[tuple[str, ...], list[float]] = {}
+        for lease in snapshot.leases:
+            labels = lease.device_uuid, str(lease.pid), _label(lease.engine)
+            for further, number in numbers(lease):
+                if number is not None:
+                    series.setdefault((*labels, *further), []).append(number)
+        for key, values in series.items():
+            yield key, together(values)
+
+    return samples
+
+
+def _lease(name: str, text: str, value: Callable[[LeaseUse], float | None], together: Together = sum) -> Metric:
+    return Metric(name, "gauge", text, _LEASE_LABELS, _of_leases(lambda lease: [((), value(lease))], together))
+
+
+def _lease_infos(lease: LeaseUse) -> LeaseNumbers:
+    yield (_label(lease.user),), 1
+
+
+def _lease_held(lease: LeaseUse) -> LeaseNumbers:
+    for name, held_bytes in lease.held_parts().items():
+        yield (name,), held_bytes
+
+
+def _lease_states(lease: LeaseUse) -> LeaseNumbers:
+    for state in _LEASE_STATES:
+        yield (state,), state == lease.state
+
+
 def _age_s(at_ns: int, now_ns: int) -> float | None:
     return (now_ns - at_ns) / 1e9 if at_ns else None
 
@@ -216,6 +262,37 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "vram_process_used_bytes", "gauge", f"Memory of a process; the engines' and the largest, {MAX_PROCESSES} at most.",
         ("uuid", "pid", "engine", "user", "command"), _processes,
+    ),
+    # what engines may hold, and hold
+    Metric(
+        "vram_lease_info", "gauge", "1; whose lease it is.", (*_LEASE_LABELS, "user"), _of_leases(_lease_infos, max),
+    ),
+    _lease("vram_lease_min_bytes", "What the engine is guaranteed.", lambda lease: lease.min_bytes),
+    _lease(
+        "vram_lease_max_bytes", "What it may be granted at most; absent if nothing but the device limits it.",
+        lambda lease: lease.max_bytes,
+    ),
+    _lease("vram_lease_granted_bytes", "What it may hold now.", lambda lease: lease.granted_bytes),
+    Metric(
+        "vram_lease_held_bytes", "gauge", "What it holds at most, by class: weights, kv and other, which is the rest.",
+        (*_LEASE_LABELS, "class"), _of_leases(_lease_held, sum),
+    ),
+    _lease("vram_lease_free_bytes", "Of what it holds, free in its pool.", lambda lease: lease.free_bytes),
+    _lease(
+        "vram_lease_asked_bytes", "What it could use in all; absent if it asks for nothing.",
+        lambda lease: lease.asked_bytes,
+    ),
+    _lease(
+        "vram_lease_recall_target_bytes", "What it is to be at or under; absent if nothing is recalled.",
+        lambda lease: lease.recall_target_bytes,
+    ),
+    _lease(
+        "vram_lease_recall_age_seconds", "Time since the oldest recall that is not served; absent if nothing is recalled.",
+        lambda lease: lease.recall_age_seconds, max,
+    ),
+    Metric(
+        "vram_lease_state", "gauge", "1 for the state that the lease is in, 0 for the other ones.",
+        (*_LEASE_LABELS, "state"), _of_leases(_lease_states, max),
     ),
     # how good the numbers are
     _device(

@@ -7,6 +7,7 @@
     monitor.lock   held exclusively (flock) by the one monitor of the directory; the kernel drops it at any death
     users.lock     held shared by each user of a monitor that was started on demand, exclusively by one that ends
     record         the shared-memory record
+    broker.sock    where engines ask for memory
 
 Lock files are never removed: whoever waited for one that is would hold another file's lock.
 """
@@ -47,6 +48,11 @@ class RuntimeDir:
     def users_lock(self) -> Path:
         """Held by the users of a monitor that was started on demand."""
         return self.path / "users.lock"
+
+    @property
+    def socket(self) -> Path:
+        """Where the broker listens."""
+        return self.path / "broker.sock"
 
     @property
     def log(self) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -118,6 +119,37 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseUse:
+    """What one engine may hold of a device, and holds. Bytes cover all of its process: weights, KV, everything else."""
+
+    engine: str
+    pid: int
+    user: str
+    device_uuid: str
+    min_bytes: int
+    max_bytes: int | None  # None: as much as the device has
+    weight: float
+    priority: int
+    granted_bytes: int
+    held_bytes: int
+    held_by_class: Mapping[str, int]  # as the engine reported last: "weights", "kv", "other"
+    free_bytes: int  # of what is held, free in its pool
+    asked_bytes: int | None  # None: it asks for nothing
+    state: str  # "ok", "recalling", "overdue", "reaping": its process ended and its memory is not back
+    recall_target_bytes: int | None
+    recall_age_seconds: float | None  # since the oldest recall that is not served
+
+    def held_parts(self) -> dict[str, int]:
+        """What is held by class: "weights", "kv", and "other", which is the rest. The parts always make the whole.
+
+        So a report that is older than `held_bytes` is cut to it.
+        """
+        weights = min(self.held_by_class.get("weights", 0), self.held_bytes)
+        kv = min(self.held_by_class.get("kv", 0), self.held_bytes - weights)
+        return {"weights": weights, "kv": kv, "other": self.held_bytes - weights - kv}
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the monitor saw of all devices."""
 
@@ -126,6 +158,13 @@ class Snapshot:
     monitor_pid: int  # the process that polls
     started_ns: int  # monotonic, when it began
     devices: tuple[Device, ...]
+    leases: tuple[LeaseUse, ...] = ()
+
+    def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
+        """The same with these leases, and their engines' names beside their processes."""
+        engines = {(lease.device_uuid, lease.pid): lease.engine for lease in leases}
+        devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
+        return replace(self, devices=devices, leases=tuple(leases))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with what follows from it (used bytes, age, staleness, time until exhaustion)."""
@@ -152,4 +191,15 @@ class Snapshot:
                     "detail_error": device.detail.error,
                 }
             )
-        return {"source": self.source, "monitor_pid": self.monitor_pid, "devices": devices}
+        leases = [asdict(lease) for lease in self.leases]
+        return {"source": self.source, "monitor_pid": self.monitor_pid, "devices": devices, "leases": leases}
+
+
+def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
+    """The device with the names of the engines that its processes are."""
+    processes = device.detail.reading.processes
+    if processes is None:
+        return device
+    named = tuple(replace(use, engine=engines.get((device.info.uuid, use.pid), use.engine)) for use in processes)
+    reading = replace(device.detail.reading, processes=named)
+    return replace(device, detail=replace(device.detail, reading=reading))

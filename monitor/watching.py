@@ -28,9 +28,10 @@ ALREADY_MONITORED_STATUS = 3  # how a monitor says that another was first
 
 
 class Watch:
-    """What a monitor sees, read without a lock. Close it, or the monitor that was started for it goes on."""
+    """What the monitor of `directory` sees, read without a lock. Close it, or a monitor that was started for it goes on."""
 
-    def __init__(self, reader: RecordReader, users: FileLock | None) -> None:
+    def __init__(self, directory: RuntimeDir, reader: RecordReader, users: FileLock | None) -> None:
+        self.directory = directory
         self._reader = reader
         self._users = users
 
@@ -75,21 +76,24 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
     own = own_dir() if runtime_dir is None else RuntimeDir(Path(runtime_dir).absolute())
     for directory in () if runtime_dir is not None else readable_dirs():
         if directory != own and (reader := _live(directory)) is not None:
-            return Watch(reader, None)
+            return Watch(directory, reader, None)
     own.prepare()
     users = FileLock(own.users_lock)
     try:
         if not users.wait_shared(timeout_s):
             raise MonitorFailed(f"the monitor in {own.path} is ending and does not come to its end")
-        return Watch(_live(own) or _started(own, timeout_s), users)
+        return Watch(own, _live(own) or _started(own, timeout_s), users)
     except BaseException:
         users.close()
         raise
 
 
-def live_reader(directories: Sequence[RuntimeDir]) -> RecordReader | None:
-    """A reader of the first monitor that runs in one of the directories, if one does. Starts nothing."""
-    return next((reader for directory in directories if (reader := _live(directory)) is not None), None)
+def find_live(directories: Sequence[RuntimeDir]) -> tuple[RuntimeDir, RecordReader] | None:
+    """The first of the directories in which a monitor runs, with a reader of its record. Starts nothing."""
+    for directory in directories:
+        if (reader := _live(directory)) is not None:
+            return directory, reader
+    return None
 
 
 def _live(directory: RuntimeDir) -> RecordReader | None:

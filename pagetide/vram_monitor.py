@@ -1,11 +1,13 @@
-"""The command `vram-monitor`: look at the memory of the devices, watch it for others (`serve`), record it (`record`)."""
+"""The command `vram-monitor`: look at the memory of the devices, watch and lease it out (`serve`), record it, move it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import __version__
+from .allocator.errors import AllocatorError
 from .monitor.config import MonitorConfig
-from .monitor.errors import AlreadyMonitored, MonitorError
-from .monitor.snapshot import Snapshot
+from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError
+from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Snapshot
+from .monitor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from .allocator.broker import Broker, BrokerThread
+    from .allocator.broker_client import BrokerClient
+    from .allocator.policy import Rules
+    from .allocator.wire import LeaseView
+    from .monitor.daemon import Daemon
     from .monitor.record import RecordReader
+    from .monitor.runtime_dir import RuntimeDir
 
 log = logging.getLogger("vram-monitor")
 
@@ -27,7 +37,7 @@ ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
 
 _WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", "capacity", "members")
-_SERVING = (*_WATCHING, "metrics_port", "metrics_address", "group", "log_level")
+_SERVING = (*_WATCHING, "headroom", "metrics_port", "metrics_address", "group", "log_level")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AlreadyMonitored as error:
         print(f"vram-monitor: {error}", file=sys.stderr)
         return ALREADY_MONITORED_STATUS
-    except (MonitorError, OSError) as error:
+    except (MonitorError, AllocatorError, OSError) as error:
         print(f"vram-monitor: {error}", file=sys.stderr)
         return 2
 
@@ -81,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--metrics-address", metavar="A", help="its address (default 127.0.0.1)")
     serve.add_argument("--group", metavar="G", help="watch for the whole machine, in /run/pagetide, for this group")
+    serve.add_argument("--headroom", metavar="SIZE", help="what nobody may lease (default: a sixteenth of each device)")
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)  # as `monitor.watch` starts it
     serve.set_defaults(run=_serve)
@@ -95,6 +106,37 @@ def parser() -> argparse.ArgumentParser:
     _add_source(record)
     _add_polling(record)
     record.set_defaults(run=_record)
+
+    leases = commands.add_parser(
+        "leases", help="list what engines may hold and hold", description="List what engines may hold, and hold."
+    )
+    leases.add_argument("--json", action="store_true", help="as JSON")
+    leases.set_defaults(run=_leases)
+    limit = commands.add_parser(
+        "limit", help="let an engine grow no further than this",
+        description="Set an engine's maximum. What it holds above comes back as its requests end.",
+    )  # fmt: skip
+    limit.add_argument("engine", metavar="ENGINE", help="its name, or its process id")
+    limit.add_argument("--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; of its whole process")
+    limit.set_defaults(run=_limit)
+    recall = commands.add_parser(
+        "recall", help="have an engine give memory back",
+        description="Have an engine give memory back: what is free, then what requests hold. Its minimum stays.",
+    )  # fmt: skip
+    recall.add_argument("engine", metavar="ENGINE", help="its name, or its process id")
+    recall.add_argument("size", metavar="SIZE", help="how much, like 512MiB")
+    recall.set_defaults(run=_recall)
+    run = commands.add_parser(
+        "run", help="start a program once the memory that it needs is free",
+        description="Have engines give memory back, start a program, and keep them from it while it runs.",
+    )  # fmt: skip
+    run.add_argument("--reserve", required=True, metavar="SIZE", help="what the program is going to allocate")
+    run.add_argument("--device", metavar="D", help="index or uuid (default: the only one, or GPU 0)")
+    run.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for it (default 60)")
+    run.add_argument("program", nargs="+", metavar="CMD", help="after --")
+    run.set_defaults(run=_run)
+    for command in (leases, limit, recall, run):
+        command.add_argument("--runtime-dir", metavar="DIR", help="of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)")
     return top
 
 
@@ -127,7 +169,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = _settings(args, _SERVING, args.config)
     _log_to_stderr(config.log_level)
     signals = _Signals()
-    daemon = Daemon(config)
+    daemon = Daemon(config, _Leases(config))
     daemon.start()
     try:
         while (taken := signals.wait(UNUSED_CHECK_S if args.until_unused else None)) in (None, signal.SIGHUP):
@@ -140,6 +182,63 @@ def _serve(args: argparse.Namespace) -> int:
         daemon.stop()
     log.info("ended")
     return 0
+
+
+class _Leases:
+    """The broker beside the monitor."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self._headroom_bytes = config.headroom
+        self._group = config.group
+        self._broker: Broker | None = None
+        self._thread: BrokerThread | None = None
+
+    def open(self, daemon: Daemon) -> None:
+        from .allocator.broker import Broker, BrokerThread
+        from .monitor.runtime_dir import group_id
+
+        self._broker = Broker(
+            daemon.reader,
+            daemon.directory.socket,
+            gid=None if self._group is None else group_id(self._group),
+            rules=self._rules,
+            set_engines=daemon.count_engines,
+        )
+        self._thread = BrokerThread(self._broker)
+        self._thread.start()
+
+    def leases(self) -> list[LeaseUse]:
+        return [] if self._broker is None else [_lease_use(view) for view in self._broker.leases()]
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    def _rules(self, info: DeviceInfo, capacity_bytes: int) -> Rules:
+        from .allocator.policy import Rules
+
+        return Rules.of(capacity_bytes, self._headroom_bytes)
+
+
+def _lease_use(view: LeaseView) -> LeaseUse:
+    return LeaseUse(
+        engine=view.name,
+        pid=view.pid,
+        user=view.user,
+        device_uuid=view.device_uuid,
+        min_bytes=view.min_bytes,
+        max_bytes=view.max_bytes,
+        weight=view.weight,
+        priority=view.priority,
+        granted_bytes=view.granted_bytes,
+        held_bytes=view.held_bytes,
+        held_by_class=dict(view.held),
+        free_bytes=view.free_bytes,
+        asked_bytes=view.asked_bytes,
+        state=view.state,
+        recall_target_bytes=view.recall_target_bytes,
+        recall_age_seconds=None if view.recall_age_ms is None else view.recall_age_ms / 1000,
+    )
 
 
 class _Signals:
@@ -183,13 +282,14 @@ def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from the monitor that runs; without one, or for a source that was named, from a poller of our own."""
     from .monitor.daemon import directory_of
     from .monitor.runtime_dir import readable_dirs
-    from .monitor.watching import live_reader
+    from .monitor.watching import find_live
 
     if config == MonitorConfig(runtime_dir=config.runtime_dir, devices=config.devices):
-        running = live_reader(readable_dirs() if config.runtime_dir is None else (directory_of(config),))
+        running = find_live(readable_dirs() if config.runtime_dir is None else (directory_of(config),))
         if running is not None:
-            with running:
-                yield _only(running, config.devices)
+            directory, reader = running
+            with reader:
+                yield _with_leases(_only(reader, config.devices), directory)
             return
     with _polled(config) as read:
         yield read
@@ -208,6 +308,25 @@ def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot
         return replace(snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in uuids))
 
     return read
+
+
+def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callable[[], Snapshot]:
+    """Snapshots with the leases that the monitor's broker tells; without them where it does not answer."""
+    from .allocator.broker_client import BrokerClient
+    from .allocator.errors import LeaseError
+
+    client = BrokerClient(directory.socket, timeout_s=1.0)
+
+    def read_both() -> Snapshot:
+        snapshot = read()
+        try:
+            shown = {device.info.uuid for device in snapshot.devices}
+            return snapshot.with_leases([_lease_use(view) for view in client.leases() if view.device_uuid in shown])
+        except LeaseError as error:
+            log.debug("no leases: %s", error)
+            return snapshot
+
+    return read_both
 
 
 @contextlib.contextmanager
@@ -269,7 +388,6 @@ def _print_json(read: Callable[[], Snapshot], interval_s: float | None) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from .monitor.errors import ConfigInvalid
     from .monitor.recording import RecordingWriter
 
     if args.duration is not None and not args.duration > 0:
@@ -284,6 +402,93 @@ def _record(args: argparse.Namespace) -> int:
                 break
             recording.write(read())
     return 0
+
+
+# ---- leases -------------------------------------------------------------------------------------
+
+
+def _running(args: argparse.Namespace) -> tuple[RuntimeDir, RecordReader]:
+    """The monitor that runs. Raises RecordMissing."""
+    from .monitor.daemon import directory_of
+    from .monitor.errors import RecordMissing
+    from .monitor.runtime_dir import readable_dirs
+    from .monitor.watching import find_live
+
+    config = _settings(args, ("runtime_dir",))
+    directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
+    if (running := find_live(directories)) is None:
+        where = " or ".join(str(directory.path) for directory in directories)
+        raise RecordMissing(f"no monitor runs in {where}; an engine starts one, or `vram-monitor serve`")
+    return running
+
+
+def _client(args: argparse.Namespace) -> BrokerClient:
+    from .allocator.broker_client import BrokerClient
+
+    directory, reader = _running(args)
+    reader.close()
+    return BrokerClient(directory.socket)
+
+
+def _leases(args: argparse.Namespace) -> int:
+    directory, reader = _running(args)
+    with reader:
+        snapshot = _with_leases(reader.snapshot, directory)()
+    if args.json:
+        print(json.dumps(snapshot.to_dict()["leases"], indent=1))
+        return 0
+    from rich.console import Console
+
+    from .monitor.view import live
+
+    live.render_leases(snapshot, Console(highlight=False))
+    return 0
+
+
+def _limit(args: argparse.Namespace) -> int:
+    size = _parse_size("--max", args.size)
+    done = _client(args).limit(args.engine, size)
+    over = f"; {format_bytes(done.over_bytes)} above it come back as requests end" if done.over_bytes else ""
+    print(f"{args.engine} is limited to {format_bytes(done.max_bytes)}{over}")
+    return 0
+
+
+def _recall(args: argparse.Namespace) -> int:
+    recalling = _client(args).recall(args.engine, _parse_size("SIZE", args.size))
+    print(f"{args.engine} is to be at {format_bytes(recalling.target_bytes)} within {recalling.deadline_ms / 1000:g} s")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    size = _parse_size("--reserve", args.reserve)
+    directory, reader = _running(args)
+    with reader:
+        info = _device_to_reserve(reader.devices(), args.device)
+    from .allocator.broker_client import BrokerClient
+
+    with BrokerClient(directory.socket).reserve(info.uuid, size, timeout_s=args.timeout):
+        try:
+            return subprocess.run(args.program, check=False).returncode
+        except FileNotFoundError as error:
+            raise ConfigInvalid(f"there is no program {args.program[0]!r}") from error
+
+
+def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
+    """The device of that name; without one the only device, or the first GPU. Raises NoSuchDevice."""
+    from .monitor.poller import select
+
+    if named is not None:
+        return select(infos, (named,))[0]
+    gpus = [info for info in infos if info.kind is not DeviceKind.HOST]
+    return select(infos, ())[0] if not gpus else gpus[0]
+
+
+def _parse_size(name: str, size: str) -> int:
+    """Bytes. Raises ConfigInvalid, naming the option."""
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ConfigInvalid(f"{name}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
 the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
 only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tables
-grow (`tables`), blocks are copied (`copies`), then the chunks run. Arrays in a plan or result are never written again.
+grow (`tables`), extents get memory (`resize.map`), blocks are copied (`copies`), extents lose theirs (`resize.unmap`), then
+the chunks run. No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan
+or result are never written again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Bool = npt.NDArray[np.bool_]
 
 NO_ROWS: Index = np.empty(0, np.int64)
 NO_TOKENS: Int32 = np.empty(0, np.int32)
-NO_ROWS.flags.writeable = NO_TOKENS.flags.writeable = False
+NO_EXTENTS: Index = np.empty(0, np.int64)
+NO_ROWS.flags.writeable = NO_TOKENS.flags.writeable = NO_EXTENTS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +35,20 @@ class Admission:
     token_ids: Int32  # [known]
     num_prompt: int
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resize:
+    """Extents that get memory in a step, and extents that lose theirs once the step's copies are done."""
+
+    map: Index = field(default_factory=lambda: NO_EXTENTS)
+    unmap: Index = field(default_factory=lambda: NO_EXTENTS)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.map) or len(self.unmap))
+
+
+NO_RESIZE = Resize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +67,17 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     tables: tuple[TableUpdate, ...] = ()  # one a group, or none when no table grew
     copies: BlockCopies | None = None
+    resize: Resize = NO_RESIZE
+
+    @property
+    def moves_memory(self) -> bool:
+        """Whether the plan copies, maps or unmaps: what cannot be undone by ending the requests of its chunks."""
+        return bool(self.copies is not None or self.resize)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it to execute."""
+        return not (len(self.rows) or len(self.released) or self.admitted or self.tables or self.moves_memory)
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +95,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`."""
+    """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`.
+
+    Of the plan's resize, `mapped` (all of `resize.map`, or none) and `unmapped` were really done; `refused` says why the rest
+    was not.
+    """
 
     step_id: int
     counts: Index  # [n]; 0 for chunks without a sample and for failed ones
     tokens: Int32  # [sum of counts]
     failures: tuple[Failure, ...] = ()
+    mapped: Index = field(default_factory=lambda: NO_EXTENTS)
+    unmapped: Index = field(default_factory=lambda: NO_EXTENTS)
+    refused: str | None = None

@@ -10,7 +10,9 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   (policy.py). The head of the queue is never passed over. Who waits does not push out who runs.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
   it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
-  place in the queue and is computed again. The last one running ends at the pool's capacity, with reason "length".
+  place in the queue and is computed again. The last one running ends, with reason "length", when the pool may not hold
+  what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only small at the moment it waits too.
+- Between steps the pool can grow and give extents back (pool_size.py): idle ones first, then by preempting as above.
 
 `schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +33,7 @@ from ..cache.manager import CacheManager
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
 from .plan import NO_ROWS, Admission, Bool, Plan, Result
 from .policy import OutputForecast, peak_blocks
+from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows
 
@@ -88,6 +92,10 @@ class Stats:
     recomputed_tokens: int = 0
     preemptions: int = 0
     peak_used_blocks: int = 0
+    grown_extents: int = 0
+    given_back_extents: int = 0
+    moved_blocks: int = 0
+    refused_resizes: int = 0
 
 
 class _Sequence:
@@ -118,7 +126,9 @@ class _Changes:
 
 
 class Scheduler:
-    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn. Not thread-safe."""
+    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn; `grow` and the ways to give back
+    between an `apply` and the next `schedule`. Not thread-safe.
+    """
 
     def __init__(self, cache: CacheManager, limits: Limits) -> None:
         self.cache = cache
@@ -127,7 +137,9 @@ class Scheduler:
         self.forecast = OutputForecast()
         self.rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
         self._sequences: dict[str, _Sequence] = {}
+        self._size = PoolSize(cache)
         self._waiting: list[_Sequence] = []  # a heap
+        self._aside: list[_Sequence] = []  # waiting too, but for more blocks than the limit allows
         self._running: dict[int, _Sequence] = {}  # by row
         self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
         self._prefilling: list[_Sequence] = []  # the other running ones, in order
@@ -135,17 +147,20 @@ class Scheduler:
         self._changes = _Changes()
         self._plan: Plan | None = None
         self._blocked = False  # nothing changed since the head of the queue was last refused
+        self._admits = True  # False for the step after somebody was preempted to give his blocks back
         self._numbers = itertools.count()
         self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
 
-    def renewed(self, error: str) -> tuple[Scheduler, Emissions]:
+    def renewed(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, Emissions]:
         """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
-        with `error`, of every request that was here. Reads only what a half-made change leaves readable.
+        with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
+        extents that have memory; None where nobody but the broken bookkeeping knows.
         """
-        fresh = Scheduler(self.cache.renewed(), self.limits)
+        fresh = Scheduler(self.cache.renewed(mapped), self.limits)
         fresh.stats, fresh.forecast = self.stats, self.forecast
+        fresh.limit_blocks = self.limit_blocks
         ends = list(self._changes.finished)
         told = {end.request_id for end in ends}
         for request_id, sequence in self._sequences.items():
@@ -168,13 +183,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: somebody is here, or an end is not yet told."""
-        return bool(self._sequences or self._changes.finished)
+        """Whether a step would do anything: somebody is here, an end is not yet told, or the pool is to be resized."""
+        return bool(self._sequences or self._changes.finished or self._size.pending)
+
+    @property
+    def starving(self) -> bool:
+        """Whether all there is to do waits for the pool to grow, or for its limit to be raised. Read-only.
+
+        True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
+        """
+        if self._running or self._marked or self._changes.finished or self._size.pending:
+            return False
+        return bool(self._sequences) and (self._blocked or not self._waiting)
 
     @property
     def waiting_ids(self) -> list[str]:
         """The queue, first one first."""
-        return [s.request.request_id for s in sorted(self._waiting)]
+        return [s.request.request_id for s in sorted(self._waiting + self._aside)]
 
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
@@ -197,10 +222,10 @@ class Scheduler:
                 f"{self.limits.max_model_len - 1:,} at most: shorten it, or raise max_model_len where the model allows"
             )
         needed = self.cache.blocks_for(length)
-        if needed > self.cache.usable:
+        if needed > self.cache.capacity:
             raise PromptTooLong(
                 f"the prompt's {length:,} tokens need {needed:,} blocks of {self.cache.block_size} tokens, the whole pool "
-                f"has {self.cache.usable:,}: shorten it, or give the engine more kv_memory"
+                f"has {self.cache.capacity:,}: shorten it, or give the engine more kv_memory"
             )
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
@@ -214,6 +239,100 @@ class Scheduler:
         sequence.marked = reason
         self._marked.append(sequence)
         return True
+
+    @property
+    def limit_blocks(self) -> int:
+        """The most blocks the pool may ever come to, as things stand: its capacity, unless somebody set less.
+
+        Lowered below what is mapped it takes nothing from who runs: nobody is admitted above it, and `excess_extents` says
+        how many are to be given back. Raised, it is clamped at the capacity. A waiting request that needs more than it is
+        passed over, and waits until it is raised.
+        """
+        return self._size.limit_blocks
+
+    @limit_blocks.setter
+    def limit_blocks(self, blocks: int) -> None:
+        if blocks < 0:
+            raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
+        self._size.limit_blocks = min(blocks, self.cache.capacity)
+        self._waiting += self._aside
+        heapq.heapify(self._waiting)
+        self._aside.clear()
+        self._blocked = False
+
+    @property
+    def num_extents(self) -> int:
+        """Extents with memory once the next plan is done. Read-only."""
+        return self._size.num_extents
+
+    @property
+    def excess_extents(self) -> int:
+        """Extents above the limit that are yet to be given back: 0 when the limit is applied. Read-only."""
+        return max(0, self._size.num_extents - self._size.most_extents)
+
+    @property
+    def idle_extents(self) -> int:
+        """Extents that `give_back_idle` would have. Read-only."""
+        return self._size.idle_extents
+
+    def running_blocks(self) -> int:
+        """Blocks that whoever runs is forecast to need at one time: with fewer, somebody is preempted soon. Read-only."""
+        return self._needed([])
+
+    def wanted_blocks(self) -> int:
+        """Blocks that whoever runs, and whoever waits and has a seat, are forecast to need at one time. Read-only.
+
+        At least what the next step needs, at most the pool's capacity. Costs about as much as planning a step: for when
+        somebody wants to know, not for every step.
+        """
+        newcomers, needed = [], 0
+        for sequence in self._waiting[: self.rows.num_free]:  # of a longer queue its head and some others: it is a heap
+            if needed >= self.cache.capacity:
+                break
+            newcomers.append(sequence)
+            needed += self.cache.blocks_for(len(sequence.tokens))
+        return self._needed(newcomers)
+
+    def grow(self, num_extents: int) -> int:
+        """Let the next plan map up to `num_extents` extents more, within the limit. Returns how many it will.
+
+        Their blocks can be had when its result is in. Extents on their way out are kept instead, if there are any.
+        """
+        self._check_turn(num_extents)
+        grown = self._size.grow(num_extents)
+        if grown:  # what was on its way out can be had at once
+            self._blocked, self._admits = False, True
+        return grown
+
+    def give_back_idle(self, num_extents: int) -> int:
+        """Let the next plan unmap up to `num_extents` extents that nobody needs. Returns how many it will.
+
+        Empty extents go first; then those with the fewest live blocks, which move into holes elsewhere.
+        """
+        self._check_turn(num_extents)
+        self._end_marked()
+        given, moved = self._size.give_back(num_extents)
+        if moved:
+            self._changes.tables.append(moved)
+        return given
+
+    def give_back(self, num_extents: int) -> int:
+        """As `give_back_idle`; where that is not enough, whoever is last in order is preempted until it is.
+
+        Returns how many: fewer only where the pool has no more, or blocks are in the middle of a move. Where somebody was
+        preempted the next step admits nobody, so that a pool which is given back slice by slice does not compute for a step
+        what it preempts in the next.
+        """
+        self._check_turn(num_extents)
+        self._end_marked()
+        due = min(num_extents, self._size.removable_extents)
+        victims, preemptions = sorted(self._running.values()), self.stats.preemptions
+        while victims and self._size.idle_extents < due:
+            self._preempt(victims.pop())
+        given = self.give_back_idle(due)
+        if given and self.stats.preemptions > preemptions:
+            self._admits = False
+        return given
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
@@ -229,16 +348,19 @@ class Scheduler:
         chunks = self._chunk_prefills(budget)
         budget -= sum(length for _, length in chunks)
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
-        if self._waiting and not self._blocked and settled:
+        if self._waiting and not self._blocked and settled and self._admits:
             chunks += self._admit(budget)
+        self._admits = True
         self._plan = self._build(decodes, chunks)
         return self._plan
 
     def apply(self, plan: Plan, result: Result) -> Emissions:
-        """Take in what a plan gave: tokens are appended, the ended leave, their blocks are free."""
+        """Take in what a plan gave: the pool has its new size, tokens are appended, the ended leave, their blocks are free."""
         if plan is not self._plan or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
             raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out")
         sampled = self._sampled_rows(plan, result)
+        if plan.moves_memory:
+            self._settle(plan, result)
         rows = self.rows
         rows.computed[plan.rows] = plan.starts + plan.lengths
         ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
@@ -261,7 +383,7 @@ class Scheduler:
         self.cache.check_invariants()
         rows, held = self.rows, self.cache.tables[0].lengths
         assert {s.row for s in self._running.values()} == set(self._running), "a sequence's row is not its own"
-        assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
+        assert len(self._waiting) + len(self._aside) == self.num_waiting, "a sequence neither waits nor runs"
         assert rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
         prefilling = [s.row for s in self._prefilling]
         assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self._running), "a row is in no list, or two"
@@ -295,10 +417,10 @@ class Scheduler:
         while len(short) * groups > self.cache.available:
             victim = victims.pop()
             short = short[short != victim.row]
-            if victims:
-                self._preempt(victim)
+            if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
+                self._preempt(victim)  # alone it waits for the pool to grow
             else:
-                self._end(victim, "length")  # alone, and the pool is full: this is as long as it can get
+                self._end(victim, "length")  # the pool may not: this is as long as it can get
         return short
 
     def _chunk_prefills(self, budget: int) -> list[tuple[_Sequence, int]]:
@@ -318,6 +440,9 @@ class Scheduler:
         while budget > 0 and self._waiting and self.rows.num_free:
             sequence = self._waiting[0]
             known = len(sequence.tokens)
+            if self.cache.blocks_for(known) > self.limit_blocks:
+                self._aside.append(heapq.heappop(self._waiting))  # nobody waits for what may not come
+                continue
             if not self._fits(sequence):
                 self._blocked = True
                 break
@@ -333,20 +458,43 @@ class Scheduler:
 
     def _fits(self, sequence: _Sequence) -> bool:
         """Whether the sequence's tokens fit now and, unless it would be alone, everybody's growth does as forecast."""
-        known = len(sequence.tokens)
-        if self.cache.blocks_for(known) > self.cache.available:
+        if self.cache.blocks_for(len(sequence.tokens)) > self._room:
             return False
         if not self._running or not self.limits.forecast:
             return True
-        rows = self.rows
-        running = np.fromiter(self._running, np.int64, len(self._running))
-        prompt = len(sequence.request.prompt_token_ids)
-        limit = rows.limit_of(prompt, sequence.request.sampling)
+        usable = min(self.cache.usable, self.limit_blocks)
+        return self._peak([sequence]) <= usable - self.cache.counts().in_flight
+
+    @property
+    def _room(self) -> int:
+        """Blocks that a newcomer can have: free ones, as far as the limit is above what is in use."""
+        available = self.cache.available
+        return min(available, self.limit_blocks - (self.cache.usable - available))
+
+    def _peak(self, newcomers: list[_Sequence]) -> int:
+        """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time."""
+        rows, running = self.rows, self._running_rows()
+        known = np.array([len(s.tokens) for s in newcomers], np.int64)
+        prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
+        limit = np.array(
+            [rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64
+        )
         generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         to_come = self.forecast.to_come(generated, allowed)
         peak = peak_blocks(np.append(rows.known[running], known), to_come, self.cache.block_size)
-        return peak * len(self.cache.tables) <= self.cache.usable - self.cache.counts().in_flight
+        return peak * len(self.cache.tables)
+
+    def _needed(self, newcomers: list[_Sequence]) -> int:
+        """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
+        known = [*self.rows.known[self._running_rows()].tolist(), *(len(s.tokens) for s in newcomers)]
+        if not known:
+            return 0
+        now = sum(self.cache.blocks_for(tokens) for tokens in known)
+        return min(max(now, self._peak(newcomers)), self.cache.capacity)
+
+    def _running_rows(self) -> Index:
+        return np.fromiter(self._running, np.int64, len(self._running))
 
     def _seat(self, sequence: _Sequence) -> None:
         request, tokens = sequence.request, sequence.tokens
@@ -368,6 +516,7 @@ class Scheduler:
             rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
             lengths = np.append(lengths, np.array([length for _, length in chunks]))
             samples = self.rows.computed[rows] + lengths == self.rows.known[rows]
+        resize, copies = self._size.take()
         plan = Plan(
             step_id=self.stats.steps,
             rows=rows,
@@ -377,13 +526,22 @@ class Scheduler:
             released=np.array(changes.released) if changes.released else NO_ROWS,
             admitted=tuple(changes.admitted),
             tables=_merged(changes.tables),
+            copies=copies,
+            resize=resize,
         )
         self._changes = _Changes(finished=changes.finished)
         counts = self.cache.counts()
         self.stats.steps += 1
         self.stats.computed_tokens += n + sum(length for _, length in chunks)
-        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.mapped - counts.free)
+        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
         return plan
+
+    def _check_turn(self, num_extents: int) -> None:
+        """Raise OutOfTurn while a plan is out: it names blocks and extents as they are."""
+        if num_extents < 0:
+            raise ValueError(f"cannot resize by {num_extents} extents")
+        if self._plan is not None:
+            raise OutOfTurn(f"plan {self._plan.step_id} is out: the pool is resized between steps")
 
     # -- applying ------------------------------------------------------------------------------------------------
 
@@ -398,6 +556,15 @@ class Scheduler:
         if (result.counts != expected).any():
             raise OutOfTurn(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
         return plan.rows[expected]
+
+    def _settle(self, plan: Plan, result: Result) -> None:
+        """The pool has the size that the result says."""
+        self._size.settle(plan, result)
+        self._blocked = False
+        self.stats.grown_extents += len(result.mapped)
+        self.stats.given_back_extents += len(result.unmapped)
+        self.stats.moved_blocks += 0 if plan.copies is None else len(plan.copies.sources)
+        self.stats.refused_resizes += result.refused is not None
 
     def _promote(self) -> None:
         """Sequences that lack only their newest token now decode."""
@@ -433,6 +600,8 @@ class Scheduler:
         request = sequence.request
         if sequence.row is not None:
             sequence.tokens = self._leave_row(sequence)
+        elif sequence in self._aside:
+            self._aside.remove(sequence)
         else:
             self._waiting.remove(sequence)
             heapq.heapify(self._waiting)

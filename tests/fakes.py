@@ -1,21 +1,23 @@
 """A runner without a model: it keeps token ids where a model keeps K and V, so that a wrong block shows as a wrong token.
 
 The next token of a sequence is a hash of everything read through its block table; `continuation` computes the same from
-the plain list of tokens. What was never written is poison.
+the plain list of tokens. What was never written is poison, and so is what lies in an extent without memory.
 """
 
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 
 from pagetide.cache.manager import CacheManager
-from pagetide.scheduler.plan import Failure, Plan, Result
+from pagetide.scheduler.plan import NO_EXTENTS, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Emissions, Finished, Limits, Scheduler
 
-POISON = -7
+POISON = -7  # mapped, and never written
+UNMAPPED = -9
 VOCAB = 997
 
 
@@ -37,11 +39,19 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
 
 
 class FakeRunner:
-    """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail."""
+    """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail; with `refuses_map` or
+    `refuses_unmap` the device says no.
+    """
 
-    def __init__(self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_extents: int = 1, mapped=(0,)
+    ) -> None:
         self.block_size = block_size
-        self.pool = np.full((num_blocks, block_size), POISON, np.int32)
+        self.pool = np.full((num_blocks, block_size), UNMAPPED, np.int32)
+        self.by_extent = self.pool.reshape(num_extents, -1)
+        self.by_extent[list(mapped)] = POISON
+        self.mapped = set(mapped)
+        self.refuses_map = self.refuses_unmap = False
         self.tables = np.zeros((num_rows, -(-max_tokens // block_size)), np.int32)
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.owner: dict[int, str] = {}
@@ -56,10 +66,33 @@ class FakeRunner:
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
         for update in plan.tables:
             self.tables[update.rows, update.slots] = update.blocks
+            assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
             self.pool[update.blocks] = POISON
+        moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in a step"
-        return self._compute(plan)
+        return replace(self._compute(plan), **moved)
+
+    def _move_memory(self, plan: Plan) -> dict:
+        """Map, copy, unmap. Returns what the result says about it."""
+        mapped, unmapped, refused = plan.resize.map, plan.resize.unmap, None
+        if len(mapped) and self.refuses_map:
+            mapped, refused = NO_EXTENTS, "planted"
+        assert not self.mapped & set(mapped.tolist()), "an extent is mapped twice"
+        self.mapped |= set(mapped.tolist())
+        self.by_extent[mapped] = POISON
+        if plan.copies is not None:
+            sources, targets = plan.copies.sources, plan.copies.targets
+            assert len(set(targets.tolist())) == len(targets), "two copies to one block"
+            assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
+            assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
+            self.pool[targets] = self.pool[sources]
+        if len(unmapped) and self.refuses_unmap:
+            unmapped, refused = unmapped[:-1], "planted"
+        assert set(unmapped.tolist()) <= self.mapped - {0}, "an extent is unmapped twice"
+        self.mapped -= set(unmapped.tolist())
+        self.by_extent[unmapped] = UNMAPPED
+        return {"mapped": mapped, "unmapped": unmapped, "refused": refused}
 
     def _compute(self, plan: Plan) -> Result:
         sampled, failures = [], []
@@ -72,10 +105,12 @@ class FakeRunner:
             for position in range(start, start + length):
                 block, offset = self.tables[row, position // self.block_size], position % self.block_size
                 assert block != 0, "wrote to the null block"
+                assert self.pool[block, offset] != UNMAPPED, "wrote to memory that is gone"
                 self.pool[block, offset] = self.tokens[row, position]
             if plan.samples[i]:
                 read = self.pool[self.tables[row, : -(-(start + length) // self.block_size)]].ravel()[: start + length]
                 assert POISON not in read, "read what was never written"
+                assert UNMAPPED not in read, "read memory that is gone"
                 token = next_token(read)
                 self.tokens[row, start + length] = token
                 sampled.append(token)
@@ -83,16 +118,28 @@ class FakeRunner:
 
 
 class World:
-    """Scheduler, manager and fake runner together; checks invariants around every step."""
+    """Scheduler, manager and fake runner together; checks invariants around every step.
+
+    With `blocks_per_extent` the pool is elastic: `usable` blocks and the null block are a whole number of extents, of which
+    the first `num_mapped` have memory at the start (None: all).
+    """
 
     def __init__(
         self, usable: int, block_size: int = 16, *, max_seqs: int = 256, max_step_tokens: int = 8192,
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
+        blocks_per_extent: int | None = None, num_mapped: int | None = None,
     ) -> None:  # fmt: skip
-        self.cache = CacheManager(usable + 1, block_size, max_seqs, max_model_len)
+        num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
+        mapped = range(num_extents if num_mapped is None else num_mapped)
+        self.cache = CacheManager(
+            usable + 1, block_size, max_seqs, max_model_len,
+            blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
+        )  # fmt: skip
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits)
-        self.runner = FakeRunner(usable + 1, block_size, max_seqs, max_model_len)
+        self.runner = FakeRunner(
+            usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped
+        )
         self.rng = np.random.default_rng(0)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Finished] = {}
@@ -120,6 +167,8 @@ class World:
     def finish(self, plan: Plan) -> Emissions:
         emissions = self.scheduler.apply(plan, self.runner.execute(plan))
         self.scheduler.check_invariants()
+        if len(self.runner.by_extent) > 1:
+            assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
         for end in emissions.finished:
@@ -135,8 +184,13 @@ class World:
         for _ in range(most):
             if not self.scheduler.has_work:
                 return
+            assert not self.scheduler.starving, "what is left waits for memory"
             self.step()
         raise AssertionError(f"work is left after {most} steps")
+
+    def known(self, name: str) -> int:
+        """Tokens known of a request: its prompt, and what it was told."""
+        return len(self.requests[name].prompt_token_ids) + len(self.emitted.get(name, []))
 
     def lengths(self, plan: Plan) -> list[int]:
         """Tokens of the plan's chunks by age of their request."""

@@ -1,4 +1,7 @@
-"""Random life of a scheduler: requests come, steps run, some are aborted at any moment, some fail."""
+"""Random life of a scheduler: requests come, steps run, some are aborted at any moment, some fail.
+
+In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,35 @@ from pagetide.scheduler.errors import PromptTooLong
 def walk(seed: int, events: int) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
+    return _walk(rng, events, usable=int(rng.integers(2, 24)))
+
+
+def elastic_walk(seed: int, events: int) -> World:
+    """The same over a pool of extents that come and go; in the end all of it is mapped."""
+    rng = np.random.default_rng(seed)
+    per, num_extents = int(rng.integers(1, 7)), int(rng.integers(3, 10))
+    return _walk(
+        rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
+        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)),
+    )  # fmt: skip
+
+
+def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, **pool) -> World:
     block_size = int(rng.choice([1, 3, 4, 16]))
-    usable = int(rng.integers(2, 24))
     world = World(
         usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
         max_step_tokens=int(rng.choice([3, 30, 300])), max_model_len=2 + int(usable * block_size * rng.choice([0.3, 1.0, 2.0])),
         max_chunk_tokens=int(rng.integers(1, 30)) if rng.random() < 0.3 else None, forecast=bool(rng.random() < 0.3),
+        **pool,
     )  # fmt: skip
     world.rng = rng
     aborted: set[str] = set()
-    capacity = world.cache.usable * block_size
+    capacity = world.cache.capacity * block_size
+    least = world.cache.capacity  # the lowest limit there was
     for n in range(events):
+        if rng.random() < tides:
+            turn(world, rng)
+            least = min(least, world.scheduler.limit_blocks)
         kind = rng.random()
         live = sorted(set(world.requests) - set(world.finished))
         if kind < 0.2 and len(live) < 30:
@@ -50,18 +71,53 @@ def walk(seed: int, events: int) -> World:
         else:
             plan = world.schedule()
             can = world.scheduler.num_running + world.scheduler.num_waiting
-            assert len(plan.rows) or not can, "an idle step"
+            assert len(plan.rows) or not can or plan.resize or waits_for_memory(world), "an idle step"
             if rng.random() < 0.1 and live and world.scheduler.abort(name := str(rng.choice(live))):
                 aborted.add(name)
             world.finish(plan)
+    world.runner.refuses_map = world.runner.refuses_unmap = False
+    world.scheduler.limit_blocks = world.cache.capacity
+    world.scheduler.grow(world.cache.capacity)
     world.run()
     world.check_empty()
+    assert world.cache.usable == world.cache.capacity
     for name, request in world.requests.items():
-        check_end(world, name, request, name in aborted)
+        check_end(world, name, request, name in aborted, least)
     return world
 
 
-def check_end(world: World, name: str, request, aborted: bool) -> None:
+def turn(world: World, rng: np.random.Generator) -> None:
+    """Something happens to the pool."""
+    scheduler, kind, n = world.scheduler, rng.random(), int(rng.integers(1, 5))
+    if kind < 0.3:
+        before = scheduler.num_extents
+        assert scheduler.grow(n) == scheduler.num_extents - before <= n
+    elif kind < 0.4:
+        most = -(-(scheduler.wanted_blocks() + 1) // world.cache.blocks_per_extent)
+        scheduler.grow(max(0, most - scheduler.num_extents))
+    elif kind < 0.65:
+        preemptions, idle = scheduler.stats.preemptions, scheduler.idle_extents
+        assert min(n, idle) <= scheduler.give_back_idle(n) <= n
+        assert scheduler.stats.preemptions == preemptions
+    elif kind < 0.8:
+        before = scheduler.num_extents
+        assert scheduler.give_back(n) == before - scheduler.num_extents <= n
+    elif kind < 0.9:
+        scheduler.limit_blocks = int(rng.integers(0, world.cache.capacity + 5))
+    elif kind < 0.95:
+        scheduler.limit_blocks = world.cache.capacity
+    else:
+        world.runner.refuses_map, world.runner.refuses_unmap = (bool(rng.random() < 0.3) for _ in range(2))
+
+
+def waits_for_memory(world: World) -> bool:
+    """Whether nobody runs, and the first one that may run under the limit needs more blocks than there are."""
+    needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
+    allowed = [need for need in needs if need <= world.scheduler.limit_blocks]
+    return not world.scheduler.num_running and (not allowed or allowed[0] > world.cache.available)
+
+
+def check_end(world: World, name: str, request, aborted: bool, least: int) -> None:
     room = world.scheduler.limits.max_model_len - len(request.prompt_token_ids)
     end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling, room + 1)
     got = end.token_ids.tolist()
@@ -72,6 +128,7 @@ def check_end(world: World, name: str, request, aborted: bool) -> None:
         assert aborted
     elif len(got) < len(expected):
         total = len(request.prompt_token_ids) + len(got)
-        capacity = world.cache.usable * world.cache.block_size
-        assert total in (world.scheduler.limits.max_model_len, capacity + 1), f"{name} ended early"
+        capacity = world.cache.capacity * world.cache.block_size
+        full = total in (world.scheduler.limits.max_model_len, capacity + 1)
+        assert full or world.cache.blocks_for(total) > least, f"{name} ended early"
         assert end.reason == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pagetide.monitor.snapshot import (
     DetailReading,
@@ -11,6 +12,7 @@ from pagetide.monitor.snapshot import (
     DeviceInfo,
     DeviceKind,
     DeviceMemory,
+    LeaseUse,
     ProcessUse,
     Snapshot,
 )
@@ -188,3 +190,75 @@ def sample_snapshot(num_gpus: int = 2, *, num_processes: int | None = None, host
     """`num_gpus` GPUs, each with its usual tenants or with `num_processes` small ones, and the host."""
     gpus = [sample_device(number, num_processes=num_processes) for number in range(num_gpus)]
     return snapshot_of(*gpus, *([host_device()] if host else []))
+
+
+def sample_leases(num_gpus: int = 2) -> tuple[LeaseUse, ...]:
+    """Two on each GPU: on even ones those of an engine that is recalled and of one that grows, on odd ones worse."""
+    leases: list[LeaseUse] = []
+    for number in range(num_gpus):
+        uuid, pids = sample_device(number).info.uuid, 10_000 * (number // 2)
+        if number % 2:
+            leases += (
+                sample_lease(
+                    "qwen3-32b", 40988 + pids, uuid, 104.5, held=104.5, weights=62, kv=39.5, minimum=70,
+                    state="overdue", recall_target_bytes=88 * GIB, recall_age_seconds=12.6,
+                ),
+                sample_lease("judge-1b", 39007 + pids, uuid, 0.7, held=0.6, user="grace", state="reaping"),
+            )  # fmt: skip
+        else:
+            leases += (
+                sample_lease(
+                    "embed-small", 43210 + pids, uuid, 24, held=18, weights=1.2, kv=16, free=11.5, minimum=4, limit=32,
+                    state="recalling", recall_target_bytes=int(8.5 * GIB), recall_age_seconds=0.34,
+                ),
+                sample_lease(
+                    "llama-8b", 40961 + pids, uuid, 78, held=62.4, weights=15, kv=44.9, free=0.4, minimum=20,
+                    asked_bytes=96 * GIB,
+                ),
+            )  # fmt: skip
+    return tuple(leases)
+
+
+def sample_lease(
+    engine: str,
+    pid: int,
+    device_uuid: str,
+    granted: float,
+    *,
+    held: float,
+    free: float = 0,
+    minimum: float = 0,
+    limit: float | None = None,
+    weights: float | None = None,
+    kv: float | None = None,
+    **changes: Any,
+) -> LeaseUse:
+    """A lease; amounts in GiB. What is neither weights nor KV is reported as other; without both nothing is reported."""
+    reported: dict[str, int] = {}
+    if weights is not None and kv is not None:
+        reported = {"weights": int(weights * GIB), "kv": int(kv * GIB)}
+        reported["other"] = int(held * GIB) - sum(reported.values())
+    lease = LeaseUse(
+        engine=engine,
+        pid=pid,
+        user="ada",
+        device_uuid=device_uuid,
+        min_bytes=int(minimum * GIB),
+        max_bytes=None if limit is None else int(limit * GIB),
+        weight=1.0,
+        priority=0,
+        granted_bytes=int(granted * GIB),
+        held_bytes=int(held * GIB),
+        held_by_class=reported,
+        free_bytes=int(free * GIB),
+        asked_bytes=None,
+        state="ok",
+        recall_target_bytes=None,
+        recall_age_seconds=None,
+    )
+    return replace(lease, **changes)
+
+
+def leased_snapshot(num_gpus: int = 2) -> Snapshot:
+    """`sample_snapshot` with `sample_leases`."""
+    return sample_snapshot(num_gpus).with_leases(sample_leases(num_gpus))

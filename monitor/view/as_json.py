@@ -18,7 +18,10 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
                                  "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},
                       "utilization", "temperature_celsius", "power_watts", "power_limit_watts",
                       "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine"}] or null,
-                      "detail_error"}]}
+                      "detail_error"}],
+         "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
+                     "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "free_bytes", "asked_bytes",
+                     "state", "recall_target_bytes", "recall_age_seconds"}]}
 
     Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
     """
@@ -28,7 +31,7 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
 def _plain(value: Any) -> Any:
     """`value` without what JSON has no word for."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

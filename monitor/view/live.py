@@ -17,6 +17,7 @@ from rich.segment import Segment
 from ..snapshot import Snapshot
 from .keys import Keys, keys_of
 from .page import render
+from .page import render_leases as leases_alone
 from .processes import Order
 from .symbols import ASCII, UNICODE, Symbols
 from .text import DIM, Line
@@ -33,6 +34,11 @@ _LEAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUI
 def render_once(snapshot: Snapshot, console: Console) -> None:
     """Print the view once, with all processes, in the width of `console`; plain text where it is no terminal."""
     console.print(render(snapshot, width=console.width, symbols=_symbols(console), clock=datetime.now()), end="")
+
+
+def render_leases(snapshot: Snapshot, console: Console) -> None:
+    """Print all leases, in the width of `console`, or that there is none; plain text where it is no terminal."""
+    console.print(leases_alone(snapshot, width=console.width, symbols=_symbols(console)), end="")
 
 
 def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Console) -> None:

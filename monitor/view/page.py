@@ -1,13 +1,15 @@
-"""A snapshot as the lines of a page: who watches, the devices, their processes."""
+"""A snapshot as the lines of a page: who watches, the devices, the leases on them, their processes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.segment import Segment, SegmentLines
 
 from ..snapshot import Snapshot
 from .devices import device_lines
+from .leases import lease_lines
 from .numbers import brief, duration
 from .processes import Order, count_processes, process_lines
 from .symbols import UNICODE, Symbols
@@ -15,8 +17,8 @@ from .text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, wid
 
 _NARROW = 60  # cells; below that there is no margin
 _CLOCK_FROM = 24  # cells
-_LOW = 16  # lines; below that none is spent on the keys and on a gap below the head
-_PROCESSES_WANTED = 6  # lines that devices leave to processes before they take a richer form, at least
+_LOW = 16  # lines; below that none is spent on the keys and on gaps below the head and above the leases
+_PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # lines that devices leave to these before they take a richer form, at least
 
 
 def render(
@@ -34,24 +36,52 @@ def render(
     Depends on nothing but its arguments. `clock` is the time to be shown, `keys` a last line that says which keys do what.
     Text from other people's processes is neutralised. No line is wider than `width`, so none wraps.
     """
-    margin = 1 if width >= _NARROW else 0
-    inner = max(width - 2 * margin, 1)
+    inner = _inner(width)
     low = height is not None and height < _LOW
     foot = [] if keys is None or height is None or low else [keys]
-    lines = [_head(snapshot, clock, inner, symbols)] + ([] if low else [[]])
+    gap: list[Line] = [] if low else [[]]
+    lines = [_head(snapshot, clock, inner, symbols), *gap]
+    devices, leases = snapshot.devices, snapshot.leases
+    num_processes = count_processes(devices)
     good = most = room = None
     if height is not None:
         most = max(height - len(lines) - len(foot), 0)
-        good = most - min(count_processes(snapshot.devices), max(_PROCESSES_WANTED, height // 4)) - 2
-    lines += device_lines(snapshot.devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
+        good = most - min(num_processes, max(_PROCESSES_WANTED, height // 4)) - 2
+        good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
+    lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
+    if height is not None:
+        most = height - len(lines) - len(foot)
+        room = max(most // 2, most - num_processes - 2) - len(gap)  # what processes do not need, and at least half
+    if shown := lease_lines(leases, devices, width=inner, most=room, symbols=symbols):
+        lines += [*gap, *shown]
     if height is not None:
         room = max(height - len(lines) - len(foot) - 1, 0)
-    if processes := process_lines(snapshot.devices, width=inner, most=room, order=order, symbols=symbols):
-        lines += [[], *processes]
+    if shown := process_lines(devices, width=inner, most=room, order=order, symbols=symbols):
+        lines += [[], *shown]
     if height is not None:
         lines = lines[: height - len(foot)]
         lines += [[] for _ in range(height - len(foot) - len(lines))] if foot else []
-    return SegmentLines([trimmed(crop([blank(margin), *line], width)) for line in lines + foot], new_lines=True)
+    return _page(lines + foot, width)
+
+
+def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
+    """The leases alone, all of them, in at most `width` cells. As `render` otherwise."""
+    inner = _inner(width)
+    lines = lease_lines(snapshot.leases, snapshot.devices, width=inner, most=None, symbols=symbols)
+    return _page(lines or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]], width)
+
+
+def _inner(width: int) -> int:
+    """Cells between the margins."""
+    return max(width - 2 * _margin(width), 1)
+
+
+def _margin(width: int) -> int:
+    return 1 if width >= _NARROW else 0
+
+
+def _page(lines: Sequence[Line], width: int) -> SegmentLines:
+    return SegmentLines([trimmed(crop([blank(_margin(width)), *line], width)) for line in lines], new_lines=True)
 
 
 def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -13,13 +13,12 @@ from rich.style import Style
 from ..snapshot import Device, ProcessUse
 from .numbers import amount, percent, share_of
 from .symbols import Symbols, bar
-from .table import Column, fitting, row, titles
+from .table import Column, fitting, row, titles, widest
 from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
 
 _ROOMY = 100  # cells from which shares are drawn too, and the kind of a process is a word
 _SHARE_BAR = 12
 _SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as nvidia-smi writes them
-_MOST_NAME = 14  # cells of a user or an engine
 
 
 class Order(StrEnum):
@@ -99,19 +98,19 @@ def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -
         return [left(use.process.command, cells, symbols)]
 
     by_pid, by_user, by_memory = title("PID", Order.PID), title("USER", Order.USER), title("MEMORY", Order.MEMORY)
-    users = _widest(by_user, (use.process.user for use in uses))
-    engines = _widest("ENGINE", (use.process.engine for use in uses))
-    pids = _widest(by_pid, (str(use.process.pid) for use in uses))
+    users = widest(by_user, (use.process.user for use in uses))
+    engines = widest("ENGINE", (use.process.engine for use in uses))
+    pids = widest(by_pid, (str(use.process.pid) for use in uses))
     return [
         Column(
-            "DEV", _widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), flush_right=True
+            "DEV", widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), flush_right=True
         ),
         Column(by_pid, pids, 7, number(_pid), flush_right=True),
         Column(by_user, users, 4, user),
         Column(by_memory, 9, 9, number(lambda use: amount(use.process.used_bytes, dash)), flush_right=True),
         Column("SHARE", 5, 5, number(lambda use: percent(use.share, dash)), flush_right=True),
         Column("", _SHARE_BAR if width >= _ROOMY else 0, 1, share_bar),
-        Column("KIND", _widest("KIND", map(kind, uses)), 2, lambda use, cells: [left(kind(use), cells, symbols, DIM)]),
+        Column("KIND", widest("KIND", map(kind, uses)), 2, lambda use, cells: [left(kind(use), cells, symbols, DIM)]),
         Column("ENGINE", engines, 3, engine),
         Column("COMMAND", max(width // 4, 8), 8, command, stretches=True),
     ]
@@ -123,12 +122,6 @@ def _index(use: _Use) -> str:
 
 def _pid(use: _Use) -> str:
     return str(use.process.pid)
-
-
-def _widest(title: str, texts: Iterable[str | None]) -> int:
-    """Cells for the longest of `texts`, within limits; 0 where all are unknown."""
-    longest = max((len(text) for text in texts if text), default=0)
-    return max(len(title), min(longest, _MOST_NAME)) if longest else 0
 
 
 def _sort_key(order: Order) -> Callable[[_Use], tuple[Any, ...]]:

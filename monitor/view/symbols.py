@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,13 @@ def bar(share: float | None, width: int, symbols: Symbols) -> tuple[str, str]:
     halves = round(min(max(share, 0.0), 1.0) * 2 * width)
     used = symbols.bar * (halves // 2) + symbols.half * (halves % 2)
     return used, symbols.rest * (width - len(used))
+
+
+def stacked_bar(shares: Sequence[float], width: int, symbols: Symbols) -> tuple[list[str], str]:
+    """(a piece for each of `shares`, free part): `bar` of their sum, its pieces ending at the nearest cell."""
+    used, rest = bar(sum(shares), width, symbols)
+    ends = [min(round(share * width), len(used)) for share in accumulate(shares)]
+    return [used[begin:end] for begin, end in pairwise([0, *ends[:-1], len(used)])], rest
 
 
 def chart_columns(history: Sequence[int | None], width: int, newest: int) -> list[int | None]:

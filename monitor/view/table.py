@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -10,6 +10,7 @@ from .symbols import Symbols
 from .text import DIM, Line, blank, left, right
 
 GAP = 2  # cells between two columns
+MOST_NAME = 14  # cells of a user or an engine
 
 T = TypeVar("T")
 
@@ -38,6 +39,12 @@ def fitting(columns: Sequence[Column[T]], room: int) -> list[Column[T]]:
 def table_width(columns: Sequence[Column[T]]) -> int:
     """Cells of a line."""
     return sum(column.width for column in columns) + GAP * max(len(columns) - 1, 0)
+
+
+def widest(title: str, texts: Iterable[str | None], most: int = MOST_NAME) -> int:
+    """Cells for the title and the longest of `texts`, of which at most `most` count; 0 where all are unknown or empty."""
+    longest = max((len(text) for text in texts if text), default=0)
+    return max(len(title), min(longest, most)) if longest else 0
 
 
 def titles(columns: Sequence[Column[T]], symbols: Symbols) -> Line:

@@ -23,6 +23,7 @@ GREEN, YELLOW, RED = Style(color="green"), Style(color="yellow"), Style(color="r
 ALARM = Style(color="red", bold=True)
 BUSY = Style(color="blue")
 ENGINE = Style(color="cyan")
+OTHER = Style(color="magenta")
 
 _MOST_CHARACTERS = 1024  # more than any terminal is wide; a command line may have two million
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagetide.engine.config import EngineConfig, ModelSpec, read_models, resolve_model
+from pagetide.engine.config import EngineConfig, KvMemory, ModelSpec, read_models, resolve_model
 from pagetide.engine.errors import (
     CheckpointError,
     ConfigError,
@@ -305,7 +305,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_defaults(model: Path) -> None:
     config = EngineConfig.resolve(model)
-    assert (config.device, config.dtype, config.kv_memory_bytes, config.block_size) == ("auto", "auto", None, None)
+    assert (config.device, config.dtype, config.kv_memory, config.block_size) == ("auto", "auto", KvMemory(), None)
     assert (config.max_seqs, config.max_step_tokens, config.max_model_len, config.max_chunk_tokens) == (
         256,
         2048,
@@ -321,7 +321,7 @@ def test_given_arguments(model: Path) -> None:
         model, device="cuda:1", dtype="bfloat16", kv_memory="1.5G", block_size=32, max_seqs=8, max_step_tokens=64,
         max_model_len=100, max_chunk_tokens=16, trust_remote_code=True,
     )  # fmt: skip
-    assert config == EngineConfig(config.model, "cuda:1", "bfloat16", 3 << 29, 32, 8, 64, 100, 16)
+    assert config == EngineConfig(config.model, "cuda:1", "bfloat16", KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16)
     assert config.model.trust_remote_code
 
 
@@ -341,6 +341,16 @@ def test_models_file_gives_way_to_arguments(model: Path) -> None:
         ("kv_memory", "much", "kv_memory: cannot read 'much'"),
         ("kv_memory", 0, "kv_memory: .*at least 1 byte"),
         ("kv_memory", 1.5, "kv_memory"),
+        ("kv_memory", {"min": "2GiB", "max": "1GiB"}, "min of 2,147,483,648 bytes is above its max of 1,073,741,824"),
+        ("kv_memory", {"mim": 1}, "unknown key 'mim'; did you mean min"),
+        ("kv_memory", "min=1GiB,weigth=2", "unknown key 'weigth'; did you mean weight"),
+        ("kv_memory", {"weight": 0}, "weight must be a number from 0.001 to 1000, got 0"),
+        ("kv_memory", {"weight": "x"}, "weight must be a number"),
+        ("kv_memory", {"priority": 1.5}, "priority must be an integer"),
+        ("kv_memory", {"min": "many"}, "kv_memory's min: cannot read 'many'"),
+        ("idle_s", -1, "idle_s must be a number of seconds of at least 0, got -1"),
+        ("idle_s", "soon", "idle_s must be a number"),
+        ("share", 1, "share must be True or False, got 1"),
         ("block_size", 0, "block_size must be at least 1, got 0"),
         ("block_size", "big", "block_size must be an integer, got 'big'"),
         ("max_seqs", 0, "max_seqs must be at least 1, got 0"),
@@ -371,3 +381,12 @@ def test_block_size_for_a_backend(model: Path) -> None:
     assert fixed.tokens_per_block(8) == 24
     with pytest.raises(ConfigError, match="multiples of 16; use 32"):
         fixed.tokens_per_block(16)
+
+
+def test_kv_memory_may_be_bounds(model: Path) -> None:
+    bounds = {"min": "64MiB", "max": "1GiB", "weight": 2, "priority": -1}
+    expected = KvMemory(64 << 20, 1 << 30, 2.0, -1)
+    assert EngineConfig.resolve(model, kv_memory=bounds).kv_memory == expected
+    as_text = "min=64MiB,max=1GiB,weight=2,priority=-1"
+    assert EngineConfig.resolve(model, kv_memory=as_text).kv_memory == expected
+    assert EngineConfig.resolve(model, kv_memory={"max": "2GB"}).kv_memory == KvMemory(None, 2_000_000_000)

@@ -37,6 +37,7 @@ runtime_dir: /run/x
 group: video
 capacity: 2GiB
 members: [17, 18]
+headroom: 512MiB
 log_level: DEBUG
 """
     assert from_yaml(tmp_path, text) == MonitorConfig(

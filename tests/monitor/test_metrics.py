@@ -34,6 +34,7 @@ from pagetide.monitor.snapshot import (
     DeviceInfo,
     DeviceKind,
     DeviceMemory,
+    LeaseUse,
     ProcessUse,
     Snapshot,
 )
@@ -70,8 +71,17 @@ def snapshot_of(*devices: Device, source: str = "nvml+host") -> Snapshot:
     return Snapshot(at_ns=NOW, source=source, monitor_pid=1, started_ns=NOW - 5000 * MS, devices=devices)
 
 
+def lease_of(engine: str = "chat", pid: int = 100, uuid: str = "GPU-a", **changes: object) -> LeaseUse:
+    lease = LeaseUse(
+        engine=engine, pid=pid, user="ann", device_uuid=uuid, min_bytes=10 * GIB, max_bytes=None, weight=1.0, priority=0,
+        granted_bytes=44 * GIB, held_bytes=40 * GIB, held_by_class={"weights": 15 * GIB, "kv": 22 * GIB, "other": 3 * GIB},
+        free_bytes=2 * GIB, asked_bytes=None, state="ok", recall_target_bytes=None, recall_age_seconds=None,
+    )  # fmt: skip
+    return replace(lease, **changes)  # type: ignore[arg-type]
+
+
 def rich_snapshot() -> Snapshot:
-    """A GPU of which all is known, a MIG instance of which little is, and a host."""
+    """A GPU of which all is known, with a lease of which all is; a MIG instance of which little is known, and a host."""
     gpu = Device(
         DeviceInfo("GPU-a", "0", DeviceKind.GPU, "NVIDIA H200", "00000000:3B:00.0"),
         memory_of(80 * GIB, 20 * GIB, bytes_per_second=2.0 * GIB, polls=250, failures=3),
@@ -97,7 +107,14 @@ def rich_snapshot() -> Snapshot:
         memory_of(64 * GIB, 16 * GIB, at_ns=NOW - 100 * MS, bytes_per_second=-4096.5, polls=50),
         DeviceDetail(NOW - 250 * MS, 1000 * MS, DetailReading(processes=())),
     )
-    return snapshot_of(gpu, mig, host)
+    recalled = lease_of(
+        max_bytes=60 * GIB,
+        asked_bytes=50 * GIB,
+        state="recalling",
+        recall_target_bytes=30 * GIB,
+        recall_age_seconds=0.25,
+    )
+    return snapshot_of(gpu, mig, host).with_leases([recalled])
 
 
 # ---- fetching and parsing -----------------------------------------------------------------------
@@ -183,6 +200,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(serve: Serve) -> None:
     info = {"name": "", "pci_id": "", "parent_uuid": ""}
     chat = {"pid": "100", "engine": "chat", "user": "ann", "command": "python3"}
     stranger = {"pid": "200", "engine": "", "user": "", "command": ""}
+    lease = gpu | {"pid": "100", "engine": "chat"}
     assert page == {
         series("vram_monitor_info", version=__version__, source="nvml+host"): 1,
         series("vram_monitor_last_answer_age_seconds"): 0.01,
@@ -211,6 +229,21 @@ def test_the_page_says_exactly_what_the_snapshot_says(serve: Serve) -> None:
         series("vram_memory_time_to_exhaustion_seconds", **gpu): 10,
         series("vram_process_used_bytes", **gpu | chat): 40 * GIB,
         series("vram_process_used_bytes", **gpu | stranger): 8 * GIB,
+        series("vram_lease_info", **lease, user="ann"): 1,
+        series("vram_lease_min_bytes", **lease): 10 * GIB,
+        series("vram_lease_max_bytes", **lease): 60 * GIB,
+        series("vram_lease_granted_bytes", **lease): 44 * GIB,
+        series("vram_lease_held_bytes", **lease | {"class": "weights"}): 15 * GIB,
+        series("vram_lease_held_bytes", **lease | {"class": "kv"}): 22 * GIB,
+        series("vram_lease_held_bytes", **lease | {"class": "other"}): 3 * GIB,
+        series("vram_lease_free_bytes", **lease): 2 * GIB,
+        series("vram_lease_asked_bytes", **lease): 50 * GIB,
+        series("vram_lease_recall_target_bytes", **lease): 30 * GIB,
+        series("vram_lease_recall_age_seconds", **lease): 0.25,
+        series("vram_lease_state", **lease, state="ok"): 0,
+        series("vram_lease_state", **lease, state="recalling"): 1,
+        series("vram_lease_state", **lease, state="overdue"): 0,
+        series("vram_lease_state", **lease, state="reaping"): 0,
         series("vram_memory_age_seconds", **gpu): 0.01,
         series("vram_memory_age_seconds", **mig): 0.01,
         series("vram_memory_age_seconds", **host): 0.1,
@@ -377,6 +410,108 @@ def test_hostile_names_do_not_break_the_page(serve: Serve, text: str, shown: str
     assert [labels for name, labels in page if name == "vram_polls_total"] == [frozenset({("uuid", "GPU-a")})]
 
 
+# ---- leases -------------------------------------------------------------------------------------
+
+
+def of_lease(page: Page, pid: int) -> dict[str, float]:
+    """Metric, with the class or state it is for -> value."""
+    return {
+        " ".join([name, *(value for label, value in labels if label in ("class", "state"))]): number
+        for name, labels in page
+        if name.startswith("vram_lease_") and ("pid", str(pid)) in labels
+        for number in [page[name, labels]]
+    }
+
+
+def test_of_a_lease_without_limit_wish_or_recall_nothing_is_said_of_these(serve: Serve) -> None:
+    page = serve(snapshot_of().with_leases([lease_of(held_bytes=0, held_by_class={}, free_bytes=0)])).page()
+    assert of_lease(page, 100) == {
+        "vram_lease_info": 1,
+        "vram_lease_min_bytes": 10 * GIB,
+        "vram_lease_granted_bytes": 44 * GIB,
+        "vram_lease_held_bytes weights": 0,
+        "vram_lease_held_bytes kv": 0,
+        "vram_lease_held_bytes other": 0,
+        "vram_lease_free_bytes": 0,
+        "vram_lease_state ok": 1,
+        "vram_lease_state recalling": 0,
+        "vram_lease_state overdue": 0,
+        "vram_lease_state reaping": 0,
+    }
+
+
+def test_a_recall_to_nothing_that_has_just_begun_is_there(serve: Serve) -> None:
+    lease = lease_of(state="recalling", recall_target_bytes=0, recall_age_seconds=0.0)
+    told = of_lease(serve(snapshot_of().with_leases([lease])).page(), 100)
+    assert (told["vram_lease_recall_target_bytes"], told["vram_lease_recall_age_seconds"]) == (0, 0)
+
+
+def test_a_lease_that_ended_is_gone_from_the_next_page(serve: Serve) -> None:
+    both = [lease_of(pid=1), lease_of(pid=2)]
+    world = serve(snapshot_of().with_leases(both))
+    assert of_lease(world.page(), 1) and of_lease(world.page(), 2)
+    world.snapshot = snapshot_of().with_leases(both[1:])
+    assert not of_lease(world.page(), 1)
+    assert of_lease(world.page(), 2)
+
+
+def test_engines_of_one_name_are_told_apart_by_their_pid_and_device(serve: Serve) -> None:
+    leases = [
+        lease_of(pid=1, granted_bytes=1),
+        lease_of(pid=2, granted_bytes=2),
+        lease_of(pid=1, uuid="b", granted_bytes=4),
+    ]
+    page = serve(snapshot_of().with_leases(leases)).page()
+    assert {labels: value for (name, labels), value in page.items() if name == "vram_lease_granted_bytes"} == {
+        frozenset({("uuid", uuid), ("pid", pid), ("engine", "chat")}): value
+        for uuid, pid, value in (("GPU-a", "1", 1), ("GPU-a", "2", 2), ("b", "1", 4))
+    }
+
+
+def test_leases_of_one_process_and_name_count_together(serve: Serve) -> None:
+    """Its former lease is reaped, or it runs a model twice. Prometheus takes each series once."""
+    former = lease_of(
+        state="reaping", granted_bytes=4 * GIB, held_bytes=3 * GIB, held_by_class={}, free_bytes=0, min_bytes=0
+    )
+    recalls = [
+        lease_of(state="overdue", recall_target_bytes=target * GIB, recall_age_seconds=age)
+        for target, age in ((30, 2.5), (20, 0.5))
+    ]
+    told = of_lease(serve(snapshot_of().with_leases([former, *recalls])).page(), 100)
+    assert told == {
+        "vram_lease_info": 1,
+        "vram_lease_min_bytes": 20 * GIB,
+        "vram_lease_granted_bytes": 92 * GIB,
+        "vram_lease_held_bytes weights": 30 * GIB,
+        "vram_lease_held_bytes kv": 44 * GIB,
+        "vram_lease_held_bytes other": 9 * GIB,
+        "vram_lease_free_bytes": 4 * GIB,
+        "vram_lease_recall_target_bytes": 50 * GIB,
+        "vram_lease_recall_age_seconds": 2.5,
+        "vram_lease_state ok": 0,
+        "vram_lease_state recalling": 0,
+        "vram_lease_state overdue": 1,
+        "vram_lease_state reaping": 1,
+    }
+
+
+@pytest.mark.parametrize("text", ['a"b\\\n{}=1', "\x1b[31m\u202e", "x" * 1000, "\udcff"])
+def test_hostile_engines_do_not_break_the_page(serve: Serve, text: str) -> None:
+    """Two whose names look alike once they are neutralised, too."""
+    leases = [lease_of(text, held_by_class={text: 5}), lease_of(text + "\x01"), lease_of(text + "\x02")]
+    leases = [replace(lease, user=text, state=text) for lease in leases]
+    world = serve(snapshot_of().with_leases(leases))
+    page = world.page()
+    assert page == page_of(get(world.server.port, Accept="application/openmetrics-text").text, parse_openmetrics)
+    assert sum(value for (name, _), value in page.items() if name == "vram_lease_granted_bytes") == 3 * 44 * GIB
+    assert {dict(labels)["class"] for name, labels in page if name == "vram_lease_held_bytes"} == {
+        "weights",
+        "kv",
+        "other",
+    }
+    assert {value for (name, _), value in page.items() if name == "vram_lease_state"} == {0}
+
+
 # ---- counters -----------------------------------------------------------------------------------
 
 
@@ -446,7 +581,18 @@ def test_a_scraper_may_choose_metrics_by_name(serve: Serve) -> None:
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
-    units = ("_bytes", "_seconds", "_ratio", "_celsius", "_watts", "_bytes_per_second", "_info", "_up", "_stale")
+    units = (
+        "_bytes",
+        "_seconds",
+        "_ratio",
+        "_celsius",
+        "_watts",
+        "_bytes_per_second",
+        "_info",
+        "_up",
+        "_stale",
+        "_state",
+    )
     for metric in METRICS:
         assert re.fullmatch(r"vram(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total" if metric.type == "counter" else units), metric.name

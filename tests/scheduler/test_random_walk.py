@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_walk import walk
+from random_walk import elastic_walk, walk
 
 
 @settings(max_examples=40, deadline=None)
@@ -21,3 +21,17 @@ def test_fixed_seeds_meet_pressure(seed):
 
 def test_the_walks_really_preempt():
     assert sum(walk(seed, events=300).scheduler.stats.preemptions for seed in range(14)) > 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed_in_an_elastic_pool(seed):
+    elastic_walk(seed, events=150)
+
+
+def test_the_elastic_walks_really_move_and_refuse():
+    stats = [elastic_walk(seed, events=400).scheduler.stats for seed in range(20)]
+    for counter, least in {
+        "preemptions": 50, "grown_extents": 200, "given_back_extents": 200, "moved_blocks": 50, "refused_resizes": 20
+    }.items():  # fmt: skip
+        assert sum(getattr(s, counter) for s in stats) > least, counter

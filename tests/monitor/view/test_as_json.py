@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from snapshots import H200_BYTES, dead, sample_device, sample_snapshot, snapshot_of
+from snapshots import H200_BYTES, dead, sample_device, sample_leases, sample_snapshot, snapshot_of
 
 from pagetide.monitor.snapshot import ProcessUse
+from pagetide.monitor.units import GIB
 from pagetide.monitor.view.as_json import to_json
 
 
 def test_it_has_the_keys_that_are_promised() -> None:
     told = json.loads(to_json(sample_snapshot(1)))
-    assert list(told) == ["source", "monitor_pid", "devices"]
+    assert list(told) == ["source", "monitor_pid", "devices", "leases"]
     assert (told["source"], told["monitor_pid"]) == ("nvml+host", 4242)
     device = told["devices"][0]
     assert list(device) == [
@@ -26,6 +27,20 @@ def test_it_has_the_keys_that_are_promised() -> None:
     ]  # fmt: skip
     assert list(device["processes"][0]) == ["pid", "used_bytes", "kind", "user", "command", "engine"]
     assert (device["index"], device["kind"], device["memory"]["total_bytes"]) == ("0", "gpu", H200_BYTES)
+
+
+def test_leases_have_the_keys_that_are_promised() -> None:
+    growing, recalled = json.loads(to_json(snapshot_of().with_leases(sample_leases(1)[::-1])))["leases"]
+    assert list(growing) == [
+        "engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority", "granted_bytes",
+        "held_bytes", "held_by_class", "free_bytes", "asked_bytes", "state", "recall_target_bytes", "recall_age_seconds",
+    ]  # fmt: skip
+    assert (growing["engine"], growing["max_bytes"], growing["asked_bytes"]) == ("llama-8b", None, 96 * GIB)
+    assert (growing["state"], growing["recall_target_bytes"], growing["recall_age_seconds"]) == ("ok", None, None)
+    assert (recalled["state"], recalled["recall_age_seconds"]) == ("recalling", 0.34)
+    assert set(recalled["held_by_class"]) == {"weights", "kv", "other"}
+    assert sum(recalled["held_by_class"].values()) == recalled["held_bytes"] == 18 * GIB
+    assert json.loads(to_json(sample_snapshot(1)))["leases"] == []
 
 
 def test_it_is_one_line_unless_it_is_to_be_read() -> None:
@@ -52,3 +67,6 @@ def test_numbers_and_text_that_json_does_not_have_are_not_written() -> None:
     told = json.loads(text)["devices"][0]
     assert told["memory"]["seconds_until_exhaustion"] is None
     assert told["processes"][0]["command"] == "train ?\x1b[0m\u202e.py"
+    lease = replace(sample_leases(1)[0], engine="\udcff", held_by_class={"kv\udcff": 1})
+    (told,) = json.loads(to_json(snapshot_of().with_leases([lease])))["leases"]
+    assert (told["engine"], told["held_by_class"]) == ("?", {"kv?": 1})

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from snapshots import sample_snapshot
+from snapshots import leased_snapshot, sample_snapshot
 
 from pagetide.monitor.snapshot import Snapshot
-from pagetide.monitor.view.live import render_once, run_live
+from pagetide.monitor.view.live import render_leases, render_once, run_live
 from pagetide.monitor.view.page import render
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -35,11 +35,11 @@ ESCAPES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 # ---- once ---------------------------------------------------------------------------------------
 
 
-def printed(snapshot: Snapshot, encoding: str = "utf-8", **options: Any) -> str:
-    """What `render_once` writes to a console with these options."""
+def printed(snapshot: Snapshot, encoding: str = "utf-8", print_it: Any = render_once, **options: Any) -> str:
+    """What `print_it` writes to a console with these options."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
     environment = options.pop("environment", {})
-    render_once(snapshot, Console(file=file, _environ=environment, **options))
+    print_it(snapshot, Console(file=file, _environ=environment, **options))
     file.flush()
     return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
@@ -72,6 +72,25 @@ def test_a_dumb_terminal_gets_plain_text() -> None:
 
 def test_without_utf_8_it_is_ascii() -> None:
     assert printed(sample_snapshot(2), encoding="latin-1", width=80).isascii()
+
+
+def test_leases_alone_are_those_of_the_page() -> None:
+    text = printed(leased_snapshot(), print_it=render_leases, width=100)
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    (begin,) = (number for number, line in enumerate(page(leased_snapshot(), 100)) if "GRANTED" in line)
+    assert lines == page(leased_snapshot(), 100)[begin : begin + 5]
+    colourful = printed(
+        leased_snapshot(), print_it=render_leases, width=100, force_terminal=True, color_system="standard"
+    )
+    assert {"1;31", "33", "36"} <= {code for code, _ in ESCAPES.findall(colourful)}  # overdue, recalling, an engine
+    assert ESCAPES.sub("", colourful) == text
+    assert printed(leased_snapshot(), encoding="latin-1", print_it=render_leases, width=100).isascii()
+
+
+def test_that_there_are_no_leases_is_a_sentence() -> None:
+    for width, said in ((80, " no engine holds a lease\n"), (12, "no engine h…\n")):
+        assert printed(sample_snapshot(1), print_it=render_leases, width=width) == said
 
 
 def test_what_is_no_terminal_gets_one_print_after_the_other() -> None:

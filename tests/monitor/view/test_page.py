@@ -17,6 +17,7 @@ from snapshots import (
     SECOND_NS,
     dead,
     host_device,
+    leased_snapshot,
     mig_devices,
     sample_device,
     sample_snapshot,
@@ -32,6 +33,7 @@ from pagetide.monitor.snapshot import (
     DeviceInfo,
     DeviceKind,
     DeviceMemory,
+    LeaseUse,
     ProcessUse,
     Snapshot,
 )
@@ -82,6 +84,11 @@ def line_with(lines: list[str], *texts: str) -> str:
         ("trouble-100x40", troubled(), 100, 40, UNICODE),
         ("2-gpus-ascii", sample_snapshot(2), 80, None, ASCII),
         ("2-gpus-40x10", sample_snapshot(2), 40, 10, UNICODE),
+        ("leases-40x10", leased_snapshot(2), 40, 10, UNICODE),
+        ("leases-80x24", leased_snapshot(2), 80, 24, UNICODE),
+        ("leases-ascii", leased_snapshot(2), 80, 24, ASCII),
+        ("8-gpus-leases-80x24", leased_snapshot(8), 80, 24, UNICODE),
+        ("8-gpus-leases-200x50", leased_snapshot(8), 200, 50, UNICODE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -188,6 +195,37 @@ def test_the_bar_and_the_percentage_have_the_colour_of_the_pressure(used_percent
             assert colours - {"blue", "cyan"} == {colour}  # which are those of the load and of engines
 
 
+# ---- leases -------------------------------------------------------------------------------------
+
+
+def test_without_leases_nothing_is_said_of_them() -> None:
+    for height in (None, 24, 10):
+        assert not any("GRANTED" in line or "lease" in line for line in page(sample_snapshot(2), 100, height))
+
+
+def test_without_a_height_all_leases_are_there() -> None:
+    lines = page(leased_snapshot(40), 100)
+    assert sum("embed-small" in line and "recalling to 8.5 GiB" in line for line in lines) == 20
+    assert not any("more lease" in line for line in lines)
+
+
+@pytest.mark.parametrize("height", range(21, 60))
+def test_leases_take_at_most_half_of_what_devices_leave_unless_processes_need_less(height: int) -> None:
+    lines = page(leased_snapshot(8), 80, height)
+    leases, processes = (lines.index(line_with(lines, title)) for title in ("HELD / GRANTED", "COMMAND"))
+    all_processes = not any("more with" in line for line in lines)
+    assert processes - leases <= len(lines) - processes + 1 or all_processes
+
+
+def test_processes_have_the_names_under_which_their_engines_hold_leases() -> None:
+    device = sample_device(0)
+    nameless = replace(
+        device, detail=replace(device.detail, reading=DetailReading(processes=(ProcessUse(40961, GIB),)))
+    )
+    (lease,) = (lease for lease in leased_snapshot(1).leases if lease.pid == 40961)
+    assert "llama-8b" in page(snapshot_of(nameless).with_leases([lease]), 100)[-1]
+
+
 # ---- processes ----------------------------------------------------------------------------------
 
 
@@ -249,7 +287,8 @@ def test_nothing_of_a_command_line_or_a_name_steers_the_terminal() -> None:
         detail=replace(device.detail, reading=DetailReading(processes=(process,))),
     )
     for troubled_device in (device, dead(device, evil), replace(device, detail=replace(device.detail, error=evil))):
-        snapshot = snapshot_of(troubled_device, source=evil)
+        lease = replace(leased_snapshot(1).leases[0], engine=evil, user=evil, state=evil, device_uuid=evil)
+        snapshot = snapshot_of(troubled_device, source=evil).with_leases([lease])
         for height in (None, 24, 12):
             lines = page(snapshot, 160, height)
             assert all(line.isprintable() for line in lines)
@@ -259,14 +298,16 @@ def test_nothing_of_a_command_line_or_a_name_steers_the_terminal() -> None:
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 4, 8, 64])
 def test_it_fits_terminals_of_every_size(num_gpus: int) -> None:
-    snapshot = sample_snapshot(num_gpus, num_processes=0 if num_gpus > 8 else 500 // max(num_gpus, 1))
+    unleased = sample_snapshot(num_gpus, num_processes=0 if num_gpus > 8 else 500 // max(num_gpus, 1))
+    snapshot = unleased.with_leases(leased_snapshot(num_gpus).leases)
     for width in (*range(1, 12), 20, 39, 40, 59, 60, 79, 80, 111, 160, 200, 333):
         for height in (1, 2, 3, 5, 8, 10, 15, 16, 24, 50, 120):
             check(snapshot, width, height, UNICODE)
 
 
 SHORT_TEXT = st.text(st.characters(), max_size=40)
-BYTES = st.none() | st.integers(0, 1 << 48)
+AMOUNT = st.integers(0, 1 << 62)
+BYTES = st.none() | AMOUNT
 NUMBER = st.none() | st.floats()
 WHEN = st.integers(0, 2 * AT_NS)
 PROCESS = st.builds(
@@ -316,6 +357,25 @@ DEVICE = st.builds(
         error=st.none() | SHORT_TEXT,
     ),
 )
+LEASE = st.builds(
+    LeaseUse,
+    engine=SHORT_TEXT,
+    pid=st.integers(0, 1 << 22),
+    user=SHORT_TEXT,
+    device_uuid=UUID,
+    min_bytes=AMOUNT,
+    max_bytes=BYTES,
+    weight=st.floats(0.001, 1000),
+    priority=st.integers(-1000, 1000),
+    granted_bytes=AMOUNT,
+    held_bytes=AMOUNT,
+    held_by_class=st.dictionaries(st.sampled_from(["weights", "kv", "other"]) | SHORT_TEXT, AMOUNT, max_size=4),
+    free_bytes=AMOUNT,
+    asked_bytes=BYTES,
+    state=st.sampled_from(["ok", "recalling", "overdue", "reaping"]) | SHORT_TEXT,
+    recall_target_bytes=BYTES,
+    recall_age_seconds=st.none() | st.floats(0, 1e9),
+)
 SNAPSHOT = st.builds(
     Snapshot,
     at_ns=st.just(AT_NS),
@@ -323,6 +383,7 @@ SNAPSHOT = st.builds(
     monitor_pid=st.integers(0, 1 << 22),
     started_ns=WHEN,
     devices=st.lists(DEVICE, max_size=5).map(tuple),
+    leases=st.lists(LEASE, max_size=5).map(tuple),
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols, bar, chart, chart_columns, chart_reach
+from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols, bar, chart, chart_columns, chart_reach, stacked_bar
 
 
 @pytest.mark.parametrize("symbols", [UNICODE, ASCII])
@@ -38,6 +38,22 @@ def test_a_bar_is_exact_to_half_a_cell(share: float | None, drawn: str) -> None:
 
 def test_a_bar_without_room_is_empty() -> None:
     assert bar(0.5, 0, UNICODE) == bar(0.5, -3, UNICODE) == ("", "")
+
+
+def test_a_stacked_bar_is_the_bar_of_the_sum_in_pieces() -> None:
+    assert stacked_bar([0.25, 0.25, 0.25], 8, UNICODE) == (["━━", "━━", "━━"], "──")
+    assert stacked_bar([0.0, 0.0], 4, UNICODE) == (["", ""], "────")
+    assert stacked_bar([0.5, 0.0, 0.13], 4, UNICODE) == (["━━", "", "╾"], "─")
+    assert stacked_bar([0.9, 0.9], 4, UNICODE) == (["━━━━", ""], "")
+    assert stacked_bar([0.5, 0.5], 0, UNICODE) == (["", ""], "")
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.integers(0, 40))
+def test_pieces_of_a_stacked_bar_are_the_bar_and_exact_to_a_cell(shares: list[float], width: int) -> None:
+    pieces, rest = stacked_bar(shares, width, UNICODE)
+    assert ("".join(pieces), rest) == bar(sum(shares), width, UNICODE)
+    if sum(shares) <= 1:
+        assert all(abs(len(piece) - share * width) <= 1.5 for piece, share in zip(pieces, shares, strict=True))
 
 
 def test_a_chart_has_eight_heights_a_line() -> None:

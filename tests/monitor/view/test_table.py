@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.segment import Segment
 
 from pagetide.monitor.view.symbols import UNICODE
-from pagetide.monitor.view.table import Column, fitting, row, table_width, titles
+from pagetide.monitor.view.table import Column, fitting, row, table_width, titles, widest
 from pagetide.monitor.view.text import Line, left, right
 
 
@@ -42,6 +42,14 @@ def test_the_least_important_goes_first() -> None:
         ["NAME", "LENGTH", "AGAIN"], ["NAME", "AGAIN"], ["NAME", "AGAIN"], ["NAME"], ["NAME"], [],
     ]  # fmt: skip
     assert [table_width(fitting(COLUMNS, room)) for room in (19, 12, 11)] == [19, 12, 6]
+
+
+def test_a_column_is_as_wide_as_its_longest_text_within_limits() -> None:
+    assert widest("NAME", ["ab", None, "abcdef", ""]) == 6
+    assert widest("NAME", ["ab"]) == 4
+    assert widest("NAME", ["x" * 99]) == 14
+    assert widest("NAME", ["x" * 99], most=30) == 30
+    assert widest("NAME", [None, ""]) == widest("NAME", []) == 0
 
 
 def test_without_columns_there_is_nothing() -> None:

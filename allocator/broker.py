@@ -1,0 +1,350 @@
+"""The broker: leases the bytes of the devices to engines over a Unix socket, and has them back when others need them.
+
+    engines, people ── Connection ──► requests ──► Books: a Ledger for each device ──► orders ──► Connection ──► engines
+                                                        ▲
+                              every tick: memory as measured, and the records of the leases
+
+What it knows is what its open sockets have told it; nothing is kept anywhere else. After a broker that was killed, or that
+ended while engines held leases, the next one gives them a grace period to come back before it grants anything.
+
+Everything happens in one event loop. `leases` and `devices` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..monitor.snapshot import DeviceInfo
+from . import wire
+from .broker_books import Books, DeviceView, Entry, Readings
+from .broker_connection import Connection, Dropped
+from .broker_socket import listen
+from .errors import LeaseRefused
+from .policy import Rules
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+_MAX_ACCEPTED_AT_ONCE = 32
+
+
+def default_rules(info: DeviceInfo, capacity_bytes: int) -> Rules:
+    """The usual rules, the same for every kind of device."""
+    return Rules.of(capacity_bytes)
+
+
+class Broker:
+    """Serves leases of the devices that `readings` has, at `socket_path`. One for a path: its directory's lock sees to that."""
+
+    def __init__(
+        self,
+        readings: Readings,
+        socket_path: Path,
+        *,
+        gid: int | None = None,
+        rules: Callable[[DeviceInfo, int], Rules] = default_rules,
+        set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
+        tick_s: float | None = 0.02,
+        grace_s: float = 2.0,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Does nothing before `start`.
+
+        Args:
+            readings: Where memory is seen.
+            socket_path: Where to listen.
+            gid: The group that may connect too.
+            rules: For a device and its capacity in bytes, asked when it gets its first lease.
+            set_engines: Told the processes that hold leases on a device whenever these change. A source that counts
+                named processes only, as a test device does, must count these too: used bytes contain the engines'.
+            tick_s: How often measurements are looked at; None: only when `tick` is called.
+            grace_s: How long a successor waits for engines to come back.
+            clock: Monotonic ns, the clock of the readings.
+        """
+        self._books = Books(readings, rules, set_engines, clock)
+        self._path, self._gid, self._tick_s, self._grace_s, self._clock = socket_path, gid, tick_s, grace_s, clock
+        self._connections: dict[Connection, None] = {}  # the oldest first
+        self._pidfds: dict[int, int] = {}  # of the processes of leases that live
+        self._listener: socket.socket | None = None
+        self._identity: os.stat_result | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._settling: asyncio.Handle | None = None
+        self._told: set[str] = set()
+
+    def leases(self) -> tuple[wire.LeaseView, ...]:
+        """The leases, as of the last order or tick. From any thread."""
+        return self._books.lease_views
+
+    def devices(self) -> tuple[DeviceView, ...]:
+        """The devices that have leases, or had some. From any thread."""
+        return self._books.device_views
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where the socket cannot be made."""
+        succeeds = self._path.is_socket()
+        self._listener = listen(self._path, gid=self._gid)
+        self._identity = os.stat(self._path)
+        if succeeds:
+            self._books.trust_from_ns = self._clock() + int(self._grace_s * 1e9)
+            log.info("a broker was here before; its engines have %g s to come back", self._grace_s)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
+        if self._tick_s is not None:
+            self._ticking = asyncio.create_task(self._tick_forever(self._tick_s))
+
+    async def close(self) -> None:
+        """End every connection. The socket keeps its name if engines hold leases: so a successor waits for them. Idempotent."""
+        if self._listener is None:
+            return
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+        if self._settling is not None:
+            self._settling.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        if not any(connection.lease_id is not None for connection in self._connections):
+            self._remove_name()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        for lease_id in list(self._pidfds):
+            self._unwatch(lease_id)
+        self._books.close()
+
+    def _remove_name(self) -> None:
+        """Take the socket's name away, unless it is another's by now."""
+        assert self._identity is not None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), self._identity):
+                self._path.unlink()
+
+    async def _tick_forever(self, tick_s: float) -> None:
+        while True:
+            try:
+                self.tick()
+            except Exception:  # a fault of ours in one tick must not end all leases
+                log.exception("the broker's tick failed; the next one is in %g s", tick_s)
+            await asyncio.sleep(tick_s)
+
+    def tick(self) -> None:
+        """Look at the clock, the measurements and the records, and decide. In the thread of the loop."""
+        now_ns = self._clock()
+        for connection in list(self._connections):
+            connection.check_times(now_ns)
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)  # if it was out of descriptors
+        self._books.measure_all()
+        self._books.settle()
+        for lease_id in self._pidfds.keys() - self._books.entries.keys():
+            self._unwatch(lease_id)
+
+    def _settle_soon(self) -> None:
+        """Decide once the messages that are here have been read: those who ask at once are served together."""
+        if self._settling is None:
+            self._settling = self._loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = None
+        self._books.settle()
+
+    # ---- connections ----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(_MAX_ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._tell_once("accept", "a client cannot be accepted, tried again at the next tick: %s", error)
+                self._drop_oldest()
+                self._loop.remove_reader(self._listener)
+                return
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self._drop_oldest()
+            try:
+                connection = Connection(
+                    sock, self._clock(), received=self._received, dropped=self._dropped, clock=self._clock
+                )
+            except OSError as error:
+                sock.close()
+                log.debug("a client was gone before it was accepted: %s", error)
+                continue
+            self._connections[connection] = None
+            if len(self._connections) > MAX_CONNECTIONS:
+                connection.drop(Dropped("is one too many", f"{MAX_CONNECTIONS} engines are connected"))
+
+    def _drop_oldest(self) -> None:
+        """Make room: of the clients that hold nothing, the one who is here longest goes."""
+        oldest = next((connection for connection in self._connections if not connection.needed), None)
+        if oldest is not None:
+            oldest.drop(Dropped("is one too many", f"{len(self._connections)} are connected, and it holds nothing"))
+
+    def _dropped(self, connection: Connection, reason: Dropped) -> None:
+        del self._connections[connection]
+        if reason.kind != "is gone":
+            self._tell_once(
+                reason.kind, "a client that %s was dropped (pid %d, uid %d): %s",
+                reason.kind, connection.peer.pid, connection.peer.uid, reason,
+            )  # fmt: skip
+        if connection.reservation_id is not None:
+            self._books.unreserve(connection.reservation_id)
+        if connection.lease_id is not None:
+            self._books.end(self._books.entries[connection.lease_id], str(reason), may_return=True)
+        self._settle_soon()
+
+    def _tell_once(self, kind: str, message: str, *arguments: object) -> None:
+        """Log trouble that anybody can cause at will: the first of each kind, the others for who debugs."""
+        log.log(logging.DEBUG if kind in self._told else logging.WARNING, message, *arguments)
+        self._told.add(kind)
+
+    def _received(self, connection: Connection, message: wire.Message) -> None:
+        """Answer one message. Raises Dropped where the client makes no sense."""
+        if not connection.greeted:
+            self._greet(connection, message)
+            return
+        try:
+            self._answer(connection, message)
+        except LeaseRefused as error:
+            connection.send(wire.refusal(error))
+        self._settle_soon()
+
+    def _greet(self, connection: Connection, message: wire.Message) -> None:
+        if not isinstance(message, wire.Hello):
+            raise Dropped("says no hello", f"its first message was {type(message).__name__}")
+        connection.greeted = True
+        connection.send(wire.Welcome(wire.PROTOCOL, self._books.epoch, os.getpid()))
+        if message.protocol != wire.PROTOCOL:
+            raise Dropped("is of another version", f"it speaks {message.protocol}, the broker {wire.PROTOCOL}")
+
+    def _answer(self, connection: Connection, message: wire.Message) -> None:
+        match message:
+            case wire.Register():
+                self._register(connection, message)
+            case wire.Ask():
+                self._books.ask(self._lease(connection), message)
+            case wire.Report():
+                self._books.report(self._lease(connection), message)
+            case wire.Unmapped():
+                self._books.unmapped(self._lease(connection), message)
+            case wire.Release():
+                self._books.end(self._lease(connection), "it was released", may_return=False)
+            case wire.ListLeases():
+                self._books.settle()
+                for view in self._books.lease_views:
+                    connection.send(view)
+                connection.send(wire.Done())
+            case wire.SetLimit(engine, max_bytes):
+                connection.send(self._books.limit(self._commanded(connection, engine), max_bytes))
+            case wire.RecallBytes(engine, num_bytes):
+                connection.send(self._books.recall(self._commanded(connection, engine), num_bytes))
+            case wire.Reserve():
+                _refuse_second(connection)
+                self._books.reserve(connection, message)
+            case _:
+                raise Dropped("says what only the broker may", type(message).__name__)
+
+    def _register(self, connection: Connection, request: wire.Register) -> None:
+        _refuse_second(connection)
+        for other in list(self._connections):  # an engine that comes back may be quicker than its old socket's end
+            if other.peer == connection.peer and other is not connection:
+                other.check_open()
+        pidfd = None
+        try:
+            pidfd = connection.pidfd()
+            entry = self._books.register(connection, request)
+        except BaseException as error:
+            if pidfd is not None:
+                os.close(pidfd)
+            if isinstance(error, ProcessLookupError):
+                raise Dropped("is gone", "its process has ended") from None
+            if isinstance(error, OSError):
+                raise LeaseRefused(f"the broker cannot keep another lease: {error.strerror}") from error
+            raise
+        if pidfd is not None:
+            self._pidfds[entry.lease_id] = pidfd
+            self._loop.add_reader(pidfd, self._process_ended, entry)
+
+    def _process_ended(self, entry: Entry) -> None:
+        """The second signal of death: a child of the engine may hold its socket open."""
+        self._unwatch(entry.lease_id)
+        if entry.connection is not None:
+            entry.connection.drop(Dropped("is gone", "its process has ended"))
+        self._books.end(entry, "its process has ended", may_return=False)
+
+    def _unwatch(self, lease_id: int) -> None:
+        pidfd = self._pidfds.pop(lease_id)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+    def _lease(self, connection: Connection) -> Entry:
+        if connection.lease_id is None:
+            raise LeaseRefused("this connection holds no lease; register first")
+        return self._books.entries[connection.lease_id]
+
+    def _commanded(self, connection: Connection, engine: str) -> Entry:
+        return self._books.find(engine, connection.peer, os.geteuid())
+
+
+def _refuse_second(connection: Connection) -> None:
+    if connection.needed:
+        raise LeaseRefused("this connection holds a lease or a reservation already; open another for the next one")
+
+
+class BrokerThread:
+    """A broker with a loop and a thread of its own, for a process that has neither."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Does nothing before `start`."""
+        self._broker = broker
+        self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Return once the broker listens. Raises what `Broker.start` does."""
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the broker. Idempotent."""
+        if self._loop is not None and self._ended is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._started.is_set():
+                log.exception("the broker has ended by a fault")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        await self._broker.start()
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        await self._ended.wait()
+        await self._broker.close()

@@ -1,0 +1,209 @@
+"""The broker's clients: a channel to its socket that never blocks, and what people ask of it, which does.
+
+client = BrokerClient(path)
+for lease in client.leases(): ...
+client.limit("engine", 2 * GIB)
+with client.reserve("GPU-...", 8 * GIB, timeout_s=60):
+    ...                                   # these bytes are free, and no engine takes them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from . import wire
+from .broker_socket import connect
+from .errors import BrokerUnavailable, LeaseError, ProtocolMismatch, ProtocolViolation
+
+_READ_BYTES = 65536
+_MAX_UNSENT_BYTES = 256 * 1024
+
+M = TypeVar("M")
+
+
+class Channel:
+    """One connection to a broker. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect and say hello; the answer is looked at with what else comes. Raises BrokerUnavailable."""
+        try:
+            self._socket = connect(path)
+        except FileNotFoundError:
+            raise BrokerUnavailable(f"no broker listens at {path}; is vram-monitor running?") from None
+        except ConnectionRefusedError:
+            raise BrokerUnavailable(f"the broker that listened at {path} has ended") from None
+        except OSError as error:
+            raise BrokerUnavailable(f"the broker at {path} cannot be reached: {error.strerror}") from error
+        self._path = path
+        self._decoder = wire.FrameDecoder()
+        self._out = bytearray()
+        self._fds: deque[int] = deque()
+        self._inbox: deque[wire.Message] = deque()
+        self._failure: LeaseError | None = None
+        self._greeted = False
+        self.send(wire.Hello(wire.PROTOCOL))
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the broker has not taken all that was sent."""
+        return bool(self._out)
+
+    def send(self, message: wire.FromClient) -> None:
+        """Send, or keep it until the broker reads. That it does not, or is gone, `receive` and `wait` say."""
+        if self._failure is None:
+            self._out += wire.to_frame(message)
+            self._flush()
+            if len(self._out) > _MAX_UNSENT_BYTES:
+                self._failure = BrokerUnavailable(
+                    f"the broker at {self._path} does not read: {len(self._out):,} bytes wait for it"
+                )
+
+    def receive(self) -> list[wire.Message]:
+        """What has come. Raises ProtocolMismatch and ProtocolViolation too; after any error only `close`."""
+        self._read()
+        messages = list(self._inbox)
+        self._inbox.clear()
+        if not messages and self._failure is not None:
+            raise self._failure
+        return messages
+
+    def wait(self, deadline: float, *kinds: type[M]) -> M:
+        """The next message, which is of these kinds or a refusal. `deadline` by time.monotonic.
+
+        Raises the LeaseRefused that comes instead, and ProtocolViolation for anything else.
+        """
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        self._read()
+        while not self._inbox:
+            if self._failure is not None:
+                raise self._failure
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise BrokerUnavailable(f"the broker at {self._path} did not answer in time")
+            poller.poll(min(left, 0.05 if self._out else left) * 1000)
+            self._read()
+        message = self._inbox.popleft()
+        if isinstance(message, wire.Refused):
+            raise wire.error_of(message)
+        if not isinstance(message, kinds):
+            raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
+        return message
+
+    def take_fd(self) -> int:
+        """The oldest descriptor that came and was not taken; the caller closes it. Raises ProtocolViolation for none."""
+        if not self._fds:
+            raise ProtocolViolation("the broker sent no descriptor with its answer")
+        return self._fds.popleft()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _read(self) -> None:
+        """Take in what has come, up to the first error, which is kept for when the rest was received."""
+        if self._failure is not None:
+            return
+        try:
+            self._flush()
+            while True:
+                data, fds, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+                self._fds.extend(fds)
+                if not data:
+                    raise self._gone("it closed the connection")
+                for message in self._decoder.feed(data):
+                    if self._greeted:
+                        self._inbox.append(message)
+                    else:
+                        self._greet(message)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failure = self._gone(error.strerror)
+        except LeaseError as error:
+            self._failure = error
+
+    def _greet(self, message: wire.Message) -> None:
+        if not isinstance(message, wire.Welcome):
+            raise ProtocolViolation(f"the broker's first message was {type(message).__name__}")
+        if message.protocol != wire.PROTOCOL:
+            raise ProtocolMismatch(ours=wire.PROTOCOL, theirs=message.protocol)
+        self._greeted = True
+
+    def _flush(self) -> None:
+        """Send what the broker takes. One that has gone may have said why: that is for `_read` to find."""
+        while self._out:
+            try:
+                sent = self._socket.send(self._out)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._out.clear()
+                return
+            del self._out[:sent]
+
+    def _gone(self, why: str | None) -> BrokerUnavailable:
+        return BrokerUnavailable(f"the broker at {self._path} is gone: {why}")
+
+
+class BrokerClient:
+    """What people ask of a broker. Every call is a connection of its own and raises BrokerUnavailable, LeaseRefused."""
+
+    def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
+        """Does nothing yet."""
+        self._path = path
+        self._timeout_s = timeout_s
+
+    def leases(self) -> tuple[wire.LeaseView, ...]:
+        """All leases, the oldest first."""
+        with self._channel() as (channel, deadline):
+            channel.send(wire.ListLeases())
+            rows = []
+            while isinstance(row := channel.wait(deadline, wire.LeaseView, wire.Done), wire.LeaseView):
+                rows.append(row)
+            return tuple(rows)
+
+    def limit(self, engine: str, max_bytes: int) -> wire.LimitSet:
+        """Let an engine (name, or pid) grow no further. What it is granted above comes back as its requests end."""
+        with self._channel() as (channel, deadline):
+            channel.send(wire.SetLimit(engine, max_bytes))
+            return channel.wait(deadline, wire.LimitSet)
+
+    def recall(self, engine: str, num_bytes: int) -> wire.Recalling:
+        """Have an engine (name, or pid) give back so much of what it holds; its minimum stays."""
+        with self._channel() as (channel, deadline):
+            channel.send(wire.RecallBytes(engine, num_bytes))
+            return channel.wait(deadline, wire.Recalling)
+
+    @contextlib.contextmanager
+    def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[None]:
+        """Inside, `num_bytes` of the device are free for whoever knows no broker: engines give them back first.
+
+        Waits for them at most `timeout_s`.
+        """
+        with self._channel() as (channel, _):
+            channel.send(wire.Reserve(device_uuid, num_bytes))
+            channel.wait(time.monotonic() + timeout_s, wire.Reserved)
+            yield
+
+    @contextlib.contextmanager
+    def _channel(self) -> Iterator[tuple[Channel, float]]:
+        channel = Channel(self._path)
+        try:
+            yield channel, time.monotonic() + self._timeout_s
+        finally:
+            channel.close()

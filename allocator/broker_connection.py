@@ -1,0 +1,199 @@
+"""One client of the broker: bytes in and out of a socket that may belong to anybody, within bounds.
+
+What a client can do wrong ends its own connection and costs the others nothing: a frame that is none or too long, more
+messages than an engine has reason to send, half a frame and then silence, never reading what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import ProtocolViolation
+from .wire import FrameDecoder, Message, to_frame
+
+READ_BYTES = 4096  # at a time, so that one client's flood does not keep the others waiting
+MAX_UNREAD_BYTES = 256 * 1024
+BURST_MESSAGES = 1000  # at once, and
+MESSAGES_PER_S = 500  # for long
+HELLO_WITHIN_S = 2.0
+FRAME_WITHIN_S = 5.0
+IDLE_S = 10.0  # without a lease or a reservation
+
+_CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD = 77  # Linux 6.5; in the socket module from no version yet
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end, as the kernel knows it; pid 0 where it is not seen from here."""
+
+    pid: int
+    uid: int
+
+
+class Dropped(Exception):
+    """The connection has to end. `kind` names the reason in general, the message in detail."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class Connection:
+    """A client's socket in the broker's loop. `received` and `dropped` are called from the loop."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        now_ns: int,
+        *,
+        received: Callable[[Connection, Message], None],
+        dropped: Callable[[Connection, Dropped], None],
+        clock: Callable[[], int],
+    ) -> None:
+        """Takes `sock` over. Raises OSError if it is gone already."""
+        sock.setblocking(False)
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        self.peer = Peer(pid, uid)
+        self.greeted = False
+        self.lease_id: int | None = None
+        self.reservation_id: int | None = None
+        self.closed = False
+        self._sock = sock
+        self._received, self._dropped, self._clock = received, dropped, clock
+        self._decoder = FrameDecoder()
+        self._opened_ns = self._heard_ns = self._part_since_ns = now_ns
+        self._tokens, self._counted_ns = float(BURST_MESSAGES), now_ns
+        self._out: deque[tuple[bytes, int | None]] = deque()
+        self._out_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._readable)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a lease or a reservation hangs on it."""
+        return self.lease_id is not None or self.reservation_id is not None
+
+    def pidfd(self) -> int | None:
+        """A descriptor that is readable once the peer's process has ended; None where the system has none for it.
+
+        Raises ProcessLookupError if it has ended already.
+        """
+        try:
+            return self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except ProcessLookupError:
+            raise
+        except OSError:  # before Linux 6.5
+            return os.pidfd_open(self.peer.pid) if self.peer.pid else None
+
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Queue a message, with a descriptor that is closed here once it is sent. Drops a client that does not read."""
+        if self.closed:
+            if fd is not None:
+                os.close(fd)
+            return
+        frame = to_frame(message)
+        self._out.append((frame, fd))
+        self._out_bytes += len(frame)
+        self._flush()
+        if self._out_bytes > MAX_UNREAD_BYTES:
+            self.drop(Dropped("does not read", f"{self._out_bytes:,} bytes wait for it"))
+
+    def drop(self, reason: Dropped) -> None:
+        """End the connection, and say so to whoever opened it. Idempotent."""
+        if not self.closed:
+            self.close()
+            self._dropped(self, reason)
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        for _, fd in self._out:
+            if fd is not None:
+                os.close(fd)
+        self._out.clear()
+
+    def check_open(self) -> None:
+        """Drop a client that has closed its socket, though the loop has not come to it."""
+        if not self.closed:
+            try:
+                if not self._sock.recv(1, socket.MSG_PEEK):
+                    self.drop(Dropped("is gone", "it closed its socket"))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.drop(Dropped("is gone", str(error)))
+
+    def check_times(self, now_ns: int) -> None:
+        """Drop a client that keeps the broker waiting."""
+        if not self.greeted and now_ns - self._opened_ns > HELLO_WITHIN_S * 1e9:
+            self.drop(Dropped("says nothing", f"no hello within {HELLO_WITHIN_S:g} s"))
+        elif self._decoder.has_part and now_ns - self._part_since_ns > FRAME_WITHIN_S * 1e9:
+            self.drop(Dropped("stops in a frame", f"a frame was not completed within {FRAME_WITHIN_S:g} s"))
+        elif not self.needed and now_ns - self._heard_ns > IDLE_S * 1e9:
+            self.drop(Dropped("is idle", f"it holds nothing and asked nothing for {IDLE_S:g} s"))
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.drop(Dropped("is gone", str(error)))
+            return
+        if not data:
+            self.drop(Dropped("is gone", "it closed its socket"))
+            return
+        had_part, self._heard_ns = self._decoder.has_part, self._clock()
+        try:
+            for message in self._decoder.feed(data):
+                had_part = False
+                self._count()
+                self._received(self, message)
+                if self.closed:
+                    return
+        except ProtocolViolation as error:
+            self.drop(Dropped("sends what is no message", str(error)))
+        except Dropped as reason:
+            self.drop(reason)
+        if not had_part:
+            self._part_since_ns = self._heard_ns
+
+    def _count(self) -> None:
+        """One more message. Raises Dropped for a flood."""
+        self._tokens += (self._heard_ns - self._counted_ns) / 1e9 * MESSAGES_PER_S
+        self._tokens = min(self._tokens, BURST_MESSAGES) - 1
+        self._counted_ns = self._heard_ns
+        if self._tokens < 0:
+            raise Dropped("sends too much", f"more than {MESSAGES_PER_S} messages a second")
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                frame, fd = self._out[0]
+                sent = self._sock.send(frame) if fd is None else socket.send_fds(self._sock, [frame], [fd])
+                if fd is not None:
+                    os.close(fd)
+                self._out_bytes -= sent
+                self._out[0] = (frame[sent:], None)
+                if sent < len(frame):
+                    continue
+                self._out.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError as error:
+            self.drop(Dropped("is gone", str(error)))
+            return
+        self._loop.remove_writer(self._sock)

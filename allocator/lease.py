@@ -1,0 +1,476 @@
+"""The engine's side of a lease: what it may hold, what it is to give back, and what it tells the broker. No event loop.
+
+    lease = Lease.register(path, name="chat", device_uuid=..., min_bytes=..., granule_bytes=...)
+    with lease.bracket(held + n):          # raises GrantExceeded beyond what is granted
+        arena.map(...)                     # the broker sees memory come, and knows whose it is
+    for event in lease.poll():             # between steps: never blocks
+        ...
+    lease.ask(held + m)                    # ahead of need; the grant comes when it can
+    lease.answer_unmapped(lease.recall.target_bytes)
+
+What is granted, recalled and limited now stands in the lease's attributes; events only say that they changed, and why. One
+thread may step while another waits (`wait`, or `fileno` in a loop of one's own); every call is safe from any thread.
+
+When the broker dies, the engine keeps what it holds and takes no more. `poll` looks for a successor by itself, and tells it
+what is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from . import wire
+from .broker_client import Channel
+from .errors import (
+    BrokerUnavailable,
+    GrantExceeded,
+    InvalidLease,
+    LeaseClosed,
+    LeaseError,
+    LeaseRefused,
+    LeaseTooSmall,
+    ProtocolViolation,
+)
+from .lease_record import RecordWriter
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # looking for a successor; it waits longer than this for those who come back
+_REFUSED_RETRY_S = 5.0
+_ANSWER_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The lease may hold `granted_bytes` in all now."""
+
+    granted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The lease is to be at or under `target_bytes` by `due`, a time of the lease's clock; then `answer_unmapped`."""
+
+    target_bytes: int
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """The max is another now: admit nothing that leads above it, and shrink to it as requests end."""
+
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The broker is gone, or of no use: the engine keeps what it holds, and takes no more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """A broker knows the lease again."""
+
+    granted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The broker refused something that was sent. An answer that crossed a new grant is such; it needs no other."""
+
+    error: LeaseRefused
+
+
+Event: TypeAlias = Granted | Recalled | Limited | Lost | Rejoined | Denied
+
+
+class Lease:
+    """One lease of one device. Made by `register`; every call but `close` and the attributes raises LeaseClosed afterwards."""
+
+    def __init__(self, path: Path, request: wire.Register, clock: Callable[[], float]) -> None:
+        """For `register`."""
+        self._path, self._request, self._clock = path, request, clock
+        self._lock = threading.RLock()
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._waiters = 0
+        self._closed = False
+        self._channel: Channel | None = None
+        self._registered = False
+        self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
+        self._answer_by = 0.0
+        self._record: RecordWriter | None = None
+        self._lower = self._upper = request.held_bytes
+        self._bracketed = False
+        self._reported_inside: int | None = None  # a bracket
+        self._report: wire.Report | None = None
+        self._lease_id = -1
+        self._generation = wire.Generation(0, 0)
+        self._granted = request.held_bytes
+        self._max_bytes = request.max_bytes
+        self._recall: Recalled | None = None
+
+    @classmethod
+    def register(
+        cls,
+        socket_path: Path,
+        *,
+        name: str,
+        device_uuid: str,
+        min_bytes: int,
+        max_bytes: int | None = None,
+        weight: float = 1.0,
+        priority: int = 0,
+        granule_bytes: int,
+        held_bytes: int = 0,
+        timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Lease:
+        """Take a lease, before anything large is loaded. What is granted then may still be less than the minimum.
+
+        Args:
+            socket_path: Of the broker.
+            name: For people; two engines may have the same.
+            device_uuid: As the monitor names it.
+            min_bytes: Guaranteed against other engines: all but KV, and one sequence.
+            max_bytes: Never more than this; None: as much as the device has.
+            weight: Of the share above the minimum, 0.001 to 1000.
+            priority: A lower number is served first, as with requests.
+            granule_bytes: Grants above the minimum come in whole ones.
+            held_bytes: What the process holds already.
+            timeout_s: How long the broker may take to answer.
+            clock: Seconds; of retries and of what is due.
+
+        Raises:
+            InvalidLease: the numbers contradict each other.
+            MinimumsExceedCapacity: not with what is promised to others; both numbers are named.
+            LeaseRefused: anything else that the broker does not like, such as an unknown device.
+            BrokerUnavailable, ProtocolMismatch: there is no broker, or none for this version.
+        """
+        if max_bytes is not None and max_bytes < max(1, min_bytes):
+            raise InvalidLease(f"max_bytes ({max_bytes:,}) must be at least 1 and not below min_bytes ({min_bytes:,})")
+        request = wire.Register(
+            name, device_uuid, min_bytes, max_bytes, float(weight), priority, granule_bytes, held_bytes
+        )
+        try:
+            wire.to_frame(request)
+        except ProtocolViolation as error:
+            raise InvalidLease(str(error)) from None
+        lease = cls(socket_path, request, clock)
+        try:
+            lease._connect()
+            assert lease._channel is not None
+            lease._admitted(lease._channel.wait(time.monotonic() + timeout_s, wire.Registered))
+        except BaseException:
+            lease._free()
+            raise
+        return lease
+
+    # ---- what holds now -------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """As registered."""
+        return self._request.name
+
+    @property
+    def device_uuid(self) -> str:
+        """As registered."""
+        return self._request.device_uuid
+
+    @property
+    def min_bytes(self) -> int:
+        """As registered."""
+        return self._request.min_bytes
+
+    @property
+    def max_bytes(self) -> int | None:
+        """As registered, or as somebody has limited it; None: as much as the device has."""
+        return self._max_bytes
+
+    @property
+    def granted_bytes(self) -> int:
+        """What the lease may hold in all; without a broker, what it holds."""
+        return self._granted
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds, at most: the upper bound in its record."""
+        return self._upper
+
+    @property
+    def recall(self) -> Recalled | None:
+        """The recall that is to be answered."""
+        return self._recall
+
+    @property
+    def connected(self) -> bool:
+        """Whether a broker knows the lease."""
+        return self._registered
+
+    @property
+    def generation(self) -> wire.Generation:
+        """Of the newest order that was seen."""
+        return self._generation
+
+    def require(self, needed_bytes: int, what: str) -> None:
+        """Raises LeaseTooSmall where the lease can never hold what the engine needs: "the weights and one sequence"."""
+        if self._max_bytes is not None and needed_bytes > self._max_bytes:
+            raise LeaseTooSmall(needed_bytes, self._max_bytes, what)
+
+    # ---- what the engine says -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def bracket(self, after_bytes: int) -> Iterator[None]:
+        """Around everything that maps or unmaps: inside, what is held lies between what was and `after_bytes`.
+
+        After it `after_bytes` are held, or what `report` said inside. If the body raises, what was held before is held
+        again: an arena that fails has rolled back. Raises GrantExceeded, before anything is done, for growth beyond what
+        is granted, and ValueError inside another bracket.
+        """
+        with self._lock:
+            self._check_open()
+            if self._bracketed:
+                raise ValueError("a bracket is open already; brackets do not nest")
+            before = self._upper
+            if after_bytes > max(before, self._granted):
+                raise GrantExceeded(after_bytes, self._granted)
+            self._bracketed, self._reported_inside = True, None
+            self._set_bounds(min(before, after_bytes), max(before, after_bytes))
+        held = before
+        try:
+            yield
+            held = after_bytes
+        finally:
+            with self._lock:
+                self._bracketed = False
+                held = held if self._reported_inside is None else self._reported_inside
+                self._set_bounds(held, held)
+
+    def report(self, held: Mapping[str, int], free_bytes: int) -> None:
+        """What is held by class ("weights", "kv", ...), which makes the sum what is held, and how much of it is free.
+
+        Free is what could go back without touching a request. Cheap when nothing has changed. Raises ValueError for more
+        classes or larger amounts than the protocol has room for.
+        """
+        with self._lock:
+            self._check_open()
+            report = wire.Report(dict(held), free_bytes)
+            try:
+                wire.to_frame(report)
+            except ProtocolViolation as error:
+                raise ValueError(str(error)) from None
+            total = sum(held.values())
+            if self._bracketed:
+                self._reported_inside = total
+                self._set_bounds(min(self._lower, total), max(self._upper, total))
+            else:
+                self._set_bounds(total, total)
+            if report != self._report:
+                self._report = report
+                self._send(report)
+
+    def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
+        """The engine could use `target_bytes` in all; the last ask counts, until it expires. Nothing without a broker."""
+        with self._lock:
+            self._check_open()
+            self._send(wire.Ask(target_bytes, wire.milliseconds(expires_s)))
+
+    def answer_unmapped(self, keep_bytes: int) -> None:
+        """No more than `keep_bytes` are held, nor will be without a new grant. The answer to a recall, or of one's own will.
+
+        Below the minimum the grant does not fall. Raises ValueError while more is held.
+        """
+        with self._lock:
+            self._check_open()
+            if keep_bytes < self._upper:
+                raise ValueError(f"{self._upper:,} bytes are held still, not {keep_bytes:,}; unmap first, in a bracket")
+            self._granted = min(self._granted, max(keep_bytes, self._request.min_bytes))
+            if self._recall is not None and self._granted <= self._recall.target_bytes:
+                self._recall = None
+            self._send(wire.Unmapped(keep_bytes, self._generation))
+
+    def close(self) -> None:
+        """End the lease. Unmap before. A thread in `wait` gets LeaseClosed. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._send(wire.Release())
+            self._closed, self._granted, self._recall = True, 0, None
+            if self._waiters:
+                os.eventfd_write(self._wake, 1)  # the last one who waits tidies up
+            else:
+                self._free()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what the broker says -------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to do; the same for as long as the lease lives.
+
+        Without a broker nothing makes it readable: then call `poll` now and then.
+        """
+        return self._epoll.fileno()
+
+    def poll(self) -> tuple[Event, ...]:
+        """What has happened since the last call. Never blocks; looks for a broker if there is none."""
+        with self._lock:
+            self._check_open()
+            events: list[Event] = []
+            try:
+                if self._channel is None:
+                    if self._clock() < self._retry_at:
+                        return ()
+                    self._connect()
+                assert self._channel is not None
+                for message in self._channel.receive():
+                    if (event := self._take_in(message)) is not None:
+                        events.append(event)
+                if not self._registered and self._clock() > self._answer_by:
+                    raise BrokerUnavailable(f"the broker at {self._path} does not answer")
+            except LeaseError as error:
+                if (lost := self._lose(error)) is not None:
+                    events.append(lost)
+            return tuple(events)
+
+    def wait(self, timeout_s: float) -> tuple[Event, ...]:
+        """As `poll`, but waits for something to happen; nothing within `timeout_s` gives ()."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            self._check_open()
+            self._waiters += 1
+        try:
+            while True:
+                if events := self.poll():
+                    return events
+                left = until - time.monotonic()
+                if left <= 0:
+                    return ()
+                self._epoll.poll(min(left, self._longest_sleep()))
+        finally:
+            with self._lock:
+                self._waiters -= 1
+                if self._closed and not self._waiters:
+                    self._free()
+
+    def wait_granted(self, total_bytes: int, timeout_s: float) -> bool:
+        """Wait until so much is granted in all; whether it is. Other events on the way are taken in, and not told."""
+        until = time.monotonic() + timeout_s
+        while self._granted < total_bytes and (left := until - time.monotonic()) > 0:
+            self.wait(left)
+        return self._granted >= total_bytes
+
+    # ---- inside: with the lock held -------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Connect and ask for the lease; the answer comes later. Raises BrokerUnavailable."""
+        self._channel = Channel(self._path)
+        self._epoll.register(self._channel, select.EPOLLIN)
+        self._answer_by = self._clock() + _ANSWER_WITHIN_S
+        self._channel.send(replace(self._request, held_bytes=self._upper))
+
+    def _admitted(self, message: wire.Registered) -> None:
+        assert self._channel is not None
+        try:
+            record = RecordWriter(self._channel.take_fd())
+        except (OSError, ValueError) as error:
+            raise ProtocolViolation(f"the broker sent no record of a lease: {error}") from error
+        record.set(self._lower, self._upper)
+        self._record, self._registered, self._retry_s = record, True, _FIRST_RETRY_S
+        self._lease_id, self._generation = message.lease_id, message.generation
+        self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
+
+    def _take_in(self, message: wire.Message) -> Event | None:
+        """Let a message count. Orders for a lease that has ended, or older than one that was seen, do not."""
+        match message:
+            case wire.Registered() if not self._registered:
+                self._admitted(message)
+                if self._report is not None:
+                    self._send(self._report)
+                return Rejoined(self._granted)
+            case wire.Grant(lease_id, generation, granted_bytes) if self._is_news(lease_id, generation):
+                self._granted = granted_bytes
+                return Granted(granted_bytes)
+            case wire.Recall(lease_id, generation, target_bytes, deadline_ms) if self._is_news(lease_id, generation):
+                self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
+                return self._recall
+            case wire.Limit(lease_id, max_bytes) if lease_id == self._lease_id:
+                self._max_bytes = max_bytes
+                return Limited(max_bytes)
+            case wire.Refused():
+                error = wire.error_of(message)
+                if not self._registered:
+                    raise error
+                return Denied(error)
+            case wire.Grant() | wire.Recall() | wire.Limit():
+                return None
+            case _:
+                raise ProtocolViolation(f"the broker said {type(message).__name__} unasked")
+
+    def _is_news(self, lease_id: int, generation: wire.Generation) -> bool:
+        """Whether an order is for this lease and newer than the last; if so it is the last from now on."""
+        known = self._generation
+        if lease_id != self._lease_id or generation.epoch != known.epoch or generation.counter <= known.counter:
+            return False
+        self._generation = generation
+        return True
+
+    def _lose(self, error: LeaseError) -> Lost | None:
+        """Go on without a broker, and look for one later. Says so once."""
+        was_registered = self._registered
+        self._drop_channel()
+        refused = isinstance(error, LeaseRefused)
+        self._retry_at = self._clock() + (_REFUSED_RETRY_S if refused else 0.0 if was_registered else self._retry_s)
+        self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+        self._granted, self._recall = self._upper, None
+        return Lost(str(error)) if was_registered or refused else None
+
+    def _send(self, message: wire.FromClient) -> None:
+        """Send if there is a broker. That it does not read any more `poll` says."""
+        if self._channel is not None and self._registered:
+            self._channel.send(message)
+
+    def _set_bounds(self, lower_bytes: int, upper_bytes: int) -> None:
+        self._lower, self._upper = lower_bytes, upper_bytes
+        if self._record is not None:
+            self._record.set(lower_bytes, upper_bytes)
+
+    def _longest_sleep(self) -> float:
+        """Until `poll` has something to do that no descriptor tells of."""
+        with self._lock:
+            if self._channel is None:
+                return max(0.001, self._retry_at - self._clock())
+            return 0.05 if self._channel.unsent or not self._registered else 60.0
+
+    def _drop_channel(self) -> None:
+        self._registered = False
+        if self._channel is not None:
+            self._channel.close()  # which takes it out of the epoll set too
+            self._channel = None
+
+    def _free(self) -> None:
+        self._closed = True
+        self._drop_channel()
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LeaseClosed(f"the lease of {self._request.name!r} has ended; register another")

@@ -1,0 +1,119 @@
+"""The record of a lease: between which bounds an engine's memory lies at every instant, without a message.
+
+The broker makes the record, in memory that has no name and cannot change its size, and passes the engine a descriptor
+with the answer to `register`. The engine writes bounds around every map and unmap; the broker reads them whenever a
+measurement of the device comes.
+
+    before a map of n bytes    lower = held        upper = held + n
+    after it                   lower = held + n    upper = held + n
+    before an unmap            lower = held - n    upper = held
+    after it                   lower = held - n    upper = held - n
+
+What the broker needs is not the bounds now, but bounds that held at an instant in the past: when the driver was asked how
+much is free. Any number of maps may have begun and ended since. So the record does not hold the two bounds but how far
+each has risen and fallen in all, four sums that never fall themselves. With the sums read before the measurement (b) and
+after it (a), at every instant in between
+
+    upper <= upper_rises(a) - upper_falls(b)        lower >= lower_rises(b) - lower_falls(a)
+
+however often the bounds have moved, and in whatever order the sums are read: no lock, no sequence number, no clock that
+two processes would have to share. Each sum is 8 aligned bytes, stored by one instruction.
+
+    0        8             16            24            32
+    | upper_rises | upper_falls | lower_rises | lower_falls |       little or big endian: both ends are on one machine
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from typing import NamedTuple
+
+RECORD_BYTES = 4096
+_WORDS = 4
+
+
+class Sums(NamedTuple):
+    """How far the bounds have risen and fallen since the record was made; bytes."""
+
+    upper_rises: int = 0
+    upper_falls: int = 0
+    lower_rises: int = 0
+    lower_falls: int = 0
+
+    @property
+    def upper_bytes(self) -> int:
+        """The upper bound now, as far as sums that were read one after the other tell."""
+        return max(0, self.upper_rises - self.upper_falls)
+
+
+class Bounds(NamedTuple):
+    """At least `lower_bytes` and at most `upper_bytes` are held."""
+
+    lower_bytes: int
+    upper_bytes: int
+
+
+def bounds_between(before: Sums, after: Sums) -> Bounds:
+    """What held at every instant between two readings of the sums; never negative, lower at most upper."""
+    upper = max(0, after.upper_rises - before.upper_falls)
+    lower = max(0, before.lower_rises - after.lower_falls)
+    return Bounds(min(lower, upper), upper)
+
+
+class RecordOwner:
+    """The broker's end: makes the record and reads it."""
+
+    def __init__(self, held_bytes: int = 0) -> None:
+        """A record in which `held_bytes` are held. Raises OSError where no memory or descriptor is left."""
+        if sys.platform != "linux":
+            raise OSError("leases need Linux: memory without a name, passed over a socket")
+        import fcntl
+
+        self._fd: int | None = os.memfd_create("pagetide-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, RECORD_BYTES)
+            # A file that its other user cuts short would end the broker with SIGBUS.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._words = memoryview(mmap.mmap(self._fd, RECORD_BYTES)).cast("Q")
+        except BaseException:
+            os.close(self.take_fd())
+            raise
+        self._words[0] = self._words[2] = held_bytes
+
+    def read(self) -> Sums:
+        """The sums now."""
+        return Sums(*self._words[:_WORDS])
+
+    def take_fd(self) -> int:
+        """The descriptor for the engine, once; the caller closes it. The record stays readable here."""
+        assert self._fd is not None, "taken already"
+        fd, self._fd = self._fd, None
+        return fd
+
+
+class RecordWriter:
+    """The engine's end. Not thread-safe; `Lease` has a lock."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes `fd` over and closes it. Raises OSError or ValueError for a descriptor that is no record."""
+        try:
+            self._words = memoryview(mmap.mmap(fd, RECORD_BYTES)).cast("Q")
+        finally:
+            os.close(fd)
+        sums = Sums(*self._words[:_WORDS])
+        self._upper = sums.upper_rises - sums.upper_falls
+        self._lower = sums.lower_rises - sums.lower_falls
+
+    def set(self, lower_bytes: int, upper_bytes: int) -> None:
+        """What is held lies between these from now on. To be said before a change that widens them, after one that narrows."""
+        if upper_bytes > self._upper:
+            self._words[0] += upper_bytes - self._upper
+        elif upper_bytes < self._upper:
+            self._words[1] += self._upper - upper_bytes
+        if lower_bytes > self._lower:
+            self._words[2] += lower_bytes - self._lower
+        elif lower_bytes < self._lower:
+            self._words[3] += self._lower - lower_bytes
+        self._lower, self._upper = lower_bytes, upper_bytes

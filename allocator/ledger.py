@@ -1,0 +1,297 @@
+"""The book of one device: its leases, changed by what engines say and by what is measured.
+
+    register ─► lives ── end: released, died, or its socket was cut ─► reaping ── its memory is back, or is foreign ─► gone
+                 │ ▲
+       settle: grants, recalls    unmapped: the only way in which a grant falls
+
+`policy` decides, this class carries it out on its own numbers and hands the orders on. It asks no clock: the time comes
+with each call, in monotonic nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..monitor.units import format_bytes
+from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
+from .lease_record import Bounds
+from .policy import (
+    Ceiling,
+    Demand,
+    DeviceState,
+    Grant,
+    Order,
+    PendingRecall,
+    Ready,
+    Recall,
+    Reservation,
+    Rules,
+    Tenant,
+    decide,
+)
+
+_REPORT_TOLERANCE = 0.05  # what engines report agrees with the driver's figures this closely
+_SETTLED_NS = 100_000_000  # of a process that is gone: what has not come back in so long does not
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a lease was registered with."""
+
+    name: str
+    min_bytes: int
+    max_bytes: int | None
+    weight: float
+    priority: int
+    granule_bytes: int
+
+    def check(self) -> None:
+        """Raises InvalidLease."""
+        if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
+            raise InvalidLease(
+                f"the max of {self.name!r} ({format_bytes(self.max_bytes)}) must be at least 1 byte and not below its "
+                f"min ({format_bytes(self.min_bytes)})"
+            )
+
+
+@dataclass(slots=True)
+class _Reaping:
+    """An ended lease on its way out."""
+
+    may_return: bool  # its engine lives, and may go on with it
+    level_bytes: int  # what it held when last some of it came back,
+    level_ns: int  # and when that was
+
+
+class Ledger:
+    """The leases of one device. `state` is for reading."""
+
+    def __init__(self, rules: Rules, capacity_bytes: int) -> None:
+        """`capacity_bytes` as measured."""
+        self.state = DeviceState(rules, capacity_bytes)
+        self._previous_foreign: int | None = None  # what the last measurement alone said at least
+        self._unexplained = 0  # used by nobody's upper bound at the last measurement; negative where engines overstate
+        self._before_reaping = 0  # the same, when the first of those that are reaped ended
+        self._reaping: dict[int, _Reaping] = {}
+
+    # ---- what engines and people say ------------------------------------------------------------
+
+    def register(self, lease_id: int, terms: Terms, held_bytes: int) -> Tenant:
+        """A new lease that is granted what it holds already; `settle` grants it more.
+
+        Raises InvalidLease, MinimumsExceedCapacity; then nothing has changed.
+        """
+        terms.check()
+        self._check_minimums(terms)
+        tenant = Tenant(
+            lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
+            registered_max_bytes=terms.max_bytes,
+            granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
+        )  # fmt: skip
+        self.state.tenants[lease_id] = tenant
+        self._not_foreign(held_bytes)
+        return tenant
+
+    def ask(self, lease_id: int, target_bytes: int, expires_ns: int) -> None:
+        """The lease could use so much in all, until then."""
+        self.state.tenants[lease_id].demand = Demand(target_bytes, expires_ns)
+
+    def report(self, lease_id: int, free_bytes: int) -> None:
+        """So much lies free in the lease's pool."""
+        self.state.tenants[lease_id].free_bytes = free_bytes
+
+    def unmapped(self, lease_id: int, held_bytes: int) -> None:
+        """The lease holds so much now, and no more until a new grant: its grant falls, though not below its minimum."""
+        tenant = self.state.tenants[lease_id]
+        tenant.granted_bytes = min(tenant.granted_bytes, max(held_bytes, tenant.min_bytes))
+        tenant.held_bytes = min(tenant.held_bytes, tenant.granted_bytes)
+        tenant.recalls = tuple(recall for recall in tenant.recalls if recall.target_bytes < tenant.granted_bytes)
+
+    def limit(self, lease_id: int, max_bytes: int) -> int:
+        """Let the lease grow no further than this, nor than it was registered with.
+
+        Returns what it is granted above that; it keeps it until it unmaps. Raises InvalidLease below its minimum.
+        """
+        tenant = self.state.tenants[lease_id]
+        if max_bytes < max(1, tenant.min_bytes):
+            raise InvalidLease(
+                f"{tenant.name!r} was promised {format_bytes(tenant.min_bytes)}; its max cannot be "
+                f"{format_bytes(max_bytes)}. Start it again with a lower min"
+            )
+        tenant.max_bytes = max_bytes if (most := tenant.registered_max_bytes) is None else min(max_bytes, most)
+        return max(0, tenant.granted_bytes - tenant.max_bytes)
+
+    def recall(self, lease_id: int, num_bytes: int, now_ns: int) -> Recall:
+        """Have the lease give back `num_bytes` of what it holds, or all above its minimum.
+
+        For a cool-down it does not grow again, and nobody else gets these bytes. Raises LeaseRefused where it holds no
+        more than its minimum.
+        """
+        tenant = self.state.tenants[lease_id]
+        held = min(tenant.held_bytes, tenant.expected_bytes)
+        target = max(tenant.min_bytes, held - num_bytes)
+        if target >= tenant.expected_bytes:
+            raise LeaseRefused(
+                f"{tenant.name!r} holds {format_bytes(held)}, and {format_bytes(tenant.min_bytes)} is its minimum: "
+                "there is nothing to recall"
+            )
+        freed = max(0, held - target)
+        tenant.ceiling = Ceiling(target, now_ns + int(self.state.rules.cooldown_s * 1e9))
+        self._add_peak(now_ns, max(self.state.foreign_bytes, self.state.peak_bytes(now_ns)) + freed)
+        order = Recall(lease_id, target, self.state.rules.recall_deadline_s)
+        self._apply(order, now_ns)
+        return order
+
+    def reserve(self, reservation_id: int, num_bytes: int) -> None:
+        """Keep so much free for a stranger, as soon as it is; `settle` says when. Raises LeaseRefused if it never can be."""
+        state = self.state
+        minimums = sum(tenant.min_bytes for tenant in state.living())
+        room = state.capacity_bytes - state.rules.headroom_bytes - minimums - state.reserved_bytes
+        if num_bytes > room:
+            raise LeaseRefused(
+                f"{format_bytes(num_bytes)} cannot be reserved: of {format_bytes(state.capacity_bytes)}, "
+                f"{format_bytes(max(0, room))} are neither headroom nor reserved nor the minimum of a lease"
+            )
+        if not state.reservations:
+            state.base_bytes = state.foreign_bytes
+        state.reservations[reservation_id] = Reservation(reservation_id, num_bytes)
+
+    def unreserve(self, reservation_id: int) -> None:
+        """The reservation is over; what was taken in it is foreign memory. Idempotent."""
+        self.state.reservations.pop(reservation_id, None)
+
+    def end(self, lease_id: int, now_ns: int, *, may_return: bool = False) -> None:
+        """The lease has ended, its memory is not back yet. It stays, reaping, until `reaped` names it.
+
+        `may_return`: nobody knows yet whether the engine is gone, so its memory is waited for as long as the rules say.
+        Say it again once it is.
+        """
+        tenant = self.state.tenants[lease_id]
+        if tenant.ended_ns is None:
+            if not self._reaping:
+                self._before_reaping = self._unexplained
+            tenant.ended_ns = now_ns
+            tenant.demand, tenant.recalls = None, ()
+            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # the rest it can never map
+            self._reaping[lease_id] = _Reaping(may_return, tenant.granted_bytes, now_ns)
+        elif self._reaping[lease_id].may_return and not may_return:
+            self._reaping[lease_id] = _Reaping(may_return, tenant.granted_bytes, now_ns)
+
+    def drop(self, lease_id: int) -> None:
+        """Forget the lease: it goes on as another one, or is reaped."""
+        del self.state.tenants[lease_id]
+        self._reaping.pop(lease_id, None)
+
+    # ---- what is measured -----------------------------------------------------------------------
+
+    def measured(
+        self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], now_ns: int, *, trusted: bool = True
+    ) -> None:
+        """The device was measured, and each lease held what its bounds say at that instant.
+
+        Not `trusted`: engines that are not registered yet may look like strangers, so nobody is recalled for them.
+        """
+        state = self.state
+        state.capacity_bytes, state.used_bytes = capacity_bytes, capacity_bytes - free_bytes
+        for tenant in state.tenants.values():
+            bound = bounds.get(tenant.lease_id, Bounds(0, tenant.granted_bytes))
+            # More than it was granted is no engine's: it is counted with the strangers, so that it is counted.
+            tenant.upper_bytes = min(bound.upper_bytes, tenant.granted_bytes)
+            tenant.lower_bytes = min(bound.lower_bytes, tenant.upper_bytes)
+        self._shrink_reaped(now_ns)
+        self._unexplained = state.used_bytes - sum(tenant.upper_bytes for tenant in state.tenants.values())
+        foreign = max(0, self._unexplained)
+        state.foreign_bytes = min(foreign, self._previous_foreign or 0) if trusted else 0
+        self._previous_foreign = foreign if trusted else None
+        state.base_bytes = min(state.base_bytes, foreign)
+        if trusted:
+            self._add_peak(now_ns, state.foreign_bytes)
+
+    def unmeasured(self) -> None:
+        """The device does not say how much is free: nothing is decided until it does."""
+        self.state.used_bytes = None
+        self._previous_foreign = None
+
+    def hold(self, lease_id: int, held_bytes: int) -> None:
+        """The upper bound in the lease's record now."""
+        self.state.tenants[lease_id].held_bytes = held_bytes
+
+    def reaped(self, now_ns: int) -> dict[int, int]:
+        """The ended leases that are over, with the bytes that did not come back: `drop` makes these foreign."""
+        limit_ns = int(self.state.rules.reaping_limit_s * 1e9)
+        over: dict[int, int] = {}
+        for lease_id, reaping in self._reaping.items():
+            tenant = self.state.tenants[lease_id]
+            assert tenant.ended_ns is not None
+            settled = not reaping.may_return and now_ns - reaping.level_ns > _SETTLED_NS
+            if tenant.granted_bytes == 0 or settled or now_ns - tenant.ended_ns > limit_ns:
+                over[lease_id] = tenant.granted_bytes
+        return over
+
+    def settle(self, now_ns: int) -> tuple[Order, ...]:
+        """What the policy decides, carried out here; the broker tells those whom it concerns."""
+        orders = decide(self.state, now_ns)
+        for order in orders:
+            self._apply(order, now_ns)
+        return orders
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _apply(self, order: Order, now_ns: int) -> None:
+        match order:
+            case Grant(lease_id, granted_bytes):
+                self.state.tenants[lease_id].granted_bytes = granted_bytes
+            case Recall(lease_id, target_bytes, deadline_s, for_growth):
+                tenant = self.state.tenants[lease_id]
+                recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9))
+                tenant.recalls = (*tenant.recalls, recall)
+                if for_growth:
+                    tenant.gave_for_growth_ns = now_ns
+            case Ready(reservation_id):
+                self.state.reservations[reservation_id].ready = True
+
+    def _check_minimums(self, terms: Terms) -> None:
+        state = self.state
+        promised = sum(tenant.min_bytes for tenant in state.living())
+        room = state.capacity_bytes - state.rules.headroom_bytes
+        if promised + terms.min_bytes > room:
+            raise MinimumsExceedCapacity(
+                f"a min of {format_bytes(terms.min_bytes)} for {terms.name!r} makes {format_bytes(promised + terms.min_bytes)} "
+                f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
+                f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
+                f"Lower the min to {format_bytes(max(0, room - promised))} or less"
+            )
+
+    def _not_foreign(self, held_bytes: int) -> None:
+        """What looked like a stranger until now is an engine's; to keep it in mind would have it recalled from others."""
+        if held_bytes:
+            if self._previous_foreign is not None:
+                self._previous_foreign = max(0, self._previous_foreign - held_bytes)
+            self.state.foreign_bytes = max(0, self.state.foreign_bytes - held_bytes)
+            self.state.peaks = tuple((at_ns, max(0, peak - held_bytes)) for at_ns, peak in self.state.peaks)
+
+    def _shrink_reaped(self, now_ns: int) -> None:
+        """What ended leases hold still: what is used by no living engine, beyond what was unexplained before they ended."""
+        if not self._reaping:
+            return
+        state = self.state
+        assert state.used_bytes is not None
+        explained = sum(tenant.upper_bytes for tenant in state.living())
+        left = max(0, state.used_bytes - explained - self._before_reaping)
+        for lease_id, reaping in self._reaping.items():
+            tenant = state.tenants[lease_id]
+            remains = min(tenant.granted_bytes, left)
+            left -= remains
+            if remains <= _REPORT_TOLERANCE * tenant.held_bytes:
+                remains = 0
+            tenant.granted_bytes = tenant.upper_bytes = remains
+            tenant.lower_bytes = 0
+            if remains <= reaping.level_bytes - tenant.granule_bytes:
+                reaping.level_bytes, reaping.level_ns = remains, now_ns
+
+    def _add_peak(self, now_ns: int, num_bytes: int) -> None:
+        """Remember it for the cool-down. Lower ones before it say nothing more, so the list stays short and falls."""
+        since_ns = now_ns - int(self.state.rules.cooldown_s * 1e9)
+        kept = [(at_ns, peak) for at_ns, peak in self.state.peaks if at_ns >= since_ns and peak > num_bytes]
+        self.state.peaks = (*kept, (now_ns, num_bytes))

@@ -1,0 +1,441 @@
+"""The lease protocol: what engine and broker say to each other, as frames of bytes and as checked dataclasses.
+
+    frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
+    payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
+
+    engine    hello    register                  ask   report   unmapped            release
+                 \\        \\                        \\              / \\
+    broker      welcome    registered (+ record)    grant    recall    ...
+
+The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. All
+others are strict: a key too many, one missing, or a value out of its range is a ProtocolViolation, and the connection
+ends. Amounts are bytes; times are durations, since the clocks of two processes need not agree.
+
+A generation is (the broker's epoch, a counter that rises with every order). An answer names the newest generation that
+its engine has seen, so that both sides can tell an answer to an older state of affairs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+from .errors import (
+    InvalidLease,
+    LeaseRefused,
+    MinimumsExceedCapacity,
+    NotPermitted,
+    ProtocolViolation,
+    UnknownEngine,
+)
+
+PROTOCOL = 1
+MAX_PAYLOAD_BYTES = 64 * 1024
+MAX_BYTES = 2**62  # of memory; nobody has as much, and sums of a few still fit into 64 bits
+MAX_SENTENCE = 4096  # characters
+MAX_CLASSES = 32  # kinds of memory that an engine tells apart
+
+_LENGTH = struct.Struct(">I")
+
+
+class Generation(NamedTuple):
+    """Of an order: larger within an epoch is newer; another epoch is another broker."""
+
+    epoch: int
+    counter: int
+
+
+# ---- values: (what the field is called, what came) -> the checked value -------------------------
+
+T = TypeVar("T")
+_Read = Callable[[str, object], T]
+
+
+def _wrong(name: str, wanted: str, value: object) -> ProtocolViolation:
+    return ProtocolViolation(f"{name} must be {wanted}, got {reprlib.repr(value)}")
+
+
+def _whole(low: int, high: int) -> _Read[int]:
+    def read(name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _wrong(name, f"a whole number between {low} and {high}", value)
+        return value
+
+    return read
+
+
+def _number(low: float, high: float) -> _Read[float]:
+    def read(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise _wrong(name, f"a number between {low:g} and {high:g}", value)
+        return float(value)
+
+    return read
+
+
+def _text(longest: int) -> _Read[str]:
+    def read(name: str, value: object) -> str:
+        if not isinstance(value, str) or not 0 < len(value) <= longest or not value.isprintable():
+            raise _wrong(name, f"a printable text of 1 to {longest} characters", value)
+        return value
+
+    return read
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return value
+
+
+def _classes(name: str, value: object) -> Mapping[str, int]:
+    if not isinstance(value, dict) or len(value) > MAX_CLASSES:
+        raise _wrong(name, f"an object of at most {MAX_CLASSES} amounts", value)
+    return {_CLASS(f"a key of {name}", key): _AMOUNT(f"{name}.{key}", amount) for key, amount in value.items()}
+
+
+def _generation(name: str, value: object) -> Generation:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise _wrong(name, "a pair of whole numbers", value)
+    return Generation(_COUNT(f"{name}[0]", value[0]), _COUNT(f"{name}[1]", value[1]))
+
+
+def _optional(read: _Read[T]) -> _Read[T | None]:
+    return lambda name, value: None if value is None else read(name, value)
+
+
+_AMOUNT, _COUNT, _CLASS = _whole(0, MAX_BYTES), _whole(0, 2**63 - 1), _text(32)
+_MS = _whole(1, 24 * 3600 * 1000)
+
+Bytes = Annotated[int, _AMOUNT]
+MaybeBytes = Annotated[int | None, _optional(_AMOUNT)]
+PositiveBytes = Annotated[int, _whole(1, MAX_BYTES)]
+Count = Annotated[int, _COUNT]
+Ms = Annotated[int, _MS]
+MaybeMs = Annotated[int | None, _optional(_whole(0, 2**63 - 1))]
+Name = Annotated[str, _text(128)]
+Sentence = Annotated[str, _text(MAX_SENTENCE)]
+Weight = Annotated[float, _number(0.001, 1000)]
+Priority = Annotated[int, _whole(-1000, 1000)]
+Classes = Annotated[Mapping[str, int], _classes]
+Order = Annotated[Generation, _generation]
+Flag = Annotated[bool, _flag]
+
+
+# ---- from the client ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first frame of a client."""
+
+    protocol: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A lease for this process. `max_bytes` None: as much as the device has. A lower `priority` goes first, as with requests.
+
+    `held_bytes`: what the process holds already, as after its broker died.
+    """
+
+    name: Name
+    device_uuid: Name
+    min_bytes: Bytes
+    max_bytes: MaybeBytes
+    weight: Weight
+    priority: Priority
+    granule_bytes: PositiveBytes
+    held_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The engine could use `target_bytes` in all. It counts as demand until it expires or the next ask comes."""
+
+    target_bytes: Bytes
+    expires_ms: Ms
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the engine holds by class, and how much of it lies free in its pool."""
+
+    held: Classes
+    free_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unmapped:
+    """The engine holds `held_bytes` now and will hold no more without a grant newer than `generation`."""
+
+    held_bytes: Bytes
+    generation: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The lease ends; the connection may stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListLeases:
+    """Answered by a `LeaseView` for each lease, then `Done`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimit:
+    """The engine (name, or pid) shall grow no further than `max_bytes`. Answered by `LimitSet`."""
+
+    engine: Name
+    max_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecallBytes:
+    """The engine shall give `num_bytes` of what it holds back. Answered by `Recalling`."""
+
+    engine: Name
+    num_bytes: PositiveBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Keep `num_bytes` free for a process that knows no broker, until this connection ends. Answered by `Reserved`."""
+
+    device_uuid: Name
+    num_bytes: PositiveBytes
+
+
+# ---- from the broker ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The first frame of the broker."""
+
+    protocol: Count
+    epoch: Count
+    pid: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The lease is there; a descriptor of its record comes with this frame. More is granted as it comes free."""
+
+    lease_id: Count
+    generation: Order
+    granted_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The engine may hold `granted_bytes` in all from now on."""
+
+    lease_id: Count
+    generation: Order
+    granted_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The engine shall be at or under `target_bytes` within `deadline_ms`."""
+
+    lease_id: Count
+    generation: Order
+    target_bytes: Bytes
+    deadline_ms: Ms
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The engine's max is another now. Above it, it admits nothing new and shrinks as its requests end."""
+
+    lease_id: Count
+    max_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing was done. `code` says which LeaseRefused it is: see `refusal` and `error_of`."""
+
+    code: Name
+    message: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """One lease as people and metrics see it."""
+
+    lease_id: Count
+    name: Name
+    pid: Count
+    user: Name
+    device_uuid: Name
+    min_bytes: Bytes
+    max_bytes: MaybeBytes  # None: as much as the device has
+    weight: Weight
+    priority: Priority
+    granted_bytes: Bytes
+    held_bytes: Bytes  # the upper bound in its record, now
+    held: Classes  # as last reported, by class
+    free_bytes: Bytes  # of these, free in its pool
+    asked_bytes: MaybeBytes  # None: asks for nothing
+    state: Name  # ok, recalling, overdue, reaping
+    recall_target_bytes: MaybeBytes
+    recall_age_ms: MaybeMs  # since the oldest recall that is not served
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """No more rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSet:
+    """The limit holds; `over_bytes` above it are granted still, and come back as the engine's requests end."""
+
+    max_bytes: Bytes
+    over_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recalling:
+    """The engine was told to be at or under `target_bytes`."""
+
+    target_bytes: Bytes
+    deadline_ms: Ms
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The bytes are free now, and nobody who holds a lease will touch them."""
+
+    num_bytes: Bytes
+
+
+FromClient = (
+    Hello | Register | Ask | Report | Unmapped | Release | ListLeases | SetLimit | RecallBytes | Reserve
+)  # fmt: skip
+FromBroker = (
+    Welcome | Registered | Grant | Recall | Limit | Refused | LeaseView | Done | LimitSet | Recalling | Reserved
+)  # fmt: skip
+Message = FromClient | FromBroker
+
+
+def _type_name(kind: type) -> str:
+    """`ListLeases` -> "list_leases"."""
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in kind.__name__).lstrip("_")
+
+
+_KINDS: dict[str, type] = {_type_name(kind): kind for kind in (*get_args(FromClient), *get_args(FromBroker))}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_READERS: dict[type, dict[str, _Read[Any]]] = {
+    kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
+    for kind in _NAMES
+}
+
+
+# ---- message <-> bytes --------------------------------------------------------------------------
+
+
+def to_frame(message: Message) -> bytes:
+    """The message as it goes over the socket. Raises ProtocolViolation for one that the other side would refuse."""
+    name = _NAMES[type(message)]
+    content = {key: read(f"{name}.{key}", getattr(message, key)) for key, read in _READERS[type(message)].items()}
+    payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, {name} has {len(payload):,}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def from_payload(payload: bytes) -> Message:
+    """The message in a frame. Raises ProtocolViolation."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, this one {len(payload):,}")
+    try:
+        content = json.loads(payload.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ProtocolViolation(f"a frame is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise _wrong("a frame", "a JSON object", content)
+    type_name = content.pop("type", None)
+    kind = _KINDS.get(type_name) if isinstance(type_name, str) else None
+    if kind is None:
+        raise _wrong("the type of a frame", f"one of {', '.join(_KINDS)}", type_name)
+    readers = _READERS[kind]
+    if content.keys() != readers.keys():
+        extra, missing = sorted(content.keys() - readers.keys()), sorted(readers.keys() - content.keys())
+        raise ProtocolViolation(f"{type_name} has {_listed(extra)} too many and lacks {_listed(missing)}")
+    message: Message = kind(**{key: read(f"{type_name}.{key}", content[key]) for key, read in readers.items()})
+    return message
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _listed(names: list[str]) -> str:
+    return reprlib.repr(names) if names else "nothing"
+
+
+_REFUSALS: dict[str, type[LeaseRefused]] = {
+    "refused": LeaseRefused,
+    "invalid": InvalidLease,
+    "minimums": MinimumsExceedCapacity,
+    "unknown": UnknownEngine,
+    "not_permitted": NotPermitted,
+}
+_CODES = {kind: code for code, kind in _REFUSALS.items()}
+
+
+def refusal(error: LeaseRefused) -> Refused:
+    """The error as an answer."""
+    return Refused(_CODES.get(type(error), "refused"), str(error)[:MAX_SENTENCE])
+
+
+def error_of(refused: Refused) -> LeaseRefused:
+    """The answer as an error, to be raised."""
+    return _REFUSALS.get(refused.code, LeaseRefused)(refused.message)
+
+
+class FrameDecoder:
+    """Bytes as they come, in any pieces, to messages. Holds at most one frame that is not complete."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that `data` completes, one after the other. Raises ProtocolViolation; then stop reading."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer, start)
+                if length > MAX_PAYLOAD_BYTES:  # before a byte of it has come
+                    raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, not {length:,}")
+                end = start + _LENGTH.size + length
+                if len(self._buffer) < end:
+                    break
+                payload = bytes(self._buffer[start + _LENGTH.size : end])
+                start = end
+                yield from_payload(payload)
+        finally:
+            del self._buffer[:start]
+
+
+def milliseconds(seconds: float) -> int:
+    """A duration for the wire, rounded up, at least 1 ms and at most a day. Raises ValueError for none."""
+    if not seconds > 0 or not math.isfinite(seconds):
+        raise ValueError(f"a duration must be more than 0 seconds, got {seconds:g}")
+    return min(24 * 3600 * 1000, max(1, math.ceil(seconds * 1000)))

@@ -1,0 +1,365 @@
+"""The engine's memory between steps: the pool grows ahead of need, gives back when idle, and serves what the lease recalls.
+
+    before a step   lease granted? recalled? limited?  ->  scheduler.grow / give_back: the resize part of the next plan
+    the step        maps, copies, unmaps (runner), each bracketed in the lease's record (LeasedArena)
+    after it        what is held is reported, recalls are answered
+
+What a lease grants covers all bytes of the process: `base` is what it holds besides KV (weights, libraries, workspaces), and
+the pool may have what is left. Bytes go back in this order: what libraries keep for later, free extents, compaction, then
+the last in order is preempted, and that only for a recall. While requests run, all of it happens in slices, one a step, so
+that no step takes long.
+
+Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..allocator.arena import Arena
+from ..allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined
+from ..monitor.units import GIB, MIB, format_bytes
+from ..scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 64 * MIB  # mapped, or moved, in one step while requests run: milliseconds on a host
+UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds too
+_LOOK_S = 0.02  # how often demand is worked out while blocks are short
+_ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
+_BASE_S = 0.5  # how often the process is measured
+_REFUSED_S = 0.5  # how long nothing is mapped after the device said no
+_ALONE_S = 0.05  # no step for so long: nobody waits for the next one
+
+
+@dataclass(slots=True)
+class MemoryStats:
+    """Counters and bytes since the start. Changed by `EngineMemory` alone."""
+
+    recalls: int = 0
+    recalled_bytes: int = 0
+    grown_bytes: int = 0
+    given_back_bytes: int = 0
+    refused: int = 0
+    lost_brokers: int = 0
+
+
+class EngineMemory:
+    """Keeps one engine's pool within its lease. Used by one thread at a time, between steps.
+
+    Args:
+        scheduler: Gives the scheduler; another one after a fault.
+        arena: What the runner maps and unmaps. Leased, if there is a lease.
+        min_extents: Given back to nobody but by a recall.
+        base_bytes: Measures what the process holds besides KV.
+        reserve_bytes: What a step may take besides, in workspaces.
+        weights_bytes: Of what it holds, the weights; for people.
+        trim: Gives back what libraries keep for later.
+        lease: None without a broker.
+        idle_s: How long extents stay that nobody needs.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[], Scheduler],
+        arena: Arena,
+        *,
+        min_extents: int,
+        base_bytes: Callable[[], int],
+        reserve_bytes: int,
+        weights_bytes: int,
+        trim: Callable[[], None],
+        lease: Lease | None,
+        idle_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease = lease
+        self.stats = MemoryStats()
+        self._closed = threading.Event()
+        self._scheduler = scheduler
+        self._arena = arena
+        self._extent_bytes = arena.extent_bytes
+        self._min_extents = min_extents
+        self._measure = base_bytes
+        self._weights_bytes = weights_bytes
+        self._trim = trim
+        self._idle_s = idle_s
+        self._clock = clock
+        self._planned_bytes = base_bytes() + reserve_bytes
+        self._base_bytes = self._planned_bytes
+        self._mapped_bytes = arena.mapped_bytes
+        self._look_at = self._ask_at = self._base_at = self._grow_at = 0.0
+        self._needed_at = clock()  # when all that is mapped was needed last
+        self._settled_at = -math.inf  # when the last step ended
+        self._alone = True  # nobody made steps before the one that is prepared
+        self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
+        self._report()
+
+    # ---- before a step --------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Decide what the next plan maps and unmaps."""
+        now = self._clock()
+        self._alone = now - self._settled_at >= _ALONE_S
+        self._listen()
+        scheduler = self._scheduler()
+        self._limit(scheduler)
+        if self._recalled(scheduler) or self._shed_excess(scheduler):
+            return
+        if self._short(scheduler) and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._grow(scheduler, now)
+        elif now - self._needed_at >= self._idle_s and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._rest(scheduler, now)
+
+    @property
+    def due(self) -> bool:
+        """Whether a step is to be made for memory's sake though no request needs one. Takes in what the broker says."""
+        self._listen()
+        scheduler = self._scheduler()
+        self._limit(scheduler)
+        if self._over_recall(scheduler) > 0:
+            return True
+        self._answer()  # a recall of what was granted and never mapped needs no step
+        if self._excess(scheduler) > 0 and scheduler.idle_extents:
+            return True
+        may_rest = scheduler.num_extents > self._min_extents and self._clock() - self._needed_at >= self._idle_s
+        return may_rest and scheduler.idle_extents > 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the broker to say something, but no longer. From any thread. Raises LeaseClosed."""
+        if self.lease is None:
+            self._closed.wait(timeout_s)
+        else:
+            self._take_in(self.lease.wait(timeout_s))
+
+    def close(self) -> None:
+        """Wake whoever waits, to find the engine closed. A lease does that itself when it is closed."""
+        self._closed.set()
+
+    def _listen(self) -> None:
+        if self.lease is not None:
+            self._take_in(self.lease.poll())
+
+    def _take_in(self, events: tuple[Event, ...]) -> None:
+        """Log and count what the broker said; what it means stands in the lease."""
+        assert self.lease is not None
+        name = self.lease.name
+        for event in events:
+            if isinstance(event, Recalled):
+                self.stats.recalls += 1
+                self.stats.recalled_bytes += max(0, self.lease.held_bytes - event.target_bytes)
+                log.info(
+                    "%s: recalled to %s, of %s held", name, format_bytes(event.target_bytes),
+                    format_bytes(self.lease.held_bytes),
+                )  # fmt: skip
+            elif isinstance(event, Granted):
+                log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
+            elif isinstance(event, Limited):
+                log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
+            elif isinstance(event, Lost):
+                self.stats.lost_brokers += 1
+                log.warning(
+                    "%s: the broker is gone (%s); the pool stays as it is until there is one", name, event.reason
+                )
+            elif isinstance(event, Rejoined):
+                log.info("%s: a broker is back; %s granted", name, format_bytes(event.granted_bytes))
+            elif isinstance(event, Denied):
+                log.info("%s: the broker refused: %s", name, event.error)
+
+    def _allowed_extents(self) -> int:
+        """Extents that the lease allows now; all there are without one. The null block's stays always."""
+        if self.lease is None:
+            return self._arena.num_extents
+        recall = self.lease.recall
+        allowed = self.lease.granted_bytes if recall is None else min(self.lease.granted_bytes, recall.target_bytes)
+        return self._extents_in(allowed)
+
+    def _extents_in(self, total_bytes: int) -> int:
+        """Extents of a pool with which the process holds at most so much."""
+        return min(self._arena.num_extents, max(1, (total_bytes - self._base_bytes) // self._extent_bytes))
+
+    def _limit(self, scheduler: Scheduler) -> None:
+        """Let the scheduler admit nothing beyond what the lease may ever come to."""
+        most = None if self.lease is None else self.lease.max_bytes
+        extents = self._arena.num_extents if most is None else self._extents_in(most)
+        blocks = min(scheduler.cache.capacity, extents * scheduler.cache.blocks_per_extent - 1)
+        if blocks != scheduler.limit_blocks:
+            scheduler.limit_blocks = blocks
+
+    def _over_recall(self, scheduler: Scheduler) -> int:
+        """Extents that a recall is after; 0 or less without one, or when they are on their way out."""
+        recall = None if self.lease is None else self.lease.recall
+        return 0 if recall is None else scheduler.num_extents - self._extents_in(recall.target_bytes)
+
+    def _recalled(self, scheduler: Scheduler) -> bool:
+        """Serve a recall: a slice of it while requests run. Returns whether there is one to serve."""
+        over = self._over_recall(scheduler)
+        if over <= 0:
+            return False
+        assert self.lease is not None and self.lease.recall is not None
+        if self._trimmed_for != self.lease.recall.target_bytes:  # first what nobody notices
+            self._trimmed_for = self.lease.recall.target_bytes
+            self._trim()
+            self._report()
+            over = self._over_recall(scheduler)
+        part = min(over, self._slice(scheduler))
+        given = scheduler.give_back_idle(min(over, self._idle_slice(scheduler)))
+        if given < part:
+            scheduler.give_back(part - given)
+        return True
+
+    def _shed_excess(self, scheduler: Scheduler) -> bool:
+        """Above a limit: what is idle goes, nobody is preempted, and the rest goes as requests end."""
+        over = min(self._excess(scheduler), self._slice(scheduler))
+        return over > 0 and scheduler.give_back_idle(over) > 0
+
+    def _excess(self, scheduler: Scheduler) -> int:
+        """Extents above a limit, or above the grant, where the process has outgrown it by whole extents beside its pool.
+
+        Those that requests which run are going to need are none of them: they would be preempted for want of these.
+        """
+        excess = scheduler.excess_extents
+        if self.lease is not None and self.lease.connected:
+            excess = max(excess, (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes)
+        if excess and scheduler.num_running:
+            excess = min(excess, scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks()))
+        return excess
+
+    def _slice(self, scheduler: Scheduler) -> int:
+        """Extents that may move in the next step: all, where nobody waits for its end."""
+        if self._alone or not scheduler.num_running:
+            return self._arena.num_extents
+        return max(1, SLICE_BYTES // self._extent_bytes)
+
+    def _idle_slice(self, scheduler: Scheduler) -> int:
+        """Extents, of those that nobody needs, that may go in the next step: as many as have no more than a slice to move."""
+        if self._alone or not scheduler.num_running:
+            return self._arena.num_extents
+        allocator = scheduler.cache.allocator
+        plan = allocator.plan_drain(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
+        most = self._slice(scheduler) * allocator.blocks_per_extent
+        if len(plan.moves) <= most:
+            return len(plan.extents)
+        too_far = plan.moves[most] // allocator.blocks_per_extent  # moves stand in the order of the extents
+        return max(1, plan.extents.tolist().index(too_far))
+
+    def _short(self, scheduler: Scheduler) -> bool:
+        """Whether blocks may soon be short: somebody waits, or fewer are free than there are sequences."""
+        return bool(scheduler.num_waiting or scheduler.cache.available < scheduler.num_running)
+
+    def _grow(self, scheduler: Scheduler, now: float) -> None:
+        """Map what is forecast to be needed, as far as it is granted; ask for the rest."""
+        wanted = self._wanted_extents(scheduler)
+        missing = wanted - scheduler.num_extents
+        if missing >= 0:
+            self._needed_at = now
+        if missing <= 0:
+            return
+        room = self._allowed_extents() - scheduler.num_extents
+        if room > 0 and now >= self._grow_at:
+            scheduler.grow(min(missing, room, self._slice(scheduler)))
+        if missing > room and self.lease is not None and now >= self._ask_at:
+            self._ask_at = now + _ASK_S
+            self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
+
+    def _rest(self, scheduler: Scheduler, now: float) -> None:
+        """Give back what nobody has needed for long."""
+        wanted = max(self._min_extents, self._wanted_extents(scheduler))
+        spare = scheduler.num_extents - wanted
+        if spare <= 0:
+            self._needed_at = now
+        elif not scheduler.give_back_idle(min(spare, self._slice(scheduler))):
+            self._needed_at = now  # nothing of it is idle: look again after another while
+
+    def _wanted_extents(self, scheduler: Scheduler) -> int:
+        """Extents for what is forecast, and one ahead of it."""
+        wanted = scheduler.wanted_blocks()
+        extents = self._extents_for(scheduler, wanted) + 1 if wanted else self._min_extents
+        return min(extents, self._arena.num_extents)
+
+    def _extents_for(self, scheduler: Scheduler, blocks: int) -> int:
+        """Extents that hold so many blocks; the null block has a place too."""
+        return -(-(blocks + 1) // scheduler.cache.blocks_per_extent)
+
+    # ---- after a step ---------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take in what a step did to the pool: report it, answer a recall."""
+        mapped = self._arena.mapped_bytes
+        now = self._settled_at = self._clock()
+        changed = mapped != self._mapped_bytes
+        if changed:
+            self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
+            self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)
+            self._mapped_bytes = mapped
+        if (refused := self._scheduler().stats.refused_resizes) != self.stats.refused:
+            self.stats.refused = refused
+            self._grow_at = now + _REFUSED_S
+        if changed or now >= self._base_at:
+            self._base_at = now + _BASE_S
+            self._report()
+        self._answer()
+
+    def _report(self) -> None:
+        """Tell the broker what is held, by class, and how much of it could go at once."""
+        self._base_bytes = max(self._planned_bytes, self._measure())
+        if self.lease is None:
+            return
+        scheduler = self._scheduler()
+        free = max(0, min(scheduler.idle_extents, scheduler.num_extents - self._min_extents)) * self._extent_bytes
+        weights = min(self._weights_bytes, self._base_bytes)
+        held = {"weights": weights, "other": self._base_bytes - weights, "kv": self._arena.mapped_bytes}
+        self.lease.report(held, free)
+        if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew in other ways than by KV
+            self.lease.ask(total, expires_s=4 * _ASK_S)
+
+    def _answer(self) -> None:
+        """Say what is not held any more: what a recall or a limit is after, or what nobody has needed for long."""
+        if self.lease is None:
+            return
+        held, granted = self.lease.held_bytes, self.lease.granted_bytes
+        recall, most = self.lease.recall, self.lease.max_bytes
+        least = max(held, self.lease.min_bytes)  # a grant does not fall below
+        if recall is not None:
+            if held <= recall.target_bytes:
+                self.lease.answer_unmapped(recall.target_bytes)
+        elif most is not None and granted > (keep := max(least, most)):
+            self.lease.answer_unmapped(keep)
+        elif granted > least and self._clock() - self._needed_at >= self._idle_s:
+            self.lease.answer_unmapped(held)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `LLM.stats`."""
+        lease = self.lease
+        stats = self.stats
+        return {
+            "base_bytes": self._base_bytes,
+            "kv_bytes": self._arena.mapped_bytes,
+            "lease": None
+            if lease is None
+            else {
+                "name": lease.name,
+                "device": lease.device_uuid,
+                "connected": lease.connected,
+                "granted_bytes": lease.granted_bytes,
+                "held_bytes": lease.held_bytes,
+                "min_bytes": lease.min_bytes,
+                "max_bytes": lease.max_bytes,
+                "recall_target_bytes": None if lease.recall is None else lease.recall.target_bytes,
+            },
+            "recalls": stats.recalls,
+            "recalled_bytes": stats.recalled_bytes,
+            "grown_bytes": stats.grown_bytes,
+            "given_back_bytes": stats.given_back_bytes,
+            "refused_resizes": stats.refused,
+            "lost_brokers": stats.lost_brokers,
+        }

@@ -1,0 +1,131 @@
+"""Joins the engines of a device: the monitor that watches it, and a lease from its broker, taken before weights are read."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from ..allocator.errors import LeaseError, LeaseRefused
+from ..allocator.lease import Lease
+from ..monitor.cuda_devices import find_device
+from ..monitor.errors import MonitorError
+from ..monitor.snapshot import DeviceInfo, DeviceKind
+from ..monitor.units import MIB, format_bytes
+from ..monitor.watching import Watch, watch
+from .config import EngineConfig
+from .errors import NotEnoughMemory
+from .planning import MemoryPlan
+
+log = logging.getLogger(__name__)
+_numbers = itertools.count(1)  # of the engines of this process
+
+GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us
+_LIBRARIES_BYTES = 192 * MIB  # what a process comes to hold besides weights: code that is read late, heaps with holes
+_CUDA_CONTEXT_BYTES = 512 * MIB
+
+
+@dataclass(slots=True, eq=False)
+class Sharing:
+    """A place among the engines of one device."""
+
+    watched: Watch
+    lease: Lease
+
+    def close(self) -> None:
+        """Leave. Everything must be unmapped. Idempotent."""
+        self.lease.close()
+        self.watched.close()
+
+
+def join(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> Sharing | None:
+    """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
+
+    Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.
+    """
+    if not config.share:
+        return None
+    try:
+        watched = watch()
+    except (MonitorError, OSError) as error:
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
+    try:
+        info = _device(watched, device)
+        base = process_bytes(device) + plan.weights_bytes + plan.reserve_bytes + _LIBRARIES_BYTES
+        return Sharing(watched, _lease(config, plan, watched, info, base, process_bytes(device)))
+    except LeaseRefused as error:
+        watched.close()
+        needed = base + plan.min_kv_bytes
+        raise NotEnoughMemory(needed, plan.free_bytes, f"{plan.model} on {plan.device}", str(error)) from error
+    except (MonitorError, LeaseError, OSError) as error:
+        watched.close()
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
+    except BaseException:
+        watched.close()
+        raise
+
+
+def _lease(
+    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int
+) -> Lease:
+    min_bytes = base_bytes + plan.min_kv_bytes
+    lease = Lease.register(
+        watched.directory.socket,
+        name=_new_name(plan.model),
+        device_uuid=info.uuid,
+        min_bytes=min_bytes,
+        max_bytes=None,
+        weight=config.kv_memory.weight,
+        priority=config.kv_memory.priority,
+        granule_bytes=plan.geometry.extent_bytes,
+        held_bytes=held_bytes,
+    )
+    try:
+        if not lease.wait_granted(min_bytes, GRANT_TIMEOUT_S):
+            what = f"{plan.model} on {plan.device}, of which {format_bytes(lease.granted_bytes)} are granted"
+            raise NotEnoughMemory(
+                min_bytes, plan.free_bytes, what, "other processes hold the rest and do not return it"
+            )
+    except BaseException:
+        lease.close()
+        raise
+    return lease
+
+
+def _new_name(model: str) -> str:
+    """What people call the engine in `vram-monitor limit` and `recall`: "demo-4711", the next in this process "demo-4711-2"."""
+    number = next(_numbers)
+    return f"{os.path.basename(model) or model}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+
+
+def _device(watched: Watch, device: torch.device) -> DeviceInfo:
+    """What the monitor calls torch's device. Raises NoSuchDevice."""
+    infos = watched.devices()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return find_device(infos, uuid=str(properties.uuid))
+    hosts = [info for info in infos if info.kind is DeviceKind.HOST]
+    return hosts[0] if hosts else find_device(infos, uuid="host")
+
+
+def trim(device: torch.device) -> None:
+    """Give back what is kept for later: torch's free segments, or the free pages of the heap (malloc_trim, glibc)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)
+
+
+def process_bytes(device: torch.device) -> int:
+    """What this process holds of the device: its resident set, or torch's segments and the context."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0
+        return reserved + _CUDA_CONTEXT_BYTES
+    return int(psutil.Process().memory_info().rss)

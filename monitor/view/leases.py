@@ -1,0 +1,134 @@
+"""The leases as a table: what each engine may hold of a device, what it holds, and what is wanted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.segment import Segment
+
+from ..snapshot import Device, LeaseUse
+from .numbers import amount, brief, share_of, used_of_total
+from .symbols import Symbols, stacked_bar
+from .table import Column, fitting, row, titles, widest
+from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, YELLOW, Line, blank, cut, left, right, width_of
+
+_NARROW, _WIDE = 72, 100  # cells from which a state is told whole; from which names may be long
+_MOST_STATE = 34
+_STATE_STYLES = {"ok": DIM, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
+_PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: what grows is at its end
+
+
+def lease_lines(
+    leases: Sequence[LeaseUse], devices: Sequence[Device], *, width: int, most: int | None, symbols: Symbols
+) -> list[Line]:
+    """A line of titles and one for each lease, by device and the largest first, in at most `most` lines.
+
+    The last one counts those left out; where there is room for nothing else, all of them. [] without leases.
+    """
+    if not leases or (most is not None and most < 1):
+        return []
+    places = {device.info.uuid: place for place, device in enumerate(devices)}
+    in_order = sorted(
+        leases,
+        key=lambda lease: (
+            places.get(lease.device_uuid, len(places)), lease.device_uuid, -lease.granted_bytes, lease.engine, lease.pid,
+        ),
+    )  # fmt: skip
+    shown = in_order if most is None or len(in_order) < most else in_order[: max(most - 2, 0)]
+    lines: list[Line] = []
+    if shown:
+        indices = {device.info.uuid: device.info.index for device in devices}
+        columns = fitting(_columns(shown, indices, width, symbols), width)
+        lines += [titles(columns, symbols), *(row(columns, lease) for lease in shown)]
+    if left_out := in_order[len(shown) :]:
+        lines.append(_counted(left_out, "more " if shown else "", width, symbols))
+    return lines
+
+
+def _counted(leases: Sequence[LeaseUse], more: str, width: int, symbols: Symbols) -> Line:
+    """ "… 3 more leases with 40.2 GiB, 1 overdue"."""
+    granted = amount(sum(lease.granted_bytes for lease in leases), symbols.dash)
+    text = f"{symbols.ellipsis} {len(leases)} {more}{'lease' if len(leases) == 1 else 'leases'} with {granted}"
+    overdue = sum(lease.state == "overdue" for lease in leases)
+    if overdue:
+        text += f", {overdue} overdue"
+    return [Segment(cut(text, width, symbols), ALARM if overdue else DIM)]
+
+
+def _columns(
+    leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int, symbols: Symbols
+) -> list[Column[LeaseUse]]:
+    """All columns, as wide as `leases` need them; one in which nothing would stand has no width."""
+    dash = symbols.dash
+    engines = widest("ENGINE", (lease.engine for lease in leases), 10 if width < 60 else 14 if width < _WIDE else 28)
+    names = [cut(lease.engine, engines, symbols) for lease in leases]
+    told_apart = len(set(names)) == len(names) and names == [lease.engine for lease in leases]
+    amounts = [used_of_total(lease.held_bytes, lease.granted_bytes, dash) for lease in leases]
+    held_width, granted_width = max(len(held) for held, _, _ in amounts), max(len(granted) for _, granted, _ in amounts)
+
+    def index(lease: LeaseUse) -> str:
+        return indices.get(lease.device_uuid, dash)
+
+    def state(lease: LeaseUse) -> str:
+        return _state(lease, symbols) if width >= _NARROW else lease.state
+
+    def bytes_cell(num_bytes: int | None, cells: int, unknown: str = dash) -> Line:
+        return [right(amount(num_bytes, unknown), cells, symbols)]
+
+    def held_of_granted(lease: LeaseUse, cells: int) -> Line:
+        held, granted, unit = used_of_total(lease.held_bytes, lease.granted_bytes, dash)
+        line = [
+            Segment(f"{held:>{held_width}}", BOLD),
+            Segment(f" / {granted:>{granted_width}} {unit}", DIM),
+        ]
+        return [blank(cells - width_of(line)), *line]
+
+    return [
+        Column(
+            "DEV", widest("DEV", map(index, leases)), 7,
+            lambda lease, cells: [right(index(lease), cells, symbols, BOLD)], flush_right=True,
+        ),
+        Column(
+            "PID", widest("PID", (str(lease.pid) for lease in leases)), 1 if told_apart else 6,
+            lambda lease, cells: [right(str(lease.pid), cells, symbols)], flush_right=True,
+        ),
+        Column("ENGINE", engines, 10, lambda lease, cells: [left(lease.engine, cells, symbols, ENGINE)]),
+        Column(
+            "USER", widest("USER", (lease.user for lease in leases)), 0,
+            lambda lease, cells: [left(lease.user, cells, symbols)],
+        ),
+        Column("MIN", 9, 3, lambda lease, cells: bytes_cell(lease.min_bytes, cells), flush_right=True),
+        Column("", max(8, width // 8), 5, lambda lease, cells: _bar(lease, cells, symbols)),
+        Column(
+            "HELD / GRANTED", max(len("HELD / GRANTED"), held_width + granted_width + len(" /  GiB")), 8, held_of_granted,
+            flush_right=True,
+        ),
+        Column("FREE", 9, 4, lambda lease, cells: bytes_cell(lease.free_bytes, cells), flush_right=True),
+        Column(
+            "MAX", 9 if any(lease.max_bytes is not None for lease in leases) else 0, 2,
+            lambda lease, cells: bytes_cell(lease.max_bytes, cells, "none"), flush_right=True,
+        ),
+        Column(
+            "STATE", widest("STATE", map(state, leases), _MOST_STATE), 9,
+            lambda lease, cells: [left(state(lease), cells, symbols, _STATE_STYLES.get(lease.state))],
+        ),
+    ]  # fmt: skip
+
+
+def _bar(lease: LeaseUse, width: int, symbols: Symbols) -> Line:
+    """What is held by class, as shares of what is granted."""
+    parts = lease.held_parts()
+    whole = max(lease.granted_bytes, lease.held_bytes)
+    pieces, rest = stacked_bar([share_of(parts[name], whole) or 0.0 for name in _PART_STYLES], width, symbols)
+    drawn = zip(pieces, _PART_STYLES.values(), strict=True)
+    return [*(Segment(piece, style) for piece, style in drawn), Segment(rest, DIM)]
+
+
+def _state(lease: LeaseUse, symbols: Symbols) -> str:
+    """With what the engine is to be at, and since when: "recalling to 48.0 GiB, 340 ms"; or with what it could use."""
+    if lease.state in ("recalling", "overdue") and lease.recall_target_bytes is not None:
+        age = "" if lease.recall_age_seconds is None else f", {brief(lease.recall_age_seconds)}"
+        return f"{lease.state} to {amount(lease.recall_target_bytes, symbols.dash)}{age}"
+    if lease.state == "ok" and lease.asked_bytes is not None:
+        return f"ok, asks for {amount(lease.asked_bytes, symbols.dash)}"
+    return lease.state

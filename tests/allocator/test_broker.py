@@ -1,0 +1,776 @@
+"""The broker on a made-up clock: its answers, its ticks, death, grace, and clients who mean it harm. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import random
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broker_rig import DEVICE, Bench, Numbers, broker_thread, short_folder, wait_until
+
+from pagetide.allocator import broker as broker_module
+from pagetide.allocator import broker_connection, wire
+from pagetide.allocator.broker import Broker, BrokerThread
+from pagetide.allocator.broker_client import BrokerClient, Channel
+from pagetide.allocator.broker_socket import connect, listen
+from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, ProtocolMismatch, UnknownEngine
+from pagetide.allocator.lease_record import RecordWriter
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_folder() as path:
+        yield path
+
+
+def on_a_bench(test: Callable[[Bench], Awaitable[None]]) -> Callable[[Path], None]:
+    """Run the test in a loop with a broker."""
+
+    @functools.wraps(test)
+    def run(folder: Path) -> None:
+        async def within() -> None:
+            async with Bench(folder / "broker") as bench:
+                await test(bench)
+
+        asyncio.run(within())
+
+    del run.__wrapped__  # type: ignore[attr-defined]  # pytest looks there for the fixtures
+    return run
+
+
+def view(bench: Bench, name: str) -> wire.LeaseView:
+    (found,) = [row for row in bench.broker.leases() if row.name == name]
+    return found
+
+
+# ---- leases -------------------------------------------------------------------------------------
+
+
+@on_a_bench
+async def test_a_lease_is_granted_asked_recalled_and_released(bench: Bench) -> None:
+    a = await bench.engine("a", 100)
+    assert view(bench, "a").granted_bytes == 100
+    (grant,) = await a.say(wire.Ask(2000, 60_000))
+    assert grant == wire.Grant(a.lease_id, grant.generation, 880)
+    b = await bench.engine("b", 60)
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall)
+    assert (recall.target_bytes, recall.deadline_ms) == (840, 1000)
+    assert recall.generation > grant.generation
+    assert await a.say(wire.Unmapped(840, recall.generation)) == []
+    assert [type(message) for message in await b.hear()] == [wire.Grant]
+    assert view(bench, "b").granted_bytes == 60
+    await a.say(wire.Release())
+    assert [row.name for row in bench.broker.leases() if row.state != "reaping"] == ["b"]
+    await bench.tick()
+    assert [row.name for row in bench.broker.leases()] == ["b"]
+
+
+@on_a_bench
+async def test_the_view_tells_all_there_is(bench: Bench) -> None:
+    a = await bench.engine("a", 100, 700, weight=2.5, priority=3, granule_bytes=50)
+    await a.say(wire.Ask(500, 60_000), wire.Report({"weights": 80, "kv": 20}, 10))
+    writer = RecordWriter(os.dup(a.fd))
+    writer.set(100, 200)
+    await bench.tick()
+    import pwd
+
+    assert bench.broker.leases() == (
+        wire.LeaseView(
+            a.lease_id, "a", os.getpid(), pwd.getpwuid(os.getuid()).pw_name, DEVICE, 100, 700, 2.5, 3,
+            granted_bytes=500, held_bytes=200, held={"weights": 80, "kv": 20}, free_bytes=10, asked_bytes=500,
+            state="ok", recall_target_bytes=None, recall_age_ms=None,
+        ),
+    )  # fmt: skip
+    (device,) = bench.broker.devices()
+    assert (device.uuid, device.capacity_bytes, device.headroom_bytes) == (DEVICE, 1000, 100)
+    assert (device.granted_bytes, device.foreign_bytes, device.reserved_bytes) == (500, 0, 0)
+    await bench.tick(60)
+    assert view(bench, "a").asked_bytes is None
+
+
+@on_a_bench
+async def test_minimums_beyond_the_capacity_are_refused(bench: Bench) -> None:
+    await bench.engine("a", 700)
+    client = bench.client()
+    request = wire.Register("b", DEVICE, 300, None, 1.0, 0, 10, 0)
+    (answer,) = await client.say(request)
+    assert isinstance(answer, wire.Refused) and answer.code == "minimums"
+    assert "1000 bytes" in answer.message and "900 bytes" in answer.message
+    assert len(bench.broker.leases()) == 1
+    await client.register("b", 200)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"min_bytes": 10, "max_bytes": 5}, "max of 'x'"),
+        ({"device_uuid": "GPU-9"}, f"device 'GPU-9' is not watched; those that are: {DEVICE}"),
+    ],
+)
+def test_a_lease_that_cannot_be_is_refused(folder: Path, change: dict[str, Any], said: str) -> None:
+    async def within() -> None:
+        async with Bench(folder / "broker") as bench:
+            request = {"name": "x", "device_uuid": DEVICE, "min_bytes": 0, "max_bytes": None, "weight": 1.0}
+            request |= {"priority": 0, "granule_bytes": 10, "held_bytes": 0} | change
+            (answer,) = await bench.client().say(wire.Register(**request))
+            assert isinstance(answer, wire.Refused)
+            assert said in answer.message
+            assert bench.engines == []
+
+    asyncio.run(within())
+
+
+@on_a_bench
+async def test_a_device_that_says_nothing_is_not_leased(bench: Bench) -> None:
+    bench.numbers.capacity = None
+    (answer,) = await bench.client().say(wire.Register("a", DEVICE, 0, None, 1.0, 0, 10, 0))
+    assert isinstance(answer, wire.Refused) and "does not say how much memory it has" in answer.message
+
+
+@on_a_bench
+async def test_old_numbers_grant_nothing(bench: Bench) -> None:
+    a = await bench.engine("a")
+    bench.numbers.age_ns = 100_000_000
+    await bench.tick()
+    assert await a.say(wire.Ask(500, 60_000)) == []
+    bench.numbers.age_ns = 0
+    await bench.tick()
+    assert [type(message) for message in await a.hear()] == [wire.Grant]
+
+
+@on_a_bench
+async def test_one_connection_has_one_lease(bench: Bench) -> None:
+    a = await bench.engine("a")
+    (answer,) = await a.say(wire.Register("b", DEVICE, 0, None, 1.0, 0, 10, 0))
+    assert isinstance(answer, wire.Refused) and "holds a lease or a reservation already" in answer.message
+    for message in (wire.Ask(1, 1), wire.Report({}, 0), wire.Unmapped(0, wire.Generation(0, 0)), wire.Release()):
+        (answer,) = await bench.client().say(message)
+        assert isinstance(answer, wire.Refused) and "holds no lease" in answer.message
+
+
+@on_a_bench
+async def test_an_answer_that_crossed_a_new_grant_is_refused(bench: Bench) -> None:
+    """The engine goes down to 100 while it is granted 500: if both counted, 400 bytes would be granted twice."""
+    a = await bench.engine("a")
+    (grant,) = await a.say(wire.Ask(100, 60_000))
+    assert isinstance(grant, wire.Grant)
+    (newer,) = await a.say(wire.Ask(500, 60_000))
+    assert isinstance(newer, wire.Grant)
+    for stale in (grant.generation, wire.Generation(newer.generation.epoch + 1, newer.generation.counter)):
+        (answer,) = await a.say(wire.Unmapped(100, stale))
+        assert isinstance(answer, wire.Refused) and "older than the newest grant" in answer.message
+        assert view(bench, "a").granted_bytes == 500
+    assert await a.say(wire.Ask(1, 1), wire.Unmapped(100, newer.generation)) == []
+    assert view(bench, "a").granted_bytes == 100
+
+
+@on_a_bench
+async def test_what_an_engine_unmaps_is_granted_without_a_new_measurement(bench: Bench) -> None:
+    a = await bench.engine("a", held_bytes=880)
+    bench.numbers.used = 880
+    await bench.tick()
+    b = await bench.engine("b")
+    await b.say(wire.Ask(300, 60_000))
+    writer = RecordWriter(os.dup(a.fd))
+    writer.set(500, 500)
+    await a.say(wire.Unmapped(500, a.generation))
+    assert [message.granted_bytes for message in await b.hear() if isinstance(message, wire.Grant)] == [300]
+
+
+@on_a_bench
+async def test_the_source_of_numbers_is_told_whose_memory_is_an_engines(bench: Bench) -> None:
+    a = await bench.engine("a")
+    assert bench.engines[-1] == {os.getpid()}
+    await a.say(wire.Release())
+    await bench.tick()
+    assert bench.engines[-1] == frozenset()
+
+
+@on_a_bench
+async def test_a_map_during_a_measurement_is_no_stranger(bench: Bench) -> None:
+    a = await bench.engine("a")
+    await a.say(wire.Ask(880, 600_000))
+    writer = RecordWriter(os.dup(a.fd))
+    for step in range(1, 9):
+        writer.set(110 * (step - 1), 110 * step)
+        bench.numbers.used = 110 * step - 60  # half-way
+        await bench.tick()
+        bench.numbers.used = 110 * step
+        await bench.tick()
+        writer.set(110 * step, 110 * step)
+        assert await a.hear() == []
+        assert bench.broker.devices()[0].foreign_bytes == 0
+    bench.numbers.used = 980
+    await bench.tick()
+    await bench.tick()
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall) and recall.target_bytes == 780
+
+
+# ---- overdue ------------------------------------------------------------------------------------
+
+
+@on_a_bench
+async def test_an_overdue_recall_is_seen_and_others_are_served(bench: Bench) -> None:
+    a = await bench.engine("a", 100)
+    await a.say(wire.Ask(600, 600_000))
+    b = await bench.engine("b", 100)
+    await b.say(wire.Ask(800, 600_000))
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall)
+    await bench.tick(0.7)
+    assert (view(bench, "a").state, view(bench, "a").recall_age_ms) == ("recalling", 700)
+    await bench.tick(0.4)
+    assert view(bench, "a").state == "overdue"
+    assert view(bench, "a").recall_target_bytes == recall.target_bytes
+    c = await bench.engine("c", 20)
+    await c.hear()
+    assert view(bench, "c").granted_bytes == 20
+    await a.say(wire.Unmapped(recall.target_bytes, recall.generation))
+    assert view(bench, "a").state != "overdue"
+
+
+@on_a_bench
+async def test_an_overdue_recall_is_logged_once(bench: Bench) -> None:
+    with logged() as lines:
+        a = await bench.engine("a", 100)
+        await a.say(wire.Ask(800, 600_000))
+        await bench.engine("b", 500)
+        for _ in range(10):
+            await bench.tick(1.0)
+    assert len([line for line in lines if "'a' (pid" in line and "is overdue" in line]) == 1
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Warnings of the broker."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pagetide.allocator")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- death and return ---------------------------------------------------------------------------
+
+
+@on_a_bench
+async def test_a_cut_lease_is_reaped_as_its_memory_is_measured_back(bench: Bench) -> None:
+    a = await bench.engine("a", held_bytes=600)
+    b = await bench.engine("b")
+    bench.numbers.used = 600
+    await bench.tick()
+    await b.say(wire.Ask(880, 600_000))
+    assert view(bench, "b").granted_bytes == 280
+    a.close()
+    await bench.pump()
+    await bench.tick()
+    assert (view(bench, "a").state, view(bench, "a").granted_bytes) == ("reaping", 600)
+    bench.numbers.used = 250
+    await bench.tick()
+    assert view(bench, "a").granted_bytes == 250
+    bench.numbers.used = 0
+    await bench.tick()
+    assert view(bench, "b").granted_bytes == 880
+    assert [row.name for row in bench.broker.leases()] == ["b"]
+
+
+@on_a_bench
+async def test_an_engine_that_was_cut_off_goes_on_with_what_it_holds(bench: Bench) -> None:
+    a = await bench.engine("a", 200, held_bytes=600)
+    bench.numbers.used = 600
+    await bench.tick()
+    a.close()
+    await bench.pump()
+    assert view(bench, "a").state == "reaping"
+    again = await bench.engine("a", 200, held_bytes=500)
+    assert [(row.name, row.state, row.granted_bytes) for row in bench.broker.leases()] == [("a", "ok", 500)]
+    assert again.lease_id != a.lease_id
+
+
+@on_a_bench
+async def test_an_engine_may_be_back_before_its_old_sockets_end_is_read(bench: Bench) -> None:
+    old = await bench.engine("a", 800, held_bytes=800)
+    new = Channel(bench.path)
+    new.send(wire.Register("a", DEVICE, 800, None, 1.0, 0, 10, 800))  # read first: the loop goes by descriptor
+    old.close()
+    await bench.pump()
+    assert [type(message) for message in new.receive()] == [wire.Registered]
+    assert [(row.state, row.granted_bytes) for row in bench.broker.leases()] == [("ok", 800)]
+    new.close()
+
+
+@on_a_bench
+async def test_another_engine_of_the_same_name_is_another_engine(bench: Bench) -> None:
+    await bench.engine("a", 100)
+    await bench.engine("a", 100)
+    assert [row.granted_bytes for row in bench.broker.leases()] == [100, 100]
+
+
+@on_a_bench
+async def test_a_released_lease_is_not_gone_on_with(bench: Bench) -> None:
+    a = await bench.engine("a", held_bytes=300)
+    bench.numbers.used = 300
+    await bench.tick()
+    await a.say(wire.Release())
+    await a.register("a")
+    assert sorted((row.state, row.granted_bytes) for row in bench.broker.leases()) == [("ok", 0), ("reaping", 300)]
+
+
+@on_a_bench
+async def test_a_process_whose_socket_a_child_holds_open_is_dead_all_the_same(bench: Bench) -> None:
+    program = f"""
+import os, sys, time
+from pathlib import Path
+from pagetide.allocator.lease import Lease
+lease = Lease.register(Path({str(bench.path)!r}), name="parent", device_uuid={DEVICE!r}, min_bytes=0, granule_bytes=10)
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.readline()
+os._exit(1)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == b"forked\n"
+        assert view(bench, "parent").state == "ok"
+        process.kill()
+        for _ in range(2000):
+            await asyncio.sleep(0.005)
+            bench.broker.tick()
+            if not bench.broker.leases():
+                break
+        assert bench.broker.leases() == ()
+        process.communicate()  # closes its input, which ends the child
+
+
+# ---- successors ---------------------------------------------------------------------------------
+
+
+def test_a_successor_grants_nothing_until_engines_had_time_to_come_back(folder: Path) -> None:
+    path = folder / "broker"
+    listen(path).close()  # a broker that was killed leaves its socket's name behind
+
+    async def within() -> None:
+        async with Bench(path, grace_s=2.0) as bench:
+            bench.numbers.used = 400  # two engines that are not back yet, or strangers: nobody knows
+            late = await bench.engine("new", 100)
+            await late.say(wire.Ask(800, 600_000))
+            await bench.tick()
+            assert view(bench, "new").granted_bytes == 0
+            await bench.engine("back", 50, held_bytes=400)
+            await bench.tick(1.9)
+            assert (view(bench, "new").granted_bytes, view(bench, "back").granted_bytes) == (0, 400)
+            await bench.tick(0.1)
+            assert view(bench, "new").granted_bytes == 480
+            for _ in range(200):
+                await bench.tick()
+            assert bench.broker.devices()[0].foreign_bytes == 0
+
+    asyncio.run(within())
+
+
+def test_a_broker_that_ends_leaves_a_sign_only_if_engines_will_look_for_it(folder: Path) -> None:
+    path = folder / "broker"
+
+    async def within(leave: bool) -> None:
+        async with Bench(path) as bench:
+            client = await bench.engine("a")
+            if leave:
+                await client.say(wire.Release())
+            await bench.broker.close()
+
+    asyncio.run(within(True))
+    assert list(folder.iterdir()) == []
+    asyncio.run(within(False))
+    assert list(folder.iterdir()) == [path]
+
+    async def successor() -> bool:
+        async with Bench(path) as bench:
+            client = await bench.engine("b", 100)
+            granted = view(bench, "b").granted_bytes
+            client.close()
+        return granted == 100
+
+    assert not asyncio.run(successor())  # it waits
+    assert list(folder.iterdir()) == []
+    assert asyncio.run(successor())
+
+
+def test_the_socket_is_for_its_owner_or_for_a_group(folder: Path) -> None:
+    for gid, mode in ((None, 0o600), (os.getgid(), 0o660)):
+        listener = listen(folder / "broker", gid=gid)
+        found = (folder / "broker").stat()
+        assert stat.S_ISSOCK(found.st_mode)
+        assert stat.S_IMODE(found.st_mode) == mode
+        assert gid is None or found.st_gid == gid
+        connect(folder / "broker").close()
+        listener.close()
+    assert [entry.name for entry in folder.iterdir()] == ["broker"]
+
+
+def test_a_path_longer_than_an_address_is_served(folder: Path) -> None:
+    deep = folder / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    with broker_thread(deep / "broker", Numbers()):
+        assert BrokerClient(deep / "broker").leases() == ()
+    assert list(deep.iterdir()) == []
+
+
+def test_a_broker_that_cannot_listen_says_so(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        BrokerThread(Broker(Numbers(), folder / "no such folder" / "broker")).start()
+
+
+# ---- what people ask ----------------------------------------------------------------------------
+
+
+@on_a_bench
+async def test_people_list_limit_and_recall(bench: Bench) -> None:
+    a = await bench.engine("a", 100, 800)
+    await a.say(wire.Ask(800, 600_000))
+    RecordWriter(os.dup(a.fd)).set(800, 800)
+    bench.numbers.used = 800
+    await bench.tick()
+    person = bench.client()
+    row, done = await person.say(wire.ListLeases())
+    assert row == view(bench, "a") and done == wire.Done()
+    assert await person.say(wire.SetLimit("a", 500)) == [wire.LimitSet(500, 300)]
+    assert await a.hear() == [wire.Limit(a.lease_id, 500)]
+    assert await person.say(wire.RecallBytes(str(os.getpid()), 200)) == [wire.Recalling(600, 1000)]
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall) and recall.target_bytes == 600
+
+
+@on_a_bench
+async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench: Bench) -> None:
+    person = bench.client()
+    (answer,) = await person.say(wire.SetLimit("a", 500))
+    assert answer == wire.Refused("unknown", "no engine 'a' holds a lease; those that do: none")
+    await bench.engine("a")
+    await bench.engine("a")
+    pid = os.getpid()
+    (answer,) = await person.say(wire.RecallBytes("b", 500))
+    assert isinstance(answer, wire.Refused) and f"those that do: 'a' (pid {pid}), 'a' (pid {pid})" in answer.message
+    (answer,) = await person.say(wire.RecallBytes("a", 500))
+    assert isinstance(answer, wire.Refused) and answer.message.startswith("2 leases match 'a'; name one by its pid")
+
+
+@on_a_bench
+async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Bench) -> None:
+    await bench.engine("a")
+    books = bench.broker._books
+    (entry,) = books.entries.values()
+    engine_uid, owner_uid = 4001, 4000
+    entry.peer = broker_connection.Peer(entry.peer.pid, engine_uid)
+    for uid in (0, owner_uid, engine_uid):
+        assert books.find("a", broker_connection.Peer(1, uid), owner_uid) is entry
+    with pytest.raises(LeaseRefused, match="is 4001's; only that user, root and 4000 may do that"):
+        books.find("a", broker_connection.Peer(1, 4002), owner_uid)
+
+
+@on_a_bench
+async def test_a_reservation_is_answered_when_the_bytes_are_back_and_lasts_as_long_as_its_socket(bench: Bench) -> None:
+    a = await bench.engine("a")
+    await a.say(wire.Ask(880, 600_000))
+    person = bench.client()
+    assert await person.say(wire.Reserve(DEVICE, 300)) == []
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall) and recall.target_bytes == 580
+    assert bench.broker.devices()[0].reserved_bytes == 300
+    await a.say(wire.Unmapped(580, recall.generation))
+    assert await person.hear() == [wire.Reserved(300)]
+    for _ in range(1000):  # 20 s: it does not count as idle
+        await bench.tick()
+    assert not await person.ends()
+    person.close()
+    await bench.tick()
+    assert bench.broker.devices()[0].reserved_bytes == 0
+    assert view(bench, "a").granted_bytes == 880
+
+
+def test_the_blocking_client(folder: Path) -> None:
+    path = folder / "broker"
+    with pytest.raises(BrokerUnavailable, match=r"no broker listens at .*; is vram-monitor running\?"):
+        BrokerClient(path).leases()
+    with broker_thread(path, Numbers()) as broker:
+        client = BrokerClient(path)
+        assert client.leases() == ()
+        with client.reserve(DEVICE, 300, timeout_s=10):
+            assert broker.devices()[0].reserved_bytes == 300
+        wait_until(lambda: broker.devices()[0].reserved_bytes == 0, "the reservation's end")
+        with pytest.raises(UnknownEngine, match="no engine 'a'"):
+            client.recall("a", 5)
+        with pytest.raises(UnknownEngine, match="no engine 'a'"):
+            client.limit("a", 5)
+        with pytest.raises(LeaseRefused, match="cannot be reserved"), client.reserve(DEVICE, 901, timeout_s=10):
+            pass
+    listen(path).close()
+    with pytest.raises(BrokerUnavailable, match="has ended"):
+        BrokerClient(path).leases()
+
+
+def test_a_broker_of_another_version_is_refused_by_its_clients_and_refuses_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with broker_thread(folder / "broker", Numbers()):
+        monkeypatch.setattr(wire, "PROTOCOL", 2)
+        with pytest.raises(ProtocolMismatch, match="speaks version 2 of the lease protocol and this process version 3"):
+            with_own_version(folder / "broker", 3)
+        with pytest.raises(ProtocolMismatch, match="and this process version 1; update the engine"):
+            with_own_version(folder / "broker", 1)
+
+
+def with_own_version(path: Path, version: int) -> None:
+    """List leases as a process of that version."""
+    program = f"""
+from pathlib import Path
+from pagetide.allocator import wire
+wire.PROTOCOL = {version}
+from pagetide.allocator.broker_client import BrokerClient
+from pagetide.allocator.errors import ProtocolMismatch
+try:
+    BrokerClient(Path({str(path)!r})).leases()
+except ProtocolMismatch as error:
+    print(error.ours, error.theirs)
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    ours, theirs = map(int, run.stdout.split())
+    raise ProtocolMismatch(ours, theirs)
+
+
+# ---- harm ---------------------------------------------------------------------------------------
+
+
+async def raw(bench: Bench, data: bytes = b"") -> socket.socket:
+    sock = connect(bench.path)
+    sock.send(data)
+    await bench.pump()
+    return sock
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the broker has ended the connection; what it said before is passed over."""
+    try:
+        while sock.recv(65536):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+HELLO = wire.to_frame(wire.Hello(wire.PROTOCOL))
+NONSENSE = [
+    (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "sends what is no message"),
+    (struct.pack(">I", 1 << 30), "sends what is no message"),
+    (struct.pack(">I", 0), "sends what is no message"),
+    (struct.pack(">I", 4) + b"null", "sends what is no message"),
+    (HELLO + b"\0\0\0\2{}", "sends what is no message"),
+    (wire.to_frame(wire.ListLeases()), "says no hello"),
+    (HELLO + wire.to_frame(wire.Done()), "says what only the broker may"),
+    (HELLO + HELLO, "says what only the broker may"),
+    (wire.to_frame(wire.Hello(99)), "is of another version"),
+    (HELLO + 1001 * wire.to_frame(wire.Ask(1, 1)), "sends too much"),
+]
+
+
+@pytest.mark.parametrize(("data", "why"), NONSENSE, ids=lambda value: value[:20] if isinstance(value, bytes) else value)
+def test_who_makes_no_sense_is_dropped_with_a_line_and_the_rest_are_served(folder: Path, data: bytes, why: str) -> None:
+    async def within() -> None:
+        async with Bench(folder / "broker") as bench:
+            engine = await bench.engine("a", 100)
+            with logged() as lines:
+                for _ in range(3):
+                    sock = await raw(bench)
+                    for start in range(0, len(data), 1000):
+                        with contextlib.suppress(BrokenPipeError):
+                            sock.send(data[start : start + 1000])
+                        await bench.pump()
+                    assert ended(sock)
+                    sock.close()
+            (line,) = lines
+            assert line.startswith(f"a client that {why} was dropped (pid {os.getpid()}, uid {os.getuid()}): ")
+            assert [type(message) for message in await engine.say(wire.Ask(200, 60_000))] == [wire.Grant]
+
+    asyncio.run(within())
+
+
+@pytest.mark.parametrize(
+    ("data", "seconds"), [(b"", 2.1), (HELLO[:9], 2.1), (HELLO + b"\0\0", 5.1), (HELLO, 10.1)], ids=repr
+)
+def test_who_keeps_the_broker_waiting_is_dropped(folder: Path, data: bytes, seconds: float) -> None:
+    async def within() -> None:
+        async with Bench(folder / "broker") as bench:
+            sock = await raw(bench, data)
+            await bench.tick(seconds - 0.2)
+            assert not ended(sock)
+            await bench.tick(0.2)
+            assert ended(sock)
+            sock.close()
+
+    asyncio.run(within())
+
+
+@on_a_bench
+async def test_an_engine_that_is_silent_for_hours_is_not_dropped(bench: Bench) -> None:
+    a = await bench.engine("a")
+    await bench.tick(10_000)
+    assert not await a.ends()
+
+
+@on_a_bench
+async def test_half_a_frame_now_and_then_does_not_count_as_progress(bench: Bench) -> None:
+    sock = await raw(bench, HELLO)
+    frame = wire.to_frame(wire.ListLeases())
+    for byte in frame[:-1]:
+        with contextlib.suppress(BrokenPipeError):
+            sock.send(bytes([byte]))
+        await bench.tick(1)
+    assert ended(sock)
+    sock.close()
+
+
+@on_a_bench
+async def test_who_never_reads_is_dropped_and_costs_a_bounded_amount(bench: Bench) -> None:
+    a = await bench.engine("a")
+    for _ in range(20):
+        await bench.engine("b" * 128, device_uuid=DEVICE)
+    deaf = await raw(bench, HELLO)
+    largest = 0
+    for _ in range(10_000):
+        try:
+            deaf.send(wire.to_frame(wire.ListLeases()))
+        except (BrokenPipeError, ConnectionResetError):
+            break
+        await bench.tick(0.02)
+        largest = max(largest, *(connection._out_bytes for connection in bench.broker._connections))
+    else:
+        pytest.fail("it was never dropped")
+    assert 0 < largest <= broker_connection.MAX_UNREAD_BYTES + 65536
+    assert [type(message) for message in await a.say(wire.Ask(200, 60_000))] == [wire.Grant]
+    deaf.close()
+
+
+@on_a_bench
+async def test_an_engines_pace_is_no_flood(bench: Bench) -> None:
+    a = await bench.engine("a")
+    for _ in range(3000):  # 400 a second
+        a.channel.send(wire.Ask(1, 1))
+        bench.clock.advance(0.0025)
+        await asyncio.sleep(0)
+    assert not await a.ends()
+
+
+@on_a_bench
+async def test_thousands_of_connections_do_not_keep_an_engine_out(bench: Bench) -> None:
+    first = await bench.engine("first", 100)
+    crowd = [connect_or_none(bench.path) for _ in range(100)]
+    with logged() as lines:
+        for _ in range(20):
+            await bench.pump()
+            crowd += [connect_or_none(bench.path) for _ in range(100)]
+            assert len(bench.broker._connections) <= broker_module.MAX_CONNECTIONS
+    await bench.pump()
+    late = await bench.engine("late", 100)
+    assert view(bench, "late").granted_bytes == view(bench, "first").granted_bytes == 100
+    assert not await first.ends() and not await late.ends()
+    assert len([line for line in lines if "is one too many" in line]) == 1
+    for sock in crowd:
+        if sock is not None:
+            sock.close()
+
+
+def connect_or_none(path: Path) -> socket.socket | None:
+    with contextlib.suppress(BlockingIOError):  # the queue of those who wait is full
+        return connect(path)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_bytes_from_random_clients_harm_nobody(folder: Path, seed: int) -> None:
+    async def within() -> None:
+        random_ = random.Random(seed)
+        frames = [HELLO, wire.to_frame(wire.ListLeases()), wire.to_frame(wire.SetLimit("a", 5)), struct.pack(">I", 9)]
+        frames.append(wire.to_frame(wire.Register("evil", DEVICE, 0, None, 1.0, 0, 10, 2**60)))
+        frames.append(wire.to_frame(wire.Reserve(DEVICE, 2**60)))
+        async with Bench(folder / "broker") as bench:
+            engine = await bench.engine("engine", 100)
+            for _ in range(200):
+                sock = await raw(bench)
+                for _ in range(random_.randrange(1, 6)):
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        sock.send(random_.choice([*frames, random_.randbytes(random_.randrange(50))]))
+                    await bench.pump()
+                sock.close()
+                await bench.tick(random_.choice([0.0, 0.02, 3.0]))
+            assert not await engine.ends()
+            for _ in range(20):
+                await bench.tick(1.0)
+            await engine.say(wire.Ask(300, 600_000))
+            assert view(bench, "engine").granted_bytes == 300
+
+    asyncio.run(within())
+
+
+def test_a_thousand_clients_leave_no_descriptor_behind(folder: Path) -> None:
+    async def within() -> None:
+        async with Bench(folder / "broker") as bench:
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(300):
+                client = await bench.engine("a", held_bytes=10)
+                client.close()
+                bench.clients.clear()
+                await bench.tick()
+            await bench.tick(10)
+            await bench.tick()
+            assert bench.broker.leases() == ()
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(within())
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_fault_in_a_tick_does_not_end_the_broker(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(Numbers):
+        faulty = False
+
+        def memory(self, uuid: str) -> Any:
+            if self.faulty:
+                raise ZeroDivisionError("a fault of ours")
+            return super().memory(uuid)
+
+    numbers = Faulty()
+    with broker_thread(folder / "broker", numbers) as broker:
+        channel = Channel(folder / "broker")
+        channel.send(wire.Register("a", DEVICE, 100, None, 1.0, 0, 10, 0))
+        wait_until(lambda: bool(broker.leases()), "a lease")
+        numbers.faulty = True
+        wait_until(lambda: "a fault of ours" in caplog.text, "the fault")
+        numbers.faulty = False
+        assert len(BrokerClient(folder / "broker").leases()) == 1
+        channel.close()

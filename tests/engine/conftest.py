@@ -1,0 +1,16 @@
+"""One monitor for all engines of these tests; else each `LLM` would start one, and end it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagetide.monitor import Watch, watch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_monitor(_own_runtime_dir: Path) -> Iterator[Watch]:
+    with watch(timeout_s=60) as watched:
+        yield watched

@@ -1,0 +1,557 @@
+"""The engine's memory between steps, against a scripted broker: real scheduler, cache and arena, an injected clock."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import VOCAB, continuation
+from tenants import BLOCK_SIZE, core_over
+
+from pagetide.allocator.errors import GrantExceeded, LeaseRefused
+from pagetide.allocator.host_arena import HostArena
+from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined
+from pagetide.allocator.leased_arena import LeasedArena
+from pagetide.engine.memory import SLICE_BYTES, EngineMemory
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Finished
+
+MIB = 1 << 20
+TOKEN_BYTES = 4096
+PER = 4  # blocks of an extent
+EXTENT = PER * BLOCK_SIZE * TOKEN_BYTES  # 256 KiB
+BASE = 10 * MIB
+EXTENTS = 16
+
+
+class ScriptedLease:
+    """A `Lease` whose broker is the test: `grant`, `recall`, `limit` say what it says, `asked` and `answered` what it hears."""
+
+    name, device_uuid = "scripted", "GPU-under-test"
+
+    def __init__(self, granted_bytes: int, min_bytes: int) -> None:
+        self.granted_bytes, self.min_bytes = granted_bytes, min_bytes
+        self.max_bytes: int | None = None
+        self.held_bytes = 0
+        self.recall_now: Recalled | None = None
+        self.connected = True
+        self.asked: list[int] = []
+        self.answered: list[int] = []
+        self.reports: list[tuple[dict[str, int], int]] = []
+        self.waited: list[float] = []
+        self._events: list[Event] = []
+
+    # what the broker does
+
+    def grant(self, granted_bytes: int) -> None:
+        self.granted_bytes = granted_bytes
+        self._events.append(Granted(granted_bytes))
+
+    def recall_to(self, target_bytes: int) -> None:
+        self.recall_now = Recalled(target_bytes, 1.0)
+        self._events.append(self.recall_now)
+
+    def limit(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._events.append(Limited(max_bytes))
+
+    def lose(self) -> None:
+        self.connected, self.recall_now, self.granted_bytes = False, None, self.held_bytes
+        self._events.append(Lost("it was killed"))
+
+    def rejoin(self) -> None:
+        self.connected = True
+        self._events.append(Rejoined(self.granted_bytes))
+
+    def deny(self) -> None:
+        self._events.append(Denied(LeaseRefused("an answer crossed a grant")))
+
+    # what the engine has of it
+
+    @property
+    def recall(self) -> Recalled | None:
+        return self.recall_now
+
+    def poll(self) -> tuple[Event, ...]:
+        events, self._events = tuple(self._events), []
+        return events
+
+    def wait(self, timeout_s: float) -> tuple[Event, ...]:
+        self.waited.append(timeout_s)
+        return self.poll()
+
+    @contextlib.contextmanager
+    def bracket(self, after_bytes: int) -> Iterator[None]:
+        if after_bytes > max(self.held_bytes, self.granted_bytes):
+            raise GrantExceeded(after_bytes, self.granted_bytes)
+        yield
+        self.held_bytes = after_bytes
+
+    def report(self, held: Mapping[str, int], free_bytes: int) -> None:
+        self.held_bytes = sum(held.values())
+        self.reports.append((dict(held), free_bytes))
+
+    def ask(self, target_bytes: int, *, expires_s: float) -> None:
+        assert expires_s > 0
+        self.asked.append(target_bytes)
+
+    def answer_unmapped(self, keep_bytes: int) -> None:
+        assert keep_bytes >= self.held_bytes, "more is held"
+        self.granted_bytes = min(self.granted_bytes, max(keep_bytes, self.min_bytes))
+        if self.recall_now is not None and self.granted_bytes <= self.recall_now.target_bytes:
+            self.recall_now = None
+        self.answered.append(keep_bytes)
+
+
+def total(extents: int) -> int:
+    """What the process holds with so many extents."""
+    return BASE + extents * EXTENT
+
+
+@dataclass
+class Engine:
+    """A core with its memory. `granted` counts extents; None is an engine without a lease."""
+
+    granted: int | None = EXTENTS
+    minimum: int = 2
+    mapped: int = 2
+    idle_s: float = 5.0
+    extents: int = EXTENTS
+    now: float = 100.0
+    base: int = BASE
+    trims: int = 0
+    refuses: bool = False
+    finished: dict[str, Finished] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.host = HostArena(self.extents, EXTENT, budget=lambda: 0 if self.refuses else 1 << 40)
+        self.lease: Any = None if self.granted is None else ScriptedLease(total(self.granted), total(self.minimum))
+        arena: Any = self.host
+        if self.lease is not None:
+            self.lease.held_bytes = BASE
+            arena = LeasedArena(self.host, self.lease)
+        arena.map(range(self.mapped))
+        self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False)
+        self.core.memory = self.memory = EngineMemory(
+            lambda: self.core.scheduler, arena, min_extents=self.minimum, base_bytes=lambda: self.base, reserve_bytes=0,
+            weights_bytes=4 * MIB, trim=self._trim, lease=self.lease, idle_s=self.idle_s, clock=lambda: self.now,
+        )  # fmt: skip
+
+    def _trim(self) -> None:
+        self.trims += 1
+
+    @property
+    def size(self) -> int:
+        return self.host.mapped_bytes // EXTENT
+
+    def add(self, name: str, length: int, new: int = 8) -> None:
+        prompt = np.random.default_rng(len(self.requests)).integers(0, VOCAB, length).astype(np.int32)
+        self.requests[name] = Request(name, prompt, Sampling(new), 0, float(len(self.requests)))
+        self.core.add(self.requests[name])
+
+    def step(self, seconds: float = 0.02) -> None:
+        self.now += seconds
+        emissions = self.core.step()
+        self.core.scheduler.check_invariants()
+        assert set(self.core.scheduler.cache.mapped_extents.tolist()) == self.host.mapped_extents
+        if self.lease is not None:
+            assert self.lease.held_bytes >= self.base + self.host.mapped_bytes
+        self.finished |= {end.request_id: end for end in emissions.finished}
+
+    def steps(self, most: int, until: Callable[[], object] = lambda: False) -> None:
+        for _ in range(most):
+            if until():
+                return
+            self.step()
+
+    def keep(self, seconds: float = 0.05, most: int = 50) -> int:
+        """As the thread that keeps memory does: steps for its sake alone. Returns how many it made."""
+        self.now += seconds
+        for made in range(most):
+            if not self.memory.due:
+                return made
+            self.step(0.02)
+        raise AssertionError("memory is due without end")
+
+    def run(self) -> None:
+        self.steps(2000, lambda: not self.core.scheduler.has_work)
+        for name, request in self.requests.items():
+            assert self.finished[name].reason == "length", self.finished[name]
+            assert self.finished[name].token_ids.tolist() == continuation(request.prompt_token_ids, request.sampling)
+
+
+# ---- growth -------------------------------------------------------------------------------------
+
+
+def test_it_grows_by_need_within_what_is_granted() -> None:
+    engine = Engine(granted=8)
+    engine.add("a", 300)  # 19 blocks: 5 extents
+    engine.run()
+    assert 5 <= engine.size <= 7
+    assert engine.memory.stats.grown_bytes == (engine.size - 2) * EXTENT
+    assert engine.lease.held_bytes == total(engine.size)
+    assert engine.lease.asked == []
+
+
+def test_beyond_the_grant_it_asks_again_and_again_and_grows_when_granted() -> None:
+    engine = Engine(granted=2)
+    engine.add("a", 300)
+    engine.steps(25)
+    assert (engine.size, engine.core.scheduler.starving) == (2, True)
+    assert 2 <= len(engine.lease.asked) <= 3, "every quarter of a second"
+    assert set(engine.lease.asked) == {total(6)} or set(engine.lease.asked) == {total(7)}
+    engine.lease.grant(total(4))
+    engine.steps(3)
+    assert (engine.size, engine.core.scheduler.starving) == (4, True), "what there is is taken"
+    engine.lease.grant(engine.lease.asked[-1])
+    engine.run()
+
+
+def test_without_need_nothing_is_asked_and_nothing_moves() -> None:
+    engine = Engine()
+    engine.add("a", 20, new=3)
+    engine.run()
+    assert (engine.size, engine.lease.asked, engine.lease.answered) == (2, [], [])
+    assert engine.memory.stats.grown_bytes == engine.memory.stats.given_back_bytes == 0
+
+
+def test_without_a_lease_it_breathes_between_its_own_bounds() -> None:
+    engine = Engine(granted=None)
+    engine.add("a", 700)
+    engine.run()
+    assert engine.size >= 11
+    engine.keep(engine.idle_s + 1)
+    assert engine.size == 2
+    assert engine.memory.to_dict()["lease"] is None
+
+
+def test_a_device_that_says_no_costs_time_and_no_request() -> None:
+    engine = Engine()
+    engine.refuses = True
+    engine.add("a", 300)
+    engine.steps(50)  # a second
+    refused = engine.memory.stats.refused
+    assert 1 <= refused <= 3 and engine.size == 2, "half a second between two attempts"
+    engine.refuses = False
+    engine.run()
+
+
+# ---- idle ---------------------------------------------------------------------------------------
+
+
+def test_what_nobody_needs_goes_back_after_a_while_and_the_broker_hears_of_it() -> None:
+    engine = Engine()
+    engine.add("a", 700)
+    engine.run()
+    grown = engine.size
+    assert engine.keep(engine.idle_s - 1) == 0 and engine.size == grown
+    assert engine.keep(2) > 0
+    assert engine.size == engine.minimum
+    assert engine.lease.granted_bytes == total(engine.minimum) and engine.lease.answered[-1] == total(engine.minimum)
+    assert engine.keep(100) == 0, "then there is rest"
+    engine.add("b", 200)
+    engine.lease.grant(total(EXTENTS))
+    engine.run()
+
+
+def test_an_engine_of_little_work_keeps_what_it_works_with() -> None:
+    engine = Engine(idle_s=1.0)
+    engine.add("a", 700)
+    engine.run()
+    engine.add("b", 60, new=200)  # 17 blocks in the end
+    for _ in range(100):
+        engine.step(0.1)
+    assert engine.minimum < engine.size <= 8
+    engine.run()
+
+
+# ---- recalls ------------------------------------------------------------------------------------
+
+
+def grown(**options: Any) -> Engine:
+    """An engine with a large pool, idle."""
+    engine = Engine(**options)
+    engine.add("warm", 900)
+    engine.run()
+    assert engine.size >= 14
+    return engine
+
+
+def test_an_idle_recall_is_served_at_once_and_answered() -> None:
+    engine = grown()
+    engine.lease.recall_to(total(5))
+    assert engine.keep() == 1
+    assert engine.size == 5 and engine.lease.recall is None
+    assert engine.lease.granted_bytes == total(5)
+    assert engine.trims == 1
+    assert (engine.memory.stats.recalls, engine.core.scheduler.stats.preemptions) == (1, 0)
+
+
+def test_a_recall_that_is_met_already_is_answered_without_a_step() -> None:
+    """Of bytes that were granted and never mapped."""
+    engine = Engine(granted=12)
+    engine.lease.recall_to(total(7))
+    assert engine.keep() == 0
+    assert engine.lease.recall is None and engine.lease.granted_bytes == total(7)
+    engine.lease.recall_to(total(4))
+    engine.step()  # nor is one needed where steps are made
+    assert engine.lease.recall is None and engine.lease.granted_bytes == total(4)
+
+
+def test_a_recall_calls_off_what_was_to_be_mapped() -> None:
+    engine = Engine(granted=12)
+    engine.add("a", 700)
+    engine.core.scheduler.grow(8)  # decided, not done
+    engine.lease.recall_to(total(3))
+    engine.steps(5)
+    assert engine.size <= 3 and engine.lease.recall is None
+    assert engine.lease.granted_bytes == total(3)
+
+
+def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> None:
+    engine = Engine(extents=16)
+    assert SLICE_BYTES // EXTENT >= EXTENTS, "else the pool is too large for one slice"
+    for i in range(4):
+        engine.add(f"r{i}", 150, new=40)
+    engine.steps(8, lambda: engine.core.scheduler.num_running == 4)
+    engine.lease.recall_to(total(5))
+    engine.steps(5, lambda: engine.lease.recall is None)
+    assert engine.size == 5 and engine.lease.granted_bytes == total(5)
+    assert engine.core.scheduler.stats.preemptions > 0, "its minimum is all that is promised"
+    engine.run()
+
+
+def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagetide.engine.memory.SLICE_BYTES", 2 * EXTENT)
+    monkeypatch.setattr("pagetide.engine.memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
+    engine = Engine(mapped=EXTENTS)
+    engine.add("a", 100, new=60)
+    engine.steps(2)
+    sizes = [engine.size]
+    engine.lease.recall_to(total(4))
+    while engine.lease.recall is not None:
+        engine.step()
+        sizes.append(engine.size)
+    assert all(0 <= before - after <= 2 for before, after in itertools.pairwise(sizes)) and sizes[-1] == 4, sizes
+    engine.run()
+
+
+def test_nothing_is_mapped_while_a_recall_is_served() -> None:
+    engine = Engine(granted=EXTENTS)
+    engine.add("a", 200, new=30)
+    engine.steps(3)
+    size = engine.size
+    engine.lease.recall_to(total(size - 1))
+    engine.add("b", 500, new=5)
+    sizes = []
+    for _ in range(20):
+        engine.step()
+        sizes.append(engine.size)
+    assert max(sizes) <= size - 1
+    assert engine.lease.asked, "what waits asks"
+    engine.lease.grant(engine.lease.asked[-1])
+    engine.run()
+
+
+def test_recalls_add_up() -> None:
+    engine = grown()
+    engine.lease.recall_to(total(9))
+    engine.lease.recall_to(total(4))
+    engine.keep()
+    assert engine.size == 4 and engine.lease.recall is None
+    assert engine.memory.stats.recalls == 2
+
+
+def test_what_cannot_go_at_once_goes_when_the_device_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = grown()
+    stuck = [True]
+    monkeypatch.setattr(engine.core.runner, "_move_memory", half_way(engine.core.runner, stuck))
+    engine.lease.recall_to(total(4))
+    for _ in range(3):
+        assert engine.memory.due
+        engine.step()
+    assert engine.lease.recall is not None and engine.lease.answered == []
+    stuck[0] = False
+    engine.keep()
+    assert engine.size == 4 and engine.lease.recall is None
+
+
+def half_way(runner: Any, stuck: list[bool]) -> Callable[[Any], dict[str, Any]]:
+    """A device that unmaps nothing while it is stuck."""
+    move = type(runner)._move_memory
+
+    def moved(plan: Any) -> dict[str, Any]:
+        if not stuck[0]:
+            return move(runner, plan)
+        nothing = np.empty(0, np.int64)
+        return {"mapped": nothing, "unmapped": nothing, "refused": "it is busy" if plan.resize else None}
+
+    return moved
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+def test_a_limit_below_what_is_used_takes_nothing_from_anybody_and_comes_true_as_requests_end() -> None:
+    engine = Engine(mapped=EXTENTS)
+    for i in range(8):
+        engine.add(f"before{i}", 20, new=40)
+    engine.run()  # by now it knows how long requests get
+    for i in range(4):
+        engine.add(f"r{i}", 150, new=40)
+    engine.steps(8, lambda: engine.core.scheduler.num_running == 4)
+    assert engine.size == EXTENTS
+    engine.lease.limit(total(6))
+    engine.add("late", 30)
+    engine.steps(3)
+    assert engine.core.scheduler.num_running == 4 and engine.core.scheduler.num_waiting == 1, "nobody new"
+    assert engine.core.scheduler.excess_extents > 0
+    engine.run()
+    engine.keep()
+    assert engine.core.scheduler.stats.preemptions == 0
+    assert engine.core.scheduler.excess_extents == 0 and engine.size <= 6
+    assert engine.lease.granted_bytes == total(6), "the broker hears of it, so that others may have the rest"
+
+
+def test_a_limit_that_is_raised_lets_it_grow_again() -> None:
+    engine = grown()
+    engine.lease.limit(total(4))
+    engine.keep()
+    assert engine.size == 4
+    engine.add("a", 500)  # 32 blocks: 8 extents
+    engine.steps(20)
+    assert engine.core.scheduler.starving and engine.size == 4
+    engine.lease.limit(total(10**6))
+    engine.lease.grant(total(EXTENTS))
+    engine.run()
+    assert engine.core.scheduler.limit_blocks == engine.core.scheduler.cache.capacity
+
+
+def test_an_idle_limit_is_applied_without_requests() -> None:
+    engine = grown()
+    engine.lease.limit(total(3))
+    assert engine.keep() >= 1
+    assert engine.size == 3 and engine.lease.granted_bytes == total(3)
+
+
+# ---- the rest of the process --------------------------------------------------------------------
+
+
+def test_bytes_are_told_by_class_and_what_is_free() -> None:
+    engine = grown()
+    engine.step(1.0)
+    held, free = engine.lease.reports[-1]
+    assert held == {"weights": 4 * MIB, "other": BASE - 4 * MIB, "kv": engine.host.mapped_bytes}
+    assert free == (engine.size - engine.minimum) * EXTENT
+
+
+def test_a_process_that_grows_beside_its_pool_asks_and_maps_less() -> None:
+    engine = Engine(granted=8)
+    engine.base = BASE + 3 * EXTENT
+    engine.step(1.0)
+    assert engine.lease.held_bytes == total(5)
+    engine.add("a", 700)
+    engine.steps(20)
+    assert engine.size == 5, "three of the eight are the process'"
+    engine.lease.grant(engine.lease.asked[-1])
+    engine.run()
+
+
+def test_a_process_that_outgrows_its_grant_gives_idle_extents_back() -> None:
+    engine = grown()
+    engine.lease.granted_bytes = total(engine.size)
+    engine.base = BASE + 4 * EXTENT
+    before = engine.size
+    engine.step(1.0)
+    assert engine.lease.asked == [total(before + 4)]
+    engine.keep(1.0)
+    assert engine.size == before - 4 and engine.lease.held_bytes <= engine.lease.granted_bytes
+
+
+# ---- the broker goes and comes ------------------------------------------------------------------
+
+
+def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(granted=12)
+    engine.add("a", 300)
+    engine.steps(4)
+    size = engine.size
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+        engine.lease.lose()
+        engine.add("b", 600)
+        engine.steps(30)
+        assert engine.size == size and engine.core.scheduler.starving
+        engine.lease.rejoin()
+        engine.lease.grant(total(EXTENTS))
+        engine.run()
+    assert engine.memory.stats.lost_brokers == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert any("the broker is gone (it was killed)" in line for line in said)
+    assert any("a broker is back" in line for line in said)
+
+
+def test_a_recall_of_a_broker_that_died_is_forgotten() -> None:
+    engine = grown()
+    size = engine.size
+    engine.lease.recall_to(total(4))
+    engine.lease.lose()
+    assert engine.keep() == 0 and engine.size == size
+
+
+def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.lease.deny()
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+        engine.step()
+    assert "an answer crossed a grant" in caplog.text
+
+
+def test_a_recall_is_said_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    engine = grown()
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+        engine.lease.recall_to(total(4))
+        engine.keep()
+    assert "scripted: recalled to 11.00 MiB, of" in caplog.text
+    assert engine.memory.to_dict()["recalled_bytes"] > 0
+
+
+def test_waiting_takes_in_what_comes() -> None:
+    engine = Engine()
+    engine.lease.recall_to(total(1))
+    engine.memory.wait(3.5)
+    assert engine.lease.waited == [3.5] and engine.memory.stats.recalls == 1
+    alone = Engine(granted=None)
+    alone.memory.close()
+    alone.memory.wait(60.0)  # returns at once: nobody is to wait for a closed engine
+
+
+# ---- the order of a step ------------------------------------------------------------------------
+
+
+def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.add("ends", 20, new=1)
+    engine.add("goes on", 20, new=50)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.memory, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.core.step()
+    monkeypatch.undo()
+    emissions = engine.core.step()
+    assert {end.request_id: end.reason for end in emissions.finished} == {"ends": "length", "goes on": "error"}
+    assert emissions.request_ids == ["ends", "goes on"]
+    assert not engine.core.has_work
+    engine.requests.clear()
+    engine.core.runner.owner.clear()  # type: ignore[attr-defined]  # the fake one is strict about rows
+    engine.add("next", 40)
+    engine.run()

@@ -1,0 +1,277 @@
+"""A real model over a pool whose extents come and go between steps: the tokens of a pool that stays as it is."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from engines import TinyEngine, prompts
+from families import VOCAB, tiny
+
+from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
+from pagetide.allocator.host_arena import HostArena
+from pagetide.cache.geometry import Geometry
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.storage import Storage
+from pagetide.engine.attention.interface import NAME, register
+from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.core import EngineCore
+from pagetide.engine.runner import Runner
+from pagetide.engine.sampler import Sampler
+from pagetide.scheduler.plan import NO_ROWS, Plan, Resize
+from pagetide.scheduler.request import Sampling
+from pagetide.scheduler.scheduler import Finished, Limits, Scheduler
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+ALL = 99  # more extents than there are
+NEW = 24
+INPUTS = prompts([3, 17, 9, 30, 5, 21, 12, 1, 26, 8], VOCAB, seed=2)
+
+
+class PoisonedArena(HostArena):
+    """Extents come full of NaN, so that anything read before it is written shows; block 0 stays zeros. `order` says what
+    was done. The device refuses to map while `full`, and to unmap anything but the first of several while `stubborn`.
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int, block_bytes: int) -> None:
+        self.full = self.stubborn = False
+        self.order: list[str] = []
+        self.null_block = block_bytes // 4
+        super().__init__(num_extents, extent_bytes)
+
+    def map(self, extents: Sequence[int]) -> None:
+        self.order.append(f"map {sorted(extents)}")
+        if self.full:
+            raise OutOfDeviceMemory(len(extents) * self.extent_bytes, 0)
+        super().map(extents)
+        floats = np.frombuffer(self.buffer, np.float32)
+        floats.reshape(self.num_extents, -1)[list(extents)] = np.nan
+        floats[: self.null_block] = 0
+
+    def unmap(self, extents: Sequence[int]) -> None:
+        self.order.append(f"unmap {sorted(extents)}")
+        super().unmap(extents[:1] if self.stubborn else extents)
+        if self.stubborn:
+            raise OSError(errno.EIO, "not now")
+
+
+class ElasticEngine(TinyEngine):
+    """`TinyEngine` over extents of a few blocks, of which the first `num_mapped` have memory at the start."""
+
+    def __init__(self, model, *, num_mapped: int, **limits) -> None:
+        geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype="float32").with_extents(8192)
+        num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
+        self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
+        self.arena.map(range(num_mapped))
+        storage = Storage(geometry, self.arena)
+        register()
+        model.set_attn_implementation(NAME)
+        bounds = Limits(**{"max_seqs": 6, "max_step_tokens": 64, "max_model_len": 200, "forecast": False} | limits)
+        cache = CacheManager(
+            NUM_BLOCKS, BLOCK_SIZE, bounds.seats, 200,
+            blocks_per_extent=geometry.blocks_per_extent, mapped=self.arena.mapped_extents,
+        )  # fmt: skip
+        sampler = Sampler(bounds.seats, VOCAB, "cpu")
+        runner = Runner(model, storage, TorchKernel(), sampler, num_rows=bounds.seats, max_tokens=200, arena=self.arena)
+        self.core = EngineCore(Scheduler(cache, bounds), runner, clock=itertools.count().__next__)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    def submit(self, sampling: Sampling | None = None) -> None:
+        for i, prompt in enumerate(INPUTS):
+            self.add(f"r{i}", prompt, sampling or Sampling(NEW), arrival=float(i))
+
+    def check_memory(self) -> None:
+        """Books, arena and the kernel's own figure agree."""
+        mapped = self.scheduler.cache.mapped_extents
+        assert frozenset(mapped.tolist()) == self.arena.mapped_extents
+        assert self.arena.mapped_bytes == len(mapped) * self.arena.extent_bytes
+        if sys.platform == "linux":
+            assert resident_extents(self.arena) == self.arena.mapped_extents
+
+
+def resident_extents(arena: HostArena) -> set[int]:
+    """Extents of which any page is in memory, as the kernel says (/proc/PID/pagemap: a word a page, bits 62 and 63)."""
+    page = os.sysconf("SC_PAGESIZE")
+    start = np.frombuffer(arena.buffer, np.uint8).ctypes.data // page
+    pages = arena.num_extents * arena.extent_bytes // page
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(start * 8)
+        words = np.frombuffer(file.read(pages * 8), np.uint64)
+    present = (words >> np.uint64(62)).reshape(arena.num_extents, -1).any(axis=1)
+    return set(np.flatnonzero(present).tolist())
+
+
+@functools.cache
+def model(family: str = "llama"):
+    return tiny(family)
+
+
+@functools.cache
+def expected(family: str, sampling: Sampling) -> list[list[int]]:
+    """The tokens of a pool of fixed size in which everybody has room."""
+    engine = TinyEngine(model(family), usable=200, block_size=BLOCK_SIZE, max_seqs=6)
+    return engine.generate(INPUTS, sampling)
+
+
+def tokens(ends) -> list[list[int]]:
+    assert {end.error for end in ends.values()} == {None}
+    return [ends[f"r{i}"].token_ids.tolist() for i in range(len(INPUTS))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_resizing_at_random_changes_no_token(family):
+    all_stats = []
+    for seed, chunk in enumerate([None, 7, 16]):
+        engine = ElasticEngine(model(family), num_mapped=1 + seed * 4, max_chunk_tokens=chunk)
+        sampling = Sampling(NEW, temperature=1.0, seed=7) if seed else Sampling(NEW)
+        engine.submit(sampling)
+        assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling)
+        all_stats.append(engine.scheduler.stats)
+        engine.arena.full = engine.arena.stubborn = False
+        engine.scheduler.give_back_idle(ALL)
+        engine.core.step()
+        assert engine.arena.mapped_extents == {0}
+        engine.check_memory()
+    for counter in ("grown_extents", "given_back_extents", "moved_blocks", "preemptions", "refused_resizes"):
+        assert sum(getattr(stats, counter) for stats in all_stats) > 5, counter
+
+
+def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, Finished]:
+    """Step until all is done, with something happening to the pool between the steps. The ends by request id."""
+    ends: dict[str, Finished] = {}
+    while engine.core.has_work:
+        n = int(rng.integers(1, 6))
+        match rng.integers(6):
+            case 0:
+                engine.scheduler.give_back(n)
+            case 1 | 2:
+                engine.scheduler.give_back_idle(n)
+            case 3 | 4:
+                engine.scheduler.grow(n)
+        engine.arena.full, engine.arena.stubborn = rng.random() < 0.05, rng.random() < 0.05
+        ends.update({end.request_id: end for end in engine.core.step().finished})
+        engine.scheduler.check_invariants()
+        engine.check_memory()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("kept", "order"),
+    [(0, ["copy", "unmap", "compute"]), (5, ["map", "copy", "compute"])],
+    ids=["shrinking", "growing"],
+)
+def test_memory_comes_before_the_copies_and_goes_after_them(kept, order, monkeypatch):
+    engine = half_done()
+    assert 0 < engine.scheduler.give_back_idle(3) < 5
+    engine.scheduler.grow(kept)  # what was to go stays then, but for its blocks, which move all the same
+    del engine.arena.order[:]
+    runner = engine.core.runner
+    copy, compute = runner.storage.copy, runner._compute
+    monkeypatch.setattr(runner.storage, "copy", lambda *a: (engine.arena.order.append("copy"), copy(*a)))
+    monkeypatch.setattr(runner, "_compute", lambda *a: (engine.arena.order.append("compute"), compute(*a))[1])
+    engine.core.step()
+    assert [what.split()[0] for what in engine.arena.order] == order
+    ends = engine.run()
+    for i, alone in enumerate(expected("llama", Sampling(NEW))):
+        assert f"r{i}" not in ends or ends[f"r{i}"].token_ids.tolist() == alone
+
+
+def half_done() -> ElasticEngine:
+    """Some requests run, and there are holes between their blocks."""
+    engine = ElasticEngine(model(), num_mapped=8, max_seqs=4)
+    engine.submit()
+    for _ in range(12):
+        engine.core.step()
+    engine.scheduler.abort("r0")
+    engine.scheduler.abort("r1")
+    return engine
+
+
+def test_an_idle_engine_is_resized_by_a_step_without_chunks():
+    engine = ElasticEngine(model(), num_mapped=16)
+    engine.scheduler.give_back_idle(ALL)
+    assert engine.core.has_work
+    assert engine.core.step().tokens == []
+    assert not engine.core.has_work
+    engine.check_memory()
+    assert engine.arena.mapped_extents == {0}
+    engine.scheduler.grow(2)
+    engine.core.step()
+    engine.check_memory()
+    assert engine.arena.mapped_extents == {0, 1, 2}
+
+
+def test_what_the_device_refuses_is_told_and_stops_nothing():
+    engine = ElasticEngine(model(), num_mapped=6)
+    engine.submit()
+    results = watch_results(engine)
+    engine.arena.full = True
+    assert engine.scheduler.grow(4) == 4
+    emissions = engine.core.step()
+    assert len(emissions.tokens) > 0
+    assert results[-1].mapped.tolist() == []
+    assert results[-1].refused == "OutOfDeviceMemory: asked for 32,768 bytes of memory, 0 bytes are free"
+    engine.check_memory()
+    engine.arena.full, engine.arena.stubborn = False, True
+    given = engine.scheduler.give_back(3)
+    engine.core.step()
+    assert (given, results[-1].unmapped.tolist()) == (3, [results[-1].unmapped.min()])
+    assert results[-1].refused == "OSError: [Errno 5] not now"
+    engine.check_memory()
+    engine.scheduler.grow(ALL)
+    assert tokens(engine.run()) == expected("llama", Sampling(NEW))
+
+
+@pytest.mark.parametrize("what", ["the copies fail", "books and arena differ", "an interrupt"])
+def test_a_step_that_breaks_while_it_moves_memory_ends_all_and_the_engine_goes_on(what, monkeypatch, caplog):
+    engine = half_done()
+    assert engine.scheduler.give_back_idle(3) > 0
+    assert engine.scheduler.grow(5) > 0
+    error = {"the copies fail": RuntimeError, "an interrupt": KeyboardInterrupt}.get(what, BlockMisuse)
+    if what == "books and arena differ":
+        engine.arena.map([15])
+        engine.scheduler.grow(ALL)
+    else:
+        planted = iter([error("planted")])
+        copy = engine.core.runner.storage.copy
+        monkeypatch.setattr(engine.core.runner.storage, "copy", lambda *a: raise_once(planted) or copy(*a))
+    if what == "an interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            engine.core.step()
+    finished = engine.core.step().finished
+    assert {end.request_id for end in finished} == {f"r{i}" for i in range(len(INPUTS))}
+    assert {end.reason for end in finished} <= {"error", "aborted"}
+    engine.check_memory()
+    engine.scheduler.check_invariants()
+    engine.scheduler.grow(ALL)
+    engine.submit()
+    assert tokens(engine.run()) == expected("llama", Sampling(NEW))
+
+
+def test_a_runner_without_an_arena_does_not_resize():
+    engine = TinyEngine(model(), usable=20)
+    plan = Plan(0, NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), resize=Resize(map=np.array([1])))
+    with pytest.raises(BlockMisuse, match="without an arena"):
+        engine.core.runner.execute(plan)
+    assert engine.core.runner.mapped_extents is None
+
+
+def raise_once(errors) -> None:
+    for error in errors:
+        raise error
+
+
+def watch_results(engine: ElasticEngine) -> list:
+    """Every result of the runner from now on."""
+    results, execute = [], engine.core.runner.execute
+    engine.core.runner.execute = lambda plan: (results.append(execute(plan)), results[-1])[1]
+    return results

@@ -1,0 +1,216 @@
+"""Engines of the demo model that share a device through a real `vram-monitor serve`, or find nobody to share with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from monitors import MonitorProcess, wait_until
+from tenants import tenants
+
+from pagetide import LLM, SamplingParams
+from pagetide.allocator.broker_client import BrokerClient
+from pagetide.allocator.wire import LeaseView
+from pagetide.engine.errors import NotEnoughMemory
+from pagetide.monitor.record import RecordReader
+from pagetide.monitor.runtime_dir import RuntimeDir
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
+MIB = 1 << 20
+GREEDY = SamplingParams(max_new_tokens=60, temperature=0)
+PROMPTS = [[(7 * i + 3 * k) % 480 + 5 for k in range(100 + 20 * i)] for i in range(16)]
+KV = {"min": 8 * MIB, "max": 256 * MIB}  # 32 extents of 8 MiB; the prompts come to need about 40 MiB at a time
+ROUNDS = 2
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    """The tokens of each prompt when nobody presses."""
+    with LLM("demo", share=False) as llm:
+        return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def said(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+def memory(llm: LLM) -> dict[str, Any]:
+    found: dict[str, Any] = llm.stats()["memory"]
+    return found
+
+
+class Device:
+    """A test device under a monitor of its own."""
+
+    def __init__(self, directory: Path, capacity: str) -> None:
+        self.monitor = MonitorProcess(directory, "--capacity", capacity)
+        self.client = BrokerClient(RuntimeDir(directory).socket, timeout_s=30)
+
+    def lease(self) -> LeaseView:
+        (view,) = self.client.leases()
+        return view
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Device]:
+    """By default larger than any engine needs."""
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "run"))
+    made = Device(tmp_path / "run", getattr(request, "param", "64GiB"))
+    with made.monitor:
+        yield made
+
+
+# ---- one engine and its broker ------------------------------------------------------------------
+
+
+def test_a_lease_covers_the_process_and_follows_its_pool(device: Device) -> None:
+    with LLM("demo", kv_memory=KV | {"weight": 2.5, "priority": -3}, idle_s=600) as llm:
+        lease = device.lease()
+        assert (lease.pid, lease.weight, lease.priority) == (os.getpid(), 2.5, -3)
+        assert lease.granted_bytes >= lease.min_bytes >= lease.held_bytes
+        assert said(llm) == alone()
+        grown = device.lease()
+        assert grown.held["kv"] == memory(llm)["kv_bytes"] > lease.held["kv"] == 8 * MIB
+        assert grown.granted_bytes >= grown.held_bytes == sum(grown.held.values())
+        rss = psutil.Process().memory_info().rss
+        assert rss <= grown.held_bytes, "what is told is what there is, and a reserve"
+    wait_until(lambda: device.client.leases() == (), "the end of the lease")
+
+
+def test_an_idle_recall_is_served_and_costs_no_token(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, idle_s=600) as llm:
+        assert said(llm) == alone()
+        before = memory(llm)["kv_bytes"]
+        told = device.client.recall(str(os.getpid()), 24 * MIB)
+        wait_until(lambda: device.lease().granted_bytes <= told.target_bytes, "the recall to be served")
+        lease = device.lease()
+        assert (lease.state, lease.recall_target_bytes) == ("ok", None)
+        assert memory(llm)["kv_bytes"] <= before - 24 * MIB
+        assert memory(llm)["recalls"] == 1 and llm.stats()["preemptions"] == 0
+        assert said(llm) == alone()
+
+
+def test_a_recall_under_decode_is_served_and_changes_no_token(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, idle_s=600) as llm:
+        assert said(llm) == alone()
+        outputs: list[list[int]] = []
+        working = threading.Thread(target=lambda: outputs.extend(said(llm)))
+        working.start()
+        wait_until(lambda: llm.stats()["running"] >= 8, "requests to run")
+        told = device.client.recall(str(os.getpid()), 200 * MIB)  # all but its minimum
+        assert told.target_bytes == device.lease().min_bytes
+        wait_until(lambda: device.lease().granted_bytes <= told.target_bytes, "the recall to be served")
+        working.join(120)
+        assert outputs == alone()
+        assert memory(llm)["recalls"] >= 1
+
+
+def test_what_nobody_needs_goes_back_after_a_while(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, idle_s=0.3) as llm:
+        assert said(llm) == alone()
+        wait_until(lambda: memory(llm)["kv_bytes"] == 8 * MIB, "the pool to be at its minimum")
+        wait_until(lambda: device.lease().granted_bytes == device.lease().min_bytes, "the grant too")
+        assert said(llm) == alone()
+
+
+def test_a_limit_holds_and_can_be_raised(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, idle_s=600) as llm:
+        assert said(llm) == alone()
+        lease, base = device.lease(), memory(llm)["base_bytes"]
+        most = max(lease.min_bytes, base + 16 * MIB)
+        done = device.client.limit(str(os.getpid()), most)
+        assert done.max_bytes == most and done.over_bytes == lease.granted_bytes - most > 0
+        wait_until(lambda: device.lease().granted_bytes <= most, "the limit to be applied")
+        assert said(llm) == alone()
+        assert device.lease().granted_bytes <= most and memory(llm)["kv_bytes"] <= most - base
+        device.client.limit(str(os.getpid()), 1 << 40)
+        assert said(llm) == alone()
+
+
+def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, idle_s=600) as llm:
+        device.monitor.kill()
+        wait_until(lambda: not memory(llm)["lease"]["connected"], "the engine to notice")
+        held = memory(llm)["kv_bytes"]
+        assert said(llm, PROMPTS[:2]) == alone()[:2]
+        assert memory(llm)["kv_bytes"] == held and memory(llm)["lost_brokers"] == 1
+        outputs: list[list[int]] = []
+        working = threading.Thread(target=lambda: outputs.extend(said(llm)))  # more than there is room for at once
+        working.start()
+        device.monitor.start()
+        wait_until(lambda: memory(llm)["lease"]["connected"], "the engine to be back")
+        working.join(120)
+        assert outputs == alone()
+        assert said(llm) == alone()
+        assert memory(llm)["kv_bytes"] > held, "it grows again"
+
+
+# ---- who does not get what it wants --------------------------------------------------------------
+
+
+def test_without_a_place_for_a_broker_it_works_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "no folder"))
+    with caplog.at_level(logging.WARNING, "pagetide.engine.sharing"), LLM("demo") as llm:
+        assert said(llm, PROMPTS[:2]) == alone()[:2]
+        assert memory(llm)["lease"] is None
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and warnings[0].startswith("memory is not shared with other engines: ")
+
+
+def test_who_does_not_want_to_share_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "run"))
+    with LLM("demo", share=False) as llm:
+        assert memory(llm)["lease"] is None
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["128MiB"], indirect=True)
+def test_minimums_beyond_the_device_are_refused_with_the_numbers(device: Device) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(NotEnoughMemory) as refused:
+        LLM("demo", kv_memory=KV)
+    message = str(refused.value)
+    assert "128.00 MiB less 8.00 MiB headroom" in message and "with what is promised to others (0 B)" in message
+    assert device.client.leases() == () and set(threading.enumerate()) == before
+
+
+# ---- several engines ----------------------------------------------------------------------------
+
+
+def test_two_plain_engines_share_a_broker_that_one_of_them_started(tmp_path: Path) -> None:
+    for i in range(ROUNDS):
+        directory = RuntimeDir(tmp_path / f"run{i}")
+        env = {"PAGETIDE_RUNTIME_DIR": str(directory.path)}
+        with tenants() as start:
+            both = [start("llm", {"seed": i, "prompts": 2, "new": 16}, env=env) for _ in range(2)]
+            assert all(tenant.read()["lease"]["connected"] for tenant in both)
+            client = BrokerClient(directory.socket)
+            assert {view.pid for view in client.leases()} == {tenant.pid for tenant in both}
+            for tenant in both:
+                tenant.write("burst")
+            for tenant in both:
+                tally = tenant.read()
+                assert tally["finished"] == tally["requests"] > 0 and tally["failed"] == 0, tally
+            with RecordReader.open(directory.record) as reader:
+                monitor = psutil.Process(reader.monitor_pid)
+            both[0].kill()  # whoever started it; no matter
+            wait_until(
+                lambda c=client, t=both[1]: [v.pid for v in c.leases()] == [t.pid], "the dead one's lease to end"
+            )
+            assert monitor.is_running()
+            both[1].write("burst")
+            assert both[1].read()["failed"] == 0
+            both[1].tell("end")
+            wait_until(lambda p=monitor: not p.is_running(), "the monitor to end with its last engine")
+            assert not directory.socket.exists()

@@ -1,0 +1,484 @@
+"""The pool grows and gives extents back while requests run: exact numbers, and the same tokens as ever."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from fakes import World
+
+from pagetide.scheduler.errors import OutOfTurn, PromptTooLong
+from pagetide.scheduler.plan import Result
+
+
+def elastic(num_extents: int, num_mapped: int | None = None, per: int = 4, **more) -> World:
+    """A world of `num_extents` extents of `per` blocks of 4 tokens."""
+    return World(num_extents * per - 1, 4, blocks_per_extent=per, num_mapped=num_mapped, **more)
+
+
+def half_done() -> World:
+    """Seven requests began, three of them have ended: 16 live blocks and 15 free ones all over eight extents of four."""
+    world = elastic(8)
+    for i in range(7):
+        world.add(f"r{i}", 13, max_new=3 if i % 2 else 16, arrival=float(i))
+    for _ in range(3):
+        world.step()
+    assert (world.used, world.cache.available) == (16, 15)
+    return world
+
+
+def resized(world: World) -> tuple[list[int], list[int]]:
+    """The extents that the last plan mapped and unmapped."""
+    resize = world.plans[-1].resize
+    return resize.map.tolist(), resize.unmap.tolist()
+
+
+# -- growing -----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_is_part_of_the_next_plan_and_true_after_it():
+    world = elastic(4, num_mapped=1)
+    assert not world.scheduler.has_work
+    assert world.scheduler.grow(2) == 2
+    assert world.scheduler.has_work
+    assert (world.cache.usable, world.scheduler.num_extents) == (3, 3)
+    plan = world.schedule()
+    assert (len(plan.rows), plan.resize.map.tolist(), plan.resize.unmap.tolist()) == (0, [1, 2], [])
+    assert not plan.is_empty
+    assert world.cache.usable == 3, "not before it is mapped"
+    world.finish(plan)
+    assert (world.cache.usable, world.scheduler.stats.grown_extents) == (11, 2)
+    assert not world.scheduler.has_work
+    assert world.scheduler.grow(5) == 1, "no more are reserved"
+    world.step()
+    assert world.scheduler.grow(1) == 0
+
+
+def test_no_chunk_uses_what_its_own_plan_maps():
+    world = elastic(4, num_mapped=1)
+    world.add("a", 20, max_new=3)
+    world.step()
+    assert world.started == []
+    assert world.scheduler.starving
+    world.scheduler.grow(1)
+    assert not world.scheduler.starving
+    world.step()
+    assert (resized(world), world.started) == (([1], []), [])
+    world.step()
+    assert world.started == ["a"]
+    world.run()
+    world.check_outputs()
+
+
+def test_a_refused_growth_stops_nothing_and_may_be_asked_again():
+    world = elastic(4, num_mapped=2)
+    world.add("a", 10, max_new=12)
+    world.step()
+    world.runner.refuses_map = True
+    world.scheduler.grow(2)
+    emissions = world.step()
+    assert len(emissions.tokens) == 1
+    assert (world.scheduler.stats.refused_resizes, world.scheduler.stats.grown_extents) == (1, 0)
+    assert (world.cache.usable, world.scheduler.num_extents) == (7, 2)
+    world.runner.refuses_map = False
+    assert world.scheduler.grow(1) == 1
+    world.run()
+    assert world.cache.usable == 11
+    world.check_outputs()
+
+
+# -- giving back -------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_pool_goes_and_comes_back():
+    """Scenario 65."""
+    world = elastic(10)
+    world.add("a", 30, max_new=6)
+    world.run()
+    assert world.scheduler.idle_extents == 9
+    assert world.scheduler.give_back_idle(100) == 9
+    assert world.cache.available == 3, "from now on nothing is allocated there"
+    assert world.cache.counts().draining == 36
+    world.step()
+    assert resized(world) == ([], [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert (world.cache.counts().mapped, world.runner.mapped) == (3, {0})
+    assert world.scheduler.stats.given_back_extents == 9
+    world.add("b", 30, max_new=6)
+    world.step()
+    assert world.scheduler.starving
+    assert world.scheduler.grow(9) == 9
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_idle_extents_go_without_a_move_and_then_by_moves():
+    world = elastic(4, max_seqs=2)
+    world.add("a", 17, max_new=12, arrival=0.0)  # 5 blocks: extent 0 and two of extent 1
+    world.add("b", 9, max_new=1, arrival=1.0)
+    world.step()
+    assert world.used == 5
+    assert world.scheduler.give_back_idle(1) == 1
+    world.step()
+    assert (resized(world), world.plans[-1].copies) == (([], [3]), None)
+    world.add("c", 17, max_new=2, arrival=2.0)  # 6 and 7, then extent 2
+    world.step()
+    world.step()
+    world.step()
+    assert world.scheduler.num_running == 1
+    assert world.scheduler.give_back_idle(3) == 1, "6 blocks of 11 are live: one extent's worth is free"
+    plan = world.schedule()
+    assert (plan.resize.unmap.tolist(), plan.copies) == ([2], None)
+    world.finish(plan)
+    world.run()
+    world.check_outputs()
+
+
+def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
+    world = half_done()
+    assert world.scheduler.idle_extents == 3, "15 blocks are free"
+    assert world.scheduler.give_back_idle(2) == 2
+    assert world.cache.available == 15 - 8
+    plan = world.schedule()
+    assert len(plan.copies.sources) == 2, "each of the two has one live block"
+    assert world.scheduler.stats.moved_blocks == 0
+    world.finish(plan)
+    assert world.scheduler.stats.moved_blocks == 2
+    assert world.cache.counts().mapped == 23
+    world.scheduler.grow(2)
+    world.run()
+    assert world.scheduler.stats.preemptions == 0
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_a_request_may_end_while_its_blocks_are_moved():
+    world = half_done()
+    world.scheduler.give_back_idle(7)
+    for name in ("r0", "r4", "r6"):
+        world.scheduler.abort(name)
+    world.add("new", 20, max_new=4)
+    plan = world.schedule()
+    assert plan.copies is not None
+    assert "new" in world.started
+    world.finish(plan)
+    assert world.cache.counts().mapped == 19
+    world.run()
+    world.check_outputs(but=("r0", "r4", "r6"))
+    world.check_empty()
+
+
+def test_giving_back_preempts_the_last_in_order_and_no_more_than_it_must():
+    world = elastic(8)
+    for i, priority in enumerate([0, 1, 0, 0]):
+        world.add(f"r{i}", 21, max_new=20, arrival=float(i), priority=priority)  # 6 blocks each
+    world.step()
+    assert (world.used, world.cache.available, world.scheduler.idle_extents) == (24, 7, 1)
+    assert world.scheduler.give_back(3) == 3
+    assert world.scheduler.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
+    assert world.cache.available == 1
+    assert world.scheduler.give_back(1) == 1
+    assert world.scheduler.waiting_ids == ["r3", "r1"]
+    world.step()
+    assert len(resized(world)[1]) == 4
+    world.scheduler.grow(4)
+    world.run()
+    assert world.scheduler.stats.preemptions >= 2
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
+    world = elastic(8, max_seqs=3)
+    world.add("a", 21, max_new=20, arrival=0.0)  # 6 blocks
+    world.add("b", 41, max_new=20, arrival=1.0)  # 11 blocks
+    world.step()
+    assert world.scheduler.give_back(4) == 4
+    world.add("c", 5, max_new=2, arrival=2.0)
+    world.step()
+    assert (world.scheduler.waiting_ids, world.cache.available) == (["b", "c"], 9)
+    world.add("first", 5, max_new=2, priority=-1)
+    world.step()
+    assert world.scheduler.waiting_ids == ["b", "c"], "from the next one on it is as ever"
+    world.scheduler.grow(4)
+    world.run()
+    world.check_outputs()
+
+
+def test_all_can_be_given_back_but_the_null_blocks_extent():
+    world = elastic(5)
+    for i in range(3):
+        world.add(f"r{i}", 21, max_new=20, arrival=float(i))
+    for _ in range(3):
+        world.step()
+    assert world.scheduler.give_back(5) == 4
+    world.step()
+    assert (world.cache.counts().mapped, world.scheduler.num_running) == (3, 0)
+    world.step()
+    assert world.scheduler.starving
+    assert world.scheduler.wanted_blocks() >= 18
+    world.scheduler.grow(4)
+    world.run()
+    world.check_outputs()
+
+
+def test_aborted_requests_blocks_are_given_back_before_anyone_is_preempted():
+    world = elastic(5)
+    world.add("a", 21, max_new=8, arrival=0.0)
+    world.add("b", 33, max_new=20, arrival=1.0)
+    world.step()
+    world.scheduler.abort("b")
+    assert world.scheduler.give_back(3) == 3
+    assert world.scheduler.stats.preemptions == 0
+    world.run()
+    assert world.finished["b"].reason == "aborted"
+
+
+def test_what_the_device_does_not_take_back_stays_in_use():
+    world = elastic(4)
+    world.runner.refuses_unmap = True
+    assert world.scheduler.give_back_idle(3) == 3
+    world.step()
+    assert world.runner.mapped == {0, 3}, "the fake refuses the last one"
+    assert (world.cache.usable, world.cache.counts().draining) == (7, 0)
+    assert world.scheduler.stats.refused_resizes == 1
+    world.add("a", 20, max_new=3)
+    world.run()
+    world.check_outputs()
+
+
+def test_a_fixed_pool_is_never_resized():
+    world = World(usable=15, block_size=4)
+    world.add("a", 20, max_new=10)
+    world.step()
+    assert world.scheduler.give_back(3) == world.scheduler.give_back_idle(3) == world.scheduler.grow(3) == 0
+    assert world.scheduler.stats.preemptions == 0
+    assert not world.schedule().moves_memory
+
+
+# -- a change of mind --------------------------------------------------------------------------------------------------
+
+
+def test_growth_that_was_not_planned_yet_is_called_off_first():
+    world = elastic(6, num_mapped=4)
+    world.scheduler.grow(2)
+    assert world.scheduler.give_back_idle(3) == 3
+    world.step()
+    assert resized(world) == ([], [3])
+    world.scheduler.grow(1)
+    world.scheduler.give_back_idle(1)
+    assert not world.scheduler.has_work
+
+
+def test_extents_on_their_way_out_are_kept_first():
+    world = half_done()
+    assert world.scheduler.give_back_idle(3) == 3
+    assert world.scheduler.grow(2) == 2
+    assert world.cache.usable == 31 - 4
+    plan = world.schedule()
+    assert (len(plan.resize.map), len(plan.resize.unmap), plan.copies is None) == (0, 1, False)
+    world.finish(plan)
+    assert (world.cache.counts().mapped, world.cache.counts().in_flight) == (27, 0)
+    world.run()
+    world.check_outputs()
+
+
+def test_the_pool_is_resized_between_steps_only():
+    world = elastic(4)
+    plan = world.schedule()
+    for call in (world.scheduler.grow, world.scheduler.give_back_idle, world.scheduler.give_back):
+        with pytest.raises(OutOfTurn, match="plan 0 is out"):
+            call(1)
+    world.finish(plan)
+    for call in (world.scheduler.grow, world.scheduler.give_back_idle, world.scheduler.give_back):
+        with pytest.raises(ValueError, match="-1 extents"):
+            call(-1)
+
+
+@pytest.mark.parametrize("wrong", [{"mapped": [2]}, {"mapped": [3]}, {"unmapped": [2]}])
+def test_a_result_must_be_about_the_plans_extents(wrong):
+    world = elastic(6, num_mapped=2)
+    world.scheduler.grow(2)
+    plan = world.schedule()
+    named = {name: np.array(extents) for name, extents in wrong.items()}
+    with pytest.raises(OutOfTurn, match="did not name"):
+        world.scheduler.apply(plan, Result(plan.step_id, plan.rows, plan.rows, **named))
+    world.finish(plan)
+
+
+def test_plans_that_resize_cross_a_process_border():
+    world = half_done()
+    execute = world.runner.execute
+    world.runner.execute = lambda plan: pickle.loads(pickle.dumps(execute(pickle.loads(pickle.dumps(plan)))))
+    while world.scheduler.has_work:
+        world.scheduler.give_back(3)
+        world.step()
+        world.scheduler.grow(3)
+        world.step()
+    assert world.scheduler.stats.moved_blocks > 0
+    world.check_outputs()
+
+
+# -- who fits, who waits, who ends ----------------------------------------------------------------------------------------
+
+
+def test_refused_is_only_what_the_reserved_pool_cannot_hold():
+    world = elastic(4, num_mapped=1)
+    world.add("fits the reserve", 60, max_new=1)
+    with pytest.raises(PromptTooLong, match=r"61 tokens need 16 blocks .* has 15"):
+        world.add("never", 61)
+    world.step()
+    assert world.scheduler.starving
+    world.scheduler.grow(3)
+    world.run()
+    world.check_outputs()
+
+
+def test_the_last_one_waits_for_growth_and_ends_at_the_reserved_capacity():
+    world = elastic(4, num_mapped=2)
+    world.add("a", 20, max_new=100)
+    while not world.scheduler.starving:
+        world.step()
+    assert world.finished == {}
+    assert (world.scheduler.num_running, world.scheduler.waiting_ids, world.used) == (0, ["a"], 0)
+    assert len(world.emitted["a"]) == 7 * 4 - 20 + 1
+    assert world.scheduler.wanted_blocks() >= 8
+    for _ in range(2):
+        assert world.scheduler.grow(1) == 1
+        while world.scheduler.has_work and not world.scheduler.starving:
+            world.step()
+    end = world.finished["a"]
+    assert (end.reason, len(end.token_ids), end.num_preemptions) == ("length", 15 * 4 - 20 + 1, 2)
+
+
+def test_the_last_one_ends_where_the_limit_says_that_it_may_never_go_on():
+    world = elastic(4, num_mapped=2)
+    world.scheduler.limit_blocks = 7
+    world.add("a", 20, max_new=100)
+    world.run()
+    end = world.finished["a"]
+    assert (end.reason, len(end.token_ids), end.num_preemptions) == ("length", 7 * 4 - 20 + 1, 0)
+
+
+def test_limit_below_use():
+    """Scenario 63: deferred with the overage, no admission, converges, applied; raised again it works, up to the reserve."""
+    world = elastic(8)
+    for i in range(4):
+        world.add(f"r{i}", 21, max_new=4 + 6 * i, arrival=float(i))  # 6 blocks each
+    world.step()
+    world.scheduler.forecast.share = 1.0  # they all run on to the end
+    world.scheduler.limit_blocks = 11
+    assert world.scheduler.excess_extents == 5
+    world.add("late", 9, max_new=5, arrival=9.0)
+    while world.scheduler.excess_extents:
+        spare = (world.cache.usable - world.scheduler.running_blocks()) // 4
+        world.scheduler.give_back_idle(min(world.scheduler.excess_extents, max(0, spare)))
+        world.step()
+        assert "late" not in world.started or world.used <= 11
+        assert world.scheduler.stats.preemptions == 0
+    assert set(world.finished) == {"r0", "r1", "r2"}, "it was applied when enough had ended"
+    assert world.cache.counts().mapped <= 11
+    assert world.scheduler.grow(5) == 0, "the limit is reached"
+    while "late" not in world.started:
+        world.step()
+    world.run()
+    world.scheduler.limit_blocks = 10**9
+    assert (world.scheduler.limit_blocks, world.scheduler.grow(100)) == (31, 5)
+    world.step()
+    assert world.cache.usable == 31
+    world.check_outputs()
+
+
+def test_admission_stops_at_the_limit_though_blocks_are_free():
+    world = elastic(8)
+    world.scheduler.limit_blocks = 10
+    for i in range(3):
+        world.add(f"r{i}", 17, max_new=3, arrival=float(i))  # 5 blocks each
+    world.step()
+    assert world.started == ["r0", "r1"]
+    world.run()
+    world.check_outputs()
+
+
+def test_who_needs_more_than_the_limit_waits_aside():
+    world = elastic(8)
+    world.scheduler.limit_blocks = 10
+    world.add("big", 50, max_new=3, arrival=0.0)
+    world.add("small", 17, max_new=3, arrival=1.0)
+    world.add("gone", 60, max_new=3, arrival=2.0)
+    world.step()
+    assert (world.started, world.scheduler.waiting_ids) == (["small"], ["big", "gone"])
+    while not world.scheduler.starving:
+        world.step()
+    assert world.scheduler.has_work
+    world.scheduler.abort("gone")
+    world.step()
+    assert world.finished["gone"].reason == "aborted"
+    world.scheduler.limit_blocks = 31
+    assert not world.scheduler.starving
+    world.run()
+    world.check_outputs(but=("gone",))
+    with pytest.raises(ValueError, match="negative"):
+        world.scheduler.limit_blocks = -1
+
+
+# -- what is wanted ----------------------------------------------------------------------------------------------------
+
+
+def test_wanted_blocks_covers_the_next_step_and_the_peak():
+    world = elastic(64, num_mapped=1, per=8, max_seqs=4)
+    scheduler = world.scheduler
+    assert scheduler.wanted_blocks() == 0
+    world.add("a", 20, max_new=40)
+    assert scheduler.wanted_blocks() == -(-(20 + 20) // 4), "half of max_new is expected at first"
+    for i in range(7):
+        world.add(f"r{i}", 20, max_new=40)
+    four = scheduler.wanted_blocks()
+    assert 4 * 10 <= four <= 4 * 10 + 2, "as many as there are seats"
+    scheduler.grow(-(-(four + 1) // 8))
+    world.step()
+    while scheduler.num_running < 4:
+        world.step()
+        assert scheduler.wanted_blocks() <= four + 2
+    running = scheduler.rows.known[:4]
+    assert scheduler.wanted_blocks() >= int((-(-running // 4)).sum())
+    scheduler.grow(64)
+    world.run()
+    assert scheduler.wanted_blocks() == 0
+    world.check_outputs()
+
+
+def test_wanted_blocks_ends_at_the_capacity():
+    world = elastic(4, num_mapped=1)
+    for i in range(50):
+        world.add(f"r{i}", 40, max_new=40)
+    assert world.scheduler.wanted_blocks() == 15
+
+
+def test_growing_to_what_is_wanted_never_starves():
+    world = elastic(40, num_mapped=1, max_seqs=6, forecast=True)
+    rng = np.random.default_rng(3)
+    for i in range(40):
+        world.add(f"r{i}", int(rng.integers(1, 60)), max_new=int(rng.integers(1, 60)), arrival=float(i))
+    while world.scheduler.has_work:
+        wanted = -(-(world.scheduler.wanted_blocks() + 1) // 4)  # extents, with the null block
+        world.scheduler.grow(max(0, wanted - world.scheduler.num_extents))
+        world.step()
+        assert len(world.plans[-1].rows) or world.plans[-1].resize
+    world.check_outputs()
+    assert world.cache.usable < 40 * 4 - 1, "what nobody wants is not mapped"
+
+
+def test_a_broken_scheduler_goes_on_with_the_same_extents():
+    world = elastic(6, num_mapped=3)
+    world.add("a", 20, max_new=12)
+    world.step()
+    world.scheduler.limit_blocks = 19
+    world.scheduler.grow(1)
+    world.schedule()
+    fresh, _ = world.scheduler.renewed("broke", mapped=frozenset({0, 1, 2, 3}))
+    assert (fresh.cache.usable, fresh.limit_blocks) == (15, 19)
+    fresh, _ = world.scheduler.renewed("broke")
+    assert (fresh.cache.usable, fresh.num_extents) == (11, 3)
+    fresh.check_invariants()
