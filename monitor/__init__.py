@@ -16,11 +16,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .cuda_devices import find_device, visible_devices
     from .errors import MonitorError
     from .snapshot import Device, DeviceInfo, DeviceMemory, Snapshot
     from .watching import Watch, watch
 
-__all__ = ["Device", "DeviceInfo", "DeviceMemory", "MonitorError", "Snapshot", "Watch", "watch"]
+__all__ = [
+    "Device",
+    "DeviceInfo",
+    "DeviceMemory",
+    "MonitorError",
+    "Snapshot",
+    "Watch",
+    "find_device",
+    "visible_devices",
+    "watch",
+]
 
 _MODULE_OF = {
     "Device": ".snapshot",
@@ -29,6 +40,8 @@ _MODULE_OF = {
     "MonitorError": ".errors",
     "Snapshot": ".snapshot",
     "Watch": ".watching",
+    "find_device": ".cuda_devices",
+    "visible_devices": ".cuda_devices",
     "watch": ".watching",
 }
 

@@ -42,7 +42,16 @@ class MonitorConfig:
         """The file's settings, with `flags` that are not None over them. Raises ConfigInvalid, naming the setting."""
         given = {} if file is None else read_yaml(file)
         given |= {name: value for name, value in flags.items() if value is not None}
-        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items() if value is not None})
+        return cls(**{name: _checked(name, value) for name, value in given.items() if value is not None})
+
+
+def _checked(name: str, value: Any) -> Any:
+    try:
+        return _CHECKS[name](name, value)
+    except ConfigInvalid:
+        raise
+    except (ValueError, OverflowError, RuntimeError) as error:  # numbers of thousands of digits, ~nobody, ...
+        raise ConfigInvalid(f"{name} cannot be used: {error}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigInvalid(f"the configuration {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigInvalid(f"the configuration {path} is no text in UTF-8: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigInvalid(f"the configuration {path} is no YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -73,7 +82,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigInvalid(f"{name} must be a text, got {value!r}")
     return value
 
@@ -115,7 +124,7 @@ def _items(name: str, value: Any) -> list[str]:
         values = [values]
     if not isinstance(values, list | tuple) or not all(isinstance(item, str | int) for item in values):
         raise ConfigInvalid(f"{name} must be a list such as [0, 1], got {value!r}")
-    return [text for item in values if (text := str(item).strip())]
+    return [text for item in values for part in str(item).split(",") if (text := part.strip())]
 
 
 def _devices(name: str, value: Any) -> tuple[str, ...]:

@@ -6,6 +6,7 @@
 
     monitor.lock   held exclusively (flock) by the one monitor of the directory; the kernel drops it at any death
     users.lock     held shared by each user of a monitor that was started on demand, exclusively by one that ends
+    start.lock     held exclusively while a monitor is started on demand
     record         the shared-memory record
     broker.sock    where engines ask for memory
 
@@ -18,7 +19,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,11 @@ class RuntimeDir:
         return self.path / "monitor.lock"
 
     @property
+    def start_lock(self) -> Path:
+        """Held by the one who starts a monitor on demand."""
+        return self.path / "start.lock"
+
+    @property
     def users_lock(self) -> Path:
         """Held by the users of a monitor that was started on demand."""
         return self.path / "users.lock"
@@ -65,13 +72,14 @@ class RuntimeDir:
         mode = 0o700 if gid is None else 0o750
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            made = True
             try:
                 self.path.mkdir(mode=mode)
             except FileExistsError:
                 self._check()
+                made = not any(self.path.iterdir())
             if gid is not None:
-                os.chown(self.path, -1, gid)
-                self.path.chmod(mode)
+                self._open_to(gid, mode, made)
         except OSError as error:
             raise ConfigInvalid(
                 f"the runtime directory {self.path} cannot be used: {error.strerror}. "
@@ -83,15 +91,26 @@ class RuntimeDir:
             )
         return self
 
+    def _open_to(self, gid: int, mode: int, fresh: bool) -> None:
+        """Let the group in; but where others' files may lie, nobody is let in who was not before."""
+        found = self.path.stat()
+        if (found.st_gid, stat.S_IMODE(found.st_mode)) == (gid, mode):
+            return
+        if not fresh and not self.monitor_lock.exists():
+            raise ConfigInvalid(
+                f"the runtime directory {self.path} is not empty and was not made for the group; name an empty one, or "
+                f"chgrp {gid} {self.path} && chmod {mode:o} {self.path}"
+            )
+        os.chown(self.path, -1, gid)
+        self.path.chmod(mode)
+
     def _check(self) -> None:
         """Refuse what somebody else could have laid there, or may write to."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigInvalid(f"the runtime directory {self.path} is no directory")
-        if found.st_uid != os.getuid():
-            raise ConfigInvalid(
-                f"the runtime directory {self.path} belongs to user {found.st_uid}, not to {os.getuid()}"
-            )
+        if found.st_uid != _uid():
+            raise ConfigInvalid(f"the runtime directory {self.path} belongs to user {found.st_uid}, not to {_uid()}")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigInvalid(
                 f"the runtime directory {self.path} is writable by others than its owner ({stat.filemode(found.st_mode)}); "
@@ -103,14 +122,25 @@ def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:
     """The directory of this user's monitor. Makes nothing."""
     if named := environ.get(VARIABLE):
         return RuntimeDir(Path(named).absolute())
-    if base := environ.get("XDG_RUNTIME_DIR"):
-        return RuntimeDir(Path(base).absolute() / "pagetide")
-    uid = os.getuid()
-    if os.path.isdir(session := f"/run/user/{uid}") and os.access(session, os.W_OK):
-        return RuntimeDir(Path(session) / "pagetide")
+    uid = _uid()
+    for base in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{uid}"):
+        if base and _is_own(base, uid):  # under sudo the variable may name another user's
+            return RuntimeDir(Path(base).absolute() / "pagetide")
     shared_memory = Path("/dev/shm")
     folder = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
     return RuntimeDir(folder / f"pagetide-{uid}")
+
+
+def _uid() -> int:
+    """This user's number; 0 where users have none (Windows)."""
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def _is_own(folder: str, uid: int) -> bool:
+    try:
+        return os.stat(folder).st_uid == uid and os.access(folder, os.W_OK)
+    except (OSError, ValueError):
+        return False
 
 
 def readable_dirs(environ: Mapping[str, str] = os.environ, machine: Path = MACHINE_DIR) -> tuple[RuntimeDir, ...]:
@@ -135,6 +165,7 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         """Opens the file, making it if need be, readable by its owner alone. Raises OSError."""
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _locks.add(self)
 
     def try_exclusive(self) -> bool:
         """Take it alone; False where somebody holds it."""
@@ -150,12 +181,11 @@ class FileLock:
 
     def wait_shared(self, timeout_s: float) -> bool:
         """Take it with others, waiting at most so long for one who holds it alone."""
-        deadline = time.monotonic() + timeout_s
-        while not self.try_shared():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
+        return _wait(self.try_shared, timeout_s)
+
+    def wait_exclusive(self, timeout_s: float) -> bool:
+        """Take it alone, waiting at most so long for whoever holds it."""
+        return _wait(self.try_exclusive, timeout_s)
 
     def close(self) -> None:
         """Give it back. Idempotent."""
@@ -173,3 +203,25 @@ class FileLock:
         except BlockingIOError:
             return False
         return True
+
+
+def _wait(take: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not take():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child shares its parent's locks and would hold them on: it lets go of its part."""
+    for lock in list(_locks):
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

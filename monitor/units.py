@@ -7,6 +7,9 @@ import re
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
+MOST_BYTES = 2**62  # what every place that keeps an amount has room for
+_MOST_DIGITS = 40
+
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 # A bare letter is binary, as in torch, docker and numfmt's iec: "1.5G" is 1.5 GiB. Only "GB" is the decimal one.
 _UNITS = {"": 1, "b": 1}
@@ -21,6 +24,8 @@ def parse_bytes(amount: int | str) -> int:
         ValueError: not an amount, or less than one byte; the message shows how to write one.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
+        if amount > MOST_BYTES:
+            raise ValueError("so many bytes are more memory than there is")
         if amount < 1:
             raise ValueError(f"an amount of memory must be at least 1 byte, got {amount}")
         return amount
@@ -30,7 +35,11 @@ def parse_bytes(amount: int | str) -> int:
         raise ValueError(
             f"cannot read {amount!r} as an amount of memory; write bytes (1073741824), or 1.5GiB, 512MiB, 2GB"
         )
+    if len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"{amount[:24]!r}... is more memory than there is")
     num_bytes = math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if num_bytes > MOST_BYTES:
+        raise ValueError(f"{amount!r} is more memory than there is")
     if num_bytes < 1:
         raise ValueError(f"an amount of memory must be at least 1 byte, got {amount!r}")
     return num_bytes

@@ -5,35 +5,48 @@
              now and then: exclusive lock on users.lock?  ──yes──► nobody is left: take the record away, end
 
 A user takes its lock before it looks, and the monitor holds the users' lock until it has ended, so nobody is left with a
-monitor that is about to go.
+monitor that is about to go. One that dies is replaced by whichever user notices first, within a second or two.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from .errors import MonitorFailed, RecordError
+from .errors import ConfigInvalid, MonitorError, MonitorFailed, RecordError
 from .record import RecordReader
 from .runtime_dir import FileLock, RuntimeDir, own_dir, readable_dirs
 from .snapshot import DeviceInfo, DeviceMemory, Snapshot
 
+log = logging.getLogger(__name__)
+
 ALREADY_MONITORED_STATUS = 3  # how a monitor says that another was first
+GUARD_S = 1.0  # how often a user looks whether its monitor is alive
+FIRST_ANSWER_S = 1.0
 
 
 class Watch:
     """What the monitor of `directory` sees, read without a lock. Close it, or a monitor that was started for it goes on."""
 
     def __init__(self, directory: RuntimeDir, reader: RecordReader, users: FileLock | None) -> None:
+        """With the `users` lock held the monitor is ours too: if it dies, another is started."""
         self.directory = directory
         self._reader = reader
-        self._users = users
+        self._closed = threading.Event()
+        self._drop = weakref.finalize(self, _drop, users, self._closed)
+        if users is not None:
+            guard = threading.Thread(
+                target=_guard, args=(directory, reader, self._closed), name="pagetide-watch", daemon=True
+            )
+            guard.start()
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """The devices that are watched now."""
@@ -54,9 +67,8 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
+        self._drop()
         self._reader.close()
-        if self._users is not None:
-            self._users.close()
 
     def __enter__(self) -> Watch:
         return self
@@ -77,15 +89,42 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
     for directory in () if runtime_dir is not None else readable_dirs():
         if directory != own and (reader := _live(directory)) is not None:
             return Watch(directory, reader, None)
-    own.prepare()
+    try:
+        own.prepare()
+    except ConfigInvalid:
+        if (reader := _live(own)) is not None:  # somebody else's, for us to read
+            return Watch(own, reader, None)
+        raise
+    deadline = time.monotonic() + timeout_s
     users = FileLock(own.users_lock)
     try:
         if not users.wait_shared(timeout_s):
             raise MonitorFailed(f"the monitor in {own.path} is ending and does not come to its end")
-        return Watch(own, _live(own) or _started(own, timeout_s), users)
+        reader = _live(own) or _started(own, deadline)
+        _wait_for_answers(reader, deadline)
+        return Watch(own, reader, users)
     except BaseException:
         users.close()
         raise
+
+
+def _drop(users: FileLock | None, closed: threading.Event) -> None:
+    closed.set()
+    if users is not None:
+        users.close()
+
+
+def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event) -> None:
+    """Start another monitor when ours has died, as long as somebody watches. The reader finds the successor by itself."""
+    while not closed.wait(GUARD_S):
+        try:
+            if not reader.is_live() and not _is_held(directory):
+                log.warning("the monitor has died; another one is started")
+                _started(directory, time.monotonic() + 10 * GUARD_S).close()
+        except RecordError:  # closed
+            return
+        except (MonitorError, OSError) as error:
+            log.warning("no monitor could be started: %s", error)
 
 
 def find_live(directories: Sequence[RuntimeDir]) -> tuple[RuntimeDir, RecordReader] | None:
@@ -108,34 +147,65 @@ def _live(directory: RuntimeDir) -> RecordReader | None:
     return None
 
 
-def _started(directory: RuntimeDir, timeout_s: float) -> RecordReader:
-    """Start a monitor, which gives way if another was first, and wait for the record of whichever runs."""
+def _is_held(directory: RuntimeDir) -> bool:
+    """Whether a monitor holds the directory, though it may be starting, stopped or hanging."""
+    lock = FileLock(directory.monitor_lock)
+    try:
+        return not lock.try_shared()
+    finally:
+        lock.close()
+
+
+def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
+    """Start a monitor, unless another user is at it or one is there that says nothing yet, and wait for its record."""
+    start = FileLock(directory.start_lock)
+    try:
+        process = None
+        while (reader := _live(directory)) is None:
+            if process is None and start.try_exclusive() and not _is_held(directory):
+                process = _spawn(directory)
+            status = None if process is None else process.returncode
+            if status in (0, ALREADY_MONITORED_STATUS):
+                process = None  # another was first, or just looked: see what becomes of it
+            elif status is not None:
+                raise MonitorFailed(f"the monitor ended with status {status}: {_said(directory)}")
+            if time.monotonic() > deadline:
+                raise MonitorFailed(f"no monitor answered in time: {_said(directory)}")
+            time.sleep(0.005)
+        return reader
+    finally:
+        start.close()
+
+
+def _spawn(directory: RuntimeDir) -> subprocess.Popen[bytes]:
+    """A monitor in a process of its own. The start lock is held."""
     command = [
         sys.executable, "-P", "-m", "pagetide.vram_monitor",
         "serve", "--until-unused", "--runtime-dir", str(directory.path),
     ]  # fmt: skip
-    descriptor = os.open(directory.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(directory.log, flags, 0o600)
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
+            cwd="/",
             start_new_session=True,  # Ctrl-C at the engine's terminal is not for the monitor of others
         )
     finally:
         os.close(descriptor)
     # It may outlive its first user or end before it: a thread that waits leaves no zombie behind.
     threading.Thread(target=process.wait, name="vram-monitor", daemon=True).start()
-    deadline = time.monotonic() + timeout_s
-    while (reader := _live(directory)) is None:
-        status = process.returncode
-        if status not in (None, 0, ALREADY_MONITORED_STATUS):
-            raise MonitorFailed(f"the monitor ended with status {status}: {_said(directory)}")
-        if time.monotonic() > deadline:
-            raise MonitorFailed(f"no monitor answered within {timeout_s:g} s: {_said(directory)}")
-        time.sleep(0.005)
-    return reader
+    return process
+
+
+def _wait_for_answers(reader: RecordReader, deadline: float) -> None:
+    """Wait until every device was asked once, but not long for one that does not answer."""
+    deadline = min(deadline, time.monotonic() + FIRST_ANSWER_S)
+    while not all(device.memory.at_ns for device in reader.snapshot().devices) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _said(directory: RuntimeDir) -> str:

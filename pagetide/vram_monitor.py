@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .allocator.errors import AllocatorError
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         status = run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
@@ -136,12 +138,16 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs="+", metavar="CMD", help="after --")
     run.set_defaults(run=_run)
     for command in (leases, limit, recall, run):
-        command.add_argument("--runtime-dir", metavar="DIR", help="of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)")
+        command.add_argument(
+            "--runtime-dir", metavar="DIR", default=argparse.SUPPRESS,
+            help="of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
+        )  # fmt: skip
     return top
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("what is watched")
+    group.argument_default = argparse.SUPPRESS  # so that a command leaves what was said before it
     group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
     group.add_argument("--capacity", metavar="SIZE", help="with the host: a test device of this size, like 2GiB")
     group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that are on it")
@@ -248,17 +254,25 @@ class _Signals:
     main thread, and one that sets an Event while that thread is inside the Event's own lock never returns.
     """
 
-    _TAKEN: ClassVar = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-
     def __init__(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._TAKEN)
+        names = ("SIGTERM", "SIGINT", "SIGHUP")
+        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        self._taken = {number for number in known if signal.getsignal(number) != signal.SIG_IGN}  # as under nohup
+        if not hasattr(signal, "pthread_sigmask"):
+            raise ConfigInvalid(f"this needs a POSIX system, which {sys.platform} is not")
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
 
     def wait(self, timeout_s: float | None) -> int | None:
         """The next signal, or None when the time is over. Without a time it waits for one."""
         if timeout_s is None:
-            return signal.sigwait(self._TAKEN)
-        taken = signal.sigtimedwait(self._TAKEN, max(0.0, timeout_s))
-        return None if taken is None else taken.si_signo
+            return signal.sigwait(self._taken)
+        if hasattr(signal, "sigtimedwait"):
+            taken = signal.sigtimedwait(self._taken, max(0.0, timeout_s))
+            return None if taken is None else taken.si_signo
+        deadline = time.monotonic() + timeout_s  # macOS
+        while not (pending := signal.sigpending() & self._taken) and time.monotonic() < deadline:
+            time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
+        return signal.sigwait(pending) if pending else None
 
 
 def _reload(daemon: Any, args: argparse.Namespace) -> None:
@@ -268,6 +282,8 @@ def _reload(daemon: Any, args: argparse.Namespace) -> None:
         log.info("configuration read again")
     except MonitorError as error:
         log.error("the configuration was read again and is not used: %s", error)
+    except Exception:  # a fault of ours in a reload must not end what runs
+        log.exception("the configuration could not be read again")
 
 
 def _log_to_stderr(level: str) -> None:
@@ -360,6 +376,7 @@ def _wait_for_answers(read: Callable[[], Snapshot], timeout_s: float = 3.0) -> N
 
 
 def _view(args: argparse.Namespace) -> int:
+    logging.getLogger("pagetide").addHandler(logging.NullHandler())  # the screen is the view's
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
     config = _settings(args, ("source", "devices", "runtime_dir", "capacity", "members"))
     with _observed(config) as read:
@@ -394,7 +411,10 @@ def _record(args: argparse.Namespace) -> int:
         raise ConfigInvalid(f"--duration must be a number of seconds above 0, got {args.duration:g}")
     config = _settings(args, _WATCHING)
     signals = _Signals()
-    with _observed(config) as read, RecordingWriter(args.file, read()) as recording:
+    with (
+        _observed(config) as read,
+        RecordingWriter(args.file, read(), detail_interval_s=config.detail_interval) as recording,
+    ):
         begun = due = time.monotonic()
         while args.duration is None or due - begun < args.duration:
             due += config.interval
@@ -461,6 +481,8 @@ def _recall(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     size = _parse_size("--reserve", args.reserve)
+    if not 0 < args.timeout < math.inf:
+        raise ConfigInvalid(f"--timeout must be a number of seconds above 0, got {args.timeout:g}")
     directory, reader = _running(args)
     with reader:
         info = _device_to_reserve(reader.devices(), args.device)
@@ -468,7 +490,8 @@ def _run(args: argparse.Namespace) -> int:
 
     with BrokerClient(directory.socket).reserve(info.uuid, size, timeout_s=args.timeout):
         try:
-            return subprocess.run(args.program, check=False).returncode
+            status = subprocess.run(args.program, check=False).returncode
+            return status if status >= 0 else 128 - status  # of a signal, as shells say it
         except FileNotFoundError as error:
             raise ConfigInvalid(f"there is no program {args.program[0]!r}") from error
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from monitors import MonitorProcess, command, run
+from monitors import MonitorProcess, command, run, wait_until
 
 HOST = ("--source", "host")
 
@@ -111,3 +112,32 @@ def test_help_and_version_say_the_same_name() -> None:
 def test_it_starts_without_torch() -> None:
     code = "import sys; import pagetide.vram_monitor; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == "set()"
+
+
+def test_what_is_said_before_a_command_counts_for_it(tmp_path: Path) -> None:
+    refused = run("--source", "moon", "serve")
+    assert refused.returncode == 2 and "'moon'" in refused.stderr
+    refused = run("--runtime-dir", "/proc/nothing", "serve", *HOST)
+    assert refused.returncode == 2 and "/proc/nothing" in refused.stderr
+
+
+def test_devices_may_be_named_with_commas_or_spaces() -> None:
+    for named in (("-o", "host,host"), ("-o", "host", "host")):
+        assert len(json.loads(run(*named, "--json", *HOST).stdout)["devices"]) == 1
+
+
+def test_a_closed_output_is_no_traceback() -> None:
+    script = " ".join(map(str, command("-1", *HOST))) + " >&-"
+    ended = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert "Traceback" not in ended.stderr
+
+
+def test_under_nohup_a_recording_goes_on(tmp_path: Path) -> None:
+    tape = tmp_path / "tape.jsonl"
+    recorder = subprocess.Popen(
+        ["nohup", *command("record", tape, "--duration", "1.5", "--interval", "0.02", *HOST)], stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: tape.exists() and tape.stat().st_size > 500)
+    recorder.send_signal(signal.SIGHUP)
+    assert recorder.wait(60) == 0
+    assert b'"at_s"' in tape.read_bytes()

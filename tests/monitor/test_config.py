@@ -51,6 +51,7 @@ log_level: DEBUG
         "video",
         2 << 30,
         (17, 18),
+        512 << 20,
         "debug",
     )
 
@@ -107,3 +108,22 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
 
 def test_one_device_may_stand_without_a_list(tmp_path: Path) -> None:
     assert from_yaml(tmp_path, "devices: 1\nmembers: 5\n").devices == ("1",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "runtime_dir: ~nobody-of-that-name/x",
+        'runtime_dir: "a\\0b"',
+        "interval: 1" + "0" * 400,
+        "interval: " + "[" * 3000,
+        "capacity: 1" + "0" * 5000,
+        "capacity: 100000000TiB",
+        "capacity: " + "9" * 400 + ".5G",
+        "members: [1" + "0" * 5000 + "]",
+    ],
+    ids=lambda text: text[:24],
+)
+def test_absurd_values_are_sentences_too(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigInvalid):
+        from_yaml(tmp_path, text)

@@ -20,10 +20,10 @@ def test_the_variable_goes_first_and_alone() -> None:
     assert readable_dirs(environ) == (RuntimeDir(Path("/x/y")),)
 
 
-def test_then_the_users_runtime_directory_after_the_machines() -> None:
-    environ = {"XDG_RUNTIME_DIR": "/run/user/7"}
-    assert own_dir(environ).path == Path("/run/user/7/pagetide")
-    assert [directory.path for directory in readable_dirs(environ)] == [MACHINE_DIR, Path("/run/user/7/pagetide")]
+def test_then_the_users_runtime_directory_after_the_machines(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert own_dir(environ).path == tmp_path / "pagetide"
+    assert [directory.path for directory in readable_dirs(environ)] == [MACHINE_DIR, tmp_path / "pagetide"]
 
 
 def test_without_either_it_is_one_of_the_users_own() -> None:
@@ -117,3 +117,42 @@ def test_a_lock_goes_with_its_process_and_not_to_its_children(tmp_path: Path) ->
         lock.close()
         holder.stdin.close()
         holder.stdout.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user's directory")
+def test_anothers_runtime_directory_is_not_ours(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    assert own_dir({"XDG_RUNTIME_DIR": str(tmp_path)}).path != tmp_path / "pagetide"
+    os.chown(tmp_path, 0, -1)
+    assert own_dir({"XDG_RUNTIME_DIR": str(tmp_path)}).path == tmp_path / "pagetide"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory to any group")
+def test_a_private_directory_with_files_is_not_opened_to_a_group(tmp_path: Path) -> None:
+    import grp
+
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine" / "diary").write_text("")
+    with pytest.raises(ConfigInvalid, match="is not empty"):
+        RuntimeDir(tmp_path / "mine").prepare(group=grp.getgrall()[-1].gr_name)
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+def test_a_forked_child_lets_go_of_its_parents_lock(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    assert lock.try_exclusive()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # lives until the parent closes its end
+        os._exit(0)
+    lock.close()
+    other = FileLock(tmp_path / "lock")
+    try:
+        assert other.wait_exclusive(30)
+    finally:
+        other.close()
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -50,7 +51,9 @@ def test_it_starts_a_monitor_that_ends_with_its_last_user(tmp_path: Path) -> Non
         wait_until(lambda: first.memory(host.uuid).polls > polls + 20)
     wait_until(lambda: ended(pid))
     wait_until(lambda: not psutil.pid_exists(pid), "the end of the zombie")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["monitor.lock", "monitor.log", "users.lock"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "monitor.lock", "monitor.log", "start.lock", "users.lock",
+    ]  # fmt: skip
 
 
 def test_two_at_once_end_up_with_one(tmp_path: Path) -> None:
@@ -75,6 +78,33 @@ def test_one_that_runs_is_used_and_not_ended(tmp_path: Path) -> None:
         with monitor.watch(runtime_dir=tmp_path / "run") as watched:
             assert watched.monitor_pid == running.pid
         assert not ended(running.pid)
+
+
+def test_one_that_is_killed_is_replaced_for_those_who_watch(tmp_path: Path) -> None:
+    with monitor.watch(runtime_dir=tmp_path / "run") as first, monitor.watch(runtime_dir=tmp_path / "run") as second:
+        pid, host = first.monitor_pid, first.devices()[-1]
+        os.kill(pid, 9)
+        wait_until(lambda: first.monitor_pid != pid and second.monitor_pid == first.monitor_pid)
+        wait_until(lambda: first.memory(host.uuid).at_ns and not first.memory(host.uuid).is_stale())
+        successor = first.monitor_pid
+    wait_until(lambda: ended(successor))
+
+
+def test_many_at_once_start_one(tmp_path: Path) -> None:
+    watched: list[monitor.Watch] = []
+    threads = [
+        threading.Thread(target=lambda: watched.append(monitor.watch(runtime_dir=tmp_path / "run", timeout_s=60)))
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(watched) == 16 and len({one.monitor_pid for one in watched}) == 1
+    for one in watched:
+        one.close()
+        one.close()
+    assert (tmp_path / "run" / "monitor.log").read_text().count("record:") == 1
 
 
 def test_watching_anew_right_after_the_last_one_left_works_always(tmp_path: Path) -> None:
