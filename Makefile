@@ -17,6 +17,9 @@ CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 BIN := $(VENV)/bin
 # -P: the folders of this checkout (cache, engine, ...) are no modules by themselves.
 RUN := $(BIN)/python -P -m
+# Test processes side by side, and one thread for torch in each: two that share cores wait for each other.
+JOBS ?= 2
+PARALLEL := OMP_NUM_THREADS=1 $(RUN)
 PACKAGES := monitor allocator cache scheduler engine configs
 
 # $(call setup,EXTRA ...): the environment, with these optional dependencies of pyproject.toml.
@@ -38,12 +41,13 @@ demo:  ## watch the engine serve many prompts out of a pool too small for all of
 	$(BIN)/pagetide demo
 
 test:  ## the tests that need no GPU and no patience
-	$(call setup,test)
-	$(RUN) pytest -q -m "not gpu and not stress"
+	$(call setup,test parallel)
+	$(PARALLEL) pytest -q -n $(JOBS) -m "not gpu and not stress"
 
 stress:  ## the long randomised tests
-	$(call setup,test)
-	$(RUN) pytest -q -m stress
+	$(call setup,test parallel)
+	$(PARALLEL) pytest -q -n $(JOBS) -m stress --ignore=tests/stress/test_elastic_stress.py
+	$(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 
 gpu:  ## the tests and the demo on a CUDA device
 	$(call setup,test cuda)
@@ -63,6 +67,7 @@ bench:  ## measure; the figures go to build/bench
 	@mkdir -p build/bench
 	$(BIN)/python -m benchmarks.bookkeeping --json build/bench/bookkeeping.json
 	$(BIN)/python -m benchmarks.monitor --json build/bench/monitor.json
+	$(BIN)/python -m benchmarks.elastic --json build/bench/elastic.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors

@@ -21,7 +21,8 @@ from .snapshot import DeviceInfo, DeviceKind
 
 PciNumbers = tuple[int, int, int]  # domain, bus, device
 
-_INDEX = re.compile(r"[+-]?\d+")  # CUDA reads it as C's strtol does, and ignores what follows
+_INDEX = re.compile(r"([+-]?)0*([0-9]+)")  # CUDA reads it as C's strtol does, and ignores what follows
+_MOST_DIGITS = 9
 _PCI_ID = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]+):([0-9a-f]+)(?:\.[0-7])?", re.IGNORECASE)
 _INSTANCE_BY_NUMBERS = re.compile(r"MIG-GPU-[^/]*/\d+/\d+")
 
@@ -95,11 +96,20 @@ def _by_index(entries: Sequence[str], infos: Sequence[DeviceInfo], environ: Mapp
     gpus = _in_cuda_order(infos, environ)
     chosen = []
     for entry in entries:
-        match = _INDEX.match(entry)
-        if match is None or not 0 <= int(match[0]) < len(gpus):
+        number = _index(entry)
+        if number is None or number >= len(gpus):
             break
-        chosen.append(gpus[int(match[0])])
+        chosen.append(gpus[number])
     return chosen
+
+
+def _index(entry: str) -> int | None:
+    """The number that an entry begins with; None where none is, or one that no machine has GPUs for."""
+    match = _INDEX.match(entry)
+    if match is None or len(match[2]) > _MOST_DIGITS:  # Python refuses to read thousands of digits
+        return None
+    number = int(match[2])
+    return None if match[1] == "-" and number else number
 
 
 def _by_uuid(entries: Sequence[str], infos: Sequence[DeviceInfo]) -> list[DeviceInfo]:

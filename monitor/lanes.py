@@ -13,10 +13,15 @@ A member is in one lane at a time, so it is never asked twice at the same time.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from .news import News
+
+log = logging.getLogger(__name__)
 
 Member = TypeVar("Member")
 
@@ -35,7 +40,7 @@ def next_due_ns(due_ns: int, now_ns: int, interval_ns: int) -> int:
 
 
 class Lanes(Generic[Member]):
-    """Threads that call `ask(member)` for every member once an interval. `ask` must not raise.
+    """Threads that call `ask(member)` for every member once an interval. What `ask` raises is logged, and ends no lane.
 
     Start them with `set_members`; call `check` about once an interval; end them with `stop`.
     """
@@ -44,13 +49,26 @@ class Lanes(Generic[Member]):
         self, name: str, ask: Callable[[Member], None], interval_ns: int, *, late: Callable[[Member], None]
     ) -> None:
         """`late` is told once of each member that moves into a lane of its own."""
-        self.interval_ns = interval_ns
+        self._interval_ns = interval_ns
         self._name = name
         self._ask = ask
         self._late = late
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._changed = threading.Condition(self._lock)  # the interval, or whether to go on
+        self._stopping = False
+        self._faults = News()
         self._lanes: list[_Lane[Member]] = []  # the common one last
+
+    @property
+    def interval_ns(self) -> int:
+        """How often each member is asked."""
+        return self._interval_ns
+
+    def set_interval(self, interval_ns: int) -> None:
+        """Ask so often from now on: who waits for the end of a longer interval waits no longer."""
+        with self._changed:
+            self._interval_ns = interval_ns
+            self._changed.notify_all()
 
     def set_members(self, members: Sequence[Member]) -> None:
         """Ask these from now on. One that hangs in an answer stays in its lane; those gone are asked no more."""
@@ -72,7 +90,7 @@ class Lanes(Generic[Member]):
         with self._lock:
             self._lanes = [lane for lane in self._lanes if lane.is_alive() or lane is self._lanes[-1]]
             common = self._lanes[-1] if self._lanes else None
-            if common is None or self._stopping.is_set():
+            if common is None or self._stopping:
                 return
             asking = common.asking
             if asking is not None and time.monotonic_ns() - asking[1] > self.interval_ns:
@@ -85,9 +103,10 @@ class Lanes(Generic[Member]):
 
     def stop(self, timeout_s: float) -> bool:
         """Ask nobody any more. Returns whether all lanes ended; one that hangs in a driver dies with the process."""
-        self._stopping.set()
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
             lanes = list(self._lanes)
         for lane in lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
@@ -108,6 +127,23 @@ class Lanes(Generic[Member]):
             lane.members = ()
             return True
 
+    def _wait(self, due_ns: int) -> int | None:
+        """Sleep until `due_ns`, or less where the interval became shorter. Returns what was due; None: stop."""
+        with self._changed:
+            while not self._stopping:
+                now_ns = time.monotonic_ns()
+                due_ns = min(due_ns, now_ns + self._interval_ns)
+                if due_ns <= now_ns:
+                    return due_ns
+                self._changed.wait((due_ns - now_ns) / 1e9)
+        return None
+
+    def _tell_fault(self, fault: Exception) -> None:
+        with self._lock:
+            news = self._faults.take(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
+        if news and not self._stopping:
+            log.error("asking for %s failed, and goes on", self._name, exc_info=fault)
+
     def _is_common(self, lane: _Lane[Member]) -> bool:
         with self._lock:
             return self._lanes[-1] is lane
@@ -124,17 +160,14 @@ class _Lane(threading.Thread, Generic[Member]):
 
     def run(self) -> None:
         lanes, quick = self._of, 0
-        due_ns = time.monotonic_ns()
-        while True:
+        due_ns: int | None = time.monotonic_ns()
+        while due_ns is not None:
             quick = self._round(quick)
             if not self.members and not lanes._is_common(self):
                 return
             if quick >= QUICK_ANSWERS_TO_RETURN and lanes._returned(self):
                 return
-            now_ns = time.monotonic_ns()
-            due_ns = next_due_ns(due_ns, now_ns, lanes.interval_ns)
-            if lanes._stopping.wait((due_ns - now_ns) / 1e9):
-                return
+            due_ns = lanes._wait(next_due_ns(due_ns, time.monotonic_ns(), lanes.interval_ns))
 
     def _round(self, quick: int) -> int:
         """Ask each member once. Returns how many answers in a row were quick."""
@@ -142,10 +175,13 @@ class _Lane(threading.Thread, Generic[Member]):
         for member in self.members:
             began_ns = time.monotonic_ns()
             with lanes._lock:
-                if member not in self.members or lanes._stopping.is_set():  # it left while its neighbour was asked
+                if member not in self.members or lanes._stopping:  # it left while its neighbour was asked
                     continue
                 self.asking = (member, began_ns)
-            lanes._ask(member)
+            try:
+                lanes._ask(member)
+            except Exception as fault:  # of one member; the others of the lane are asked on
+                lanes._tell_fault(fault)
             with lanes._lock:
                 self.asking = None
             quick = quick + 1 if time.monotonic_ns() - began_ns < lanes.interval_ns // 4 else 0

@@ -11,8 +11,10 @@ Why so, and why with this library: docs/decisions/0011-prometheus-client.md.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import math
 import socket
 import socketserver
 import sys
@@ -36,8 +38,9 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 MAX_PROCESSES = 64  # series of one device; a host has hundreds of processes that come and go, each a series of its own
 _MAX_LABEL = 128  # characters; what a process calls itself may be as long as it likes
-_CLIENT_TIMEOUT_S = 10.0  # a client that says nothing for so long does not keep its thread
-_CLOSE_POLL_S = 0.05  # how long `close` waits at most until the accepting thread looks up
+MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs its own for the devices
+_REQUEST_TIMEOUT_S = 10.0  # from accepting to the answer's last byte; Prometheus, too, gives a scrape up after so long
+_LOOK_UP_S = 0.05  # how often the accepting thread looks up: to end, to hang up, to try again for a descriptor
 
 # Taken once: read anew at each scrape, a start time would tremble with the system's clock.
 _MONOTONIC_EPOCH_S = time.time() - time.monotonic()
@@ -94,7 +97,7 @@ class MetricsServer:
         handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
         self._server = _listen(address, port, handler)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSE_POLL_S,), name="metrics", daemon=True
+            target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True
         )
         self._thread.start()
 
@@ -105,7 +108,7 @@ class MetricsServer:
         return port
 
     def close(self) -> None:
-        """Stop serving; the port is free when this returns. Idempotent."""
+        """Stop serving and hang up; the port is free when this returns. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -337,8 +340,6 @@ def _short_name(command: str | None) -> str | None:
 class _Handler(MetricsHandler):
     """Answers GET /metrics, in the format that is asked for, and nothing else."""
 
-    timeout = _CLIENT_TIMEOUT_S
-
     def do_GET(self) -> None:
         if urlsplit(self.path).path != PATH:
             return self.send_error(404, explain=f"the metrics are at {PATH}")
@@ -349,16 +350,57 @@ class _Handler(MetricsHandler):
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens, with a thread for each request. (http.server's own asks the name service for the machine's name, which
-    can take seconds, and needs it for nothing.)
+    """Listens, with a thread for each connection: MAX_CONNECTIONS at a time, a further one is closed at once rather than
+    kept waiting behind slow ones. (http.server's own server asks the name service for the machine's name, which can take
+    seconds, and needs it for nothing.)
     """
 
     allow_reuse_address = sys.platform != "win32"  # a port whose last connections are ending counts as free
     daemon_threads = True
+    request_queue_size = 128  # of a burst, all are turned away now, rather than left to try again a second later
 
     def __init__(self, family: socket.AddressFamily, where: tuple[Any, ...], handler: type[_Handler]) -> None:
         self.address_family = family
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # connection -> the end of its time, monotonic; under the lock
         super().__init__(where, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection. Without a free descriptor it stays in the queue, which `serve_forever` would spin on."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_LOOK_UP_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for this connection, which is then taken until `close_request`."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open[request] = time.monotonic() + _REQUEST_TIMEOUT_S
+            return True
+
+    def service_actions(self) -> None:
+        """Called after each connection, and every _LOOK_UP_S."""
+        self._hang_up(time.monotonic())
+
+    def _hang_up(self, now: float) -> None:
+        """Wake the threads whose time is up out of reading or writing. (A timeout of the socket begins anew at each byte.)"""
+        with self._lock:
+            for connection, end in self._open.items():
+                if end <= now:
+                    with contextlib.suppress(OSError):  # the client was faster
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def close_request(self, request: Any) -> None:
+        with self._lock:  # so that `_hang_up` does not meet the next owner of the descriptor
+            self._open.pop(request, None)
+            super().close_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._hang_up(math.inf)  # nobody looks at the clock any more
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up is no event; anything else is a fault of ours."""

@@ -5,7 +5,8 @@
     thread "supervisor"  every other interval: the heartbeat; takes the others over from a device that does not answer
     thread "scan"        every ten seconds, and soon after a device was lost: which devices are there now
 
-A failure of one device is published as its error and counted; the others are asked on.
+A failure of one device is published as its error and counted, and so are numbers that the record cannot hold; the others
+are asked on.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .errors import DeviceUnreadable, NoSuchDevice, SourceUnavailable
+from .errors import DeviceUnreadable, MonitorError, NoSuchDevice, RecordError, SourceUnavailable
 from .lanes import Lanes
+from .news import QUIET_NS, News
 from .record import RecordWriter
 from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceMemory, MemoryReading
 from .sources import Source
@@ -44,9 +46,10 @@ class _Watched:
     polls: int = 0
     failures: int = 0
     used_bytes: int | None = None
-    error: str | None = None
+    memory_news: News = field(default_factory=News)  # why it cannot be read; None: it can
+    detail_news: News = field(default_factory=News)
+    told_late_ns: int | None = None  # when it was logged last that it is slow
     history: deque[int | None] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES))
-    detail_error: str | None = None
 
 
 class Poller:
@@ -74,30 +77,38 @@ class Poller:
         self._detail = Lanes("detail", self._ask_detail, int(detail_interval_s * 1e9), late=lambda _: None)
         self._scan_wanted = threading.Event()
         self._stopping = threading.Event()
-        self._source_error: str | None = None
+        self._rebeat = threading.Event()  # the supervisor shall not sleep out its interval
+        self._scan_error: Exception | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Look which devices there are, then poll in the background. Raises SourceUnavailable, NoSuchDevice."""
-        self._watch(select(self._source.scan(), self._devices))
+        """Look which devices there are, then poll in the background.
+
+        Raises SourceUnavailable, NoSuchDevice, and RecordError for more devices than a record has room for.
+        """
+        self._watch(self._source.scan(), self._devices)
         self._beat()
         for run, name in ((self._supervise, "supervisor"), (self._scan, "scan")):
             self._threads.append(threading.Thread(target=run, name=name, daemon=True))
             self._threads[-1].start()
 
     def change(self, *, interval_s: float, detail_interval_s: float, devices: Sequence[str]) -> None:
-        """Go on with other intervals and devices. Raises NoSuchDevice and SourceUnavailable; then nothing changed."""
-        infos = select(self._source.scan(), devices)
-        self._devices = tuple(devices)
-        self._memory.interval_ns, self._detail.interval_ns = int(interval_s * 1e9), int(detail_interval_s * 1e9)
+        """Go on with other intervals and devices, at once.
+
+        Raises NoSuchDevice, SourceUnavailable and RecordError; then nothing changed.
+        """
+        self._watch(self._source.scan(), tuple(devices))
+        self._memory.set_interval(int(interval_s * 1e9))
+        self._detail.set_interval(int(detail_interval_s * 1e9))
         for watched in tuple(self._known.values()):
             watched.trend = self._new_trend()
-        self._watch(infos)
+        self._rebeat.set()
 
     def stop(self, timeout_s: float = 1.0) -> None:
         """End all threads that are not inside a driver, then the source. The record stays the caller's."""
         self._stopping.set()
         self._scan_wanted.set()
+        self._rebeat.set()
         deadline = time.monotonic() + timeout_s
         ended = [lanes.stop(deadline - time.monotonic()) for lanes in (self._memory, self._detail)]
         for thread in self._threads:
@@ -114,19 +125,37 @@ class Poller:
 
     # ---- which devices --------------------------------------------------------------------------
 
-    def _watch(self, infos: Sequence[DeviceInfo]) -> None:
-        """Let the record and the lanes have these devices and no others."""
+    def _watch(self, found: Sequence[DeviceInfo], wanted: tuple[str, ...]) -> None:
+        """From now on watch those that are wanted. Raises NoSuchDevice, RecordError; then nothing changed."""
         with self._topology_lock:
-            if tuple(infos) != self._infos:
-                self._infos = tuple(infos)
-                self._place(self._infos)
+            self._let_have(select(found, wanted))
+            self._devices = wanted
+
+    def _watch_found(self, found: Sequence[DeviceInfo]) -> None:
+        """Watch those of the wanted devices that are there now. Raises RecordError; then nothing changed."""
+        with self._topology_lock:
+            wanted = set(self._devices)
+            self._let_have(tuple(info for info in found if not wanted or _names(info) & wanted))
+
+    def _let_have(self, infos: tuple[DeviceInfo, ...]) -> None:
+        """Let the record and the lanes have these devices and no others. Raises RecordError."""
+        if infos != self._infos:
+            self._place(infos)
+            self._infos = infos
 
     def _place(self, infos: tuple[DeviceInfo, ...]) -> None:
         members = [self._known.setdefault(info.uuid, _Watched(info, self._new_trend())) for info in infos]
-        for watched in self._known.values():
+        before = [(watched, watched.slot) for watched in self._known.values()]
+        for watched, _ in before:
             with watched.lock:
                 watched.slot = None
-        self._writer.set_devices(infos)
+        try:
+            self._writer.set_devices(infos)
+        except BaseException:  # nothing has changed in the record
+            for watched, slot_before in before:
+                with watched.lock:
+                    watched.slot = slot_before
+            raise
         for slot, (member, info) in enumerate(zip(members, infos, strict=True)):
             with member.lock:
                 member.info, member.slot = info, slot
@@ -140,20 +169,32 @@ class Poller:
                     return
                 self._scan_wanted.clear()
             try:
-                infos = [info for info in self._source.scan() if not self._devices or _names(info) & set(self._devices)]
-                self._watch(infos)
-                if self._source_error is not None:
+                self._watch_found(self._source.scan())
+                if isinstance(self._scan_error, SourceUnavailable):
                     log.info("%s is back", self._source.name)
-                self._source_error = None
-            except SourceUnavailable as error:
-                if str(error) != self._source_error:
-                    log.warning("%s is not available: %s", self._source.name, error)
-                self._source_error = str(error)
-            except Exception:
-                log.exception("the devices could not be looked for; tried again in %.0f s", SCAN_INTERVAL_S)
+                self._scan_error = None
+            except Exception as error:
+                if not self._stopping.is_set():  # else the record may be closed by now
+                    self._tell_scan_failed(error)
+                self._scan_error = error
+
+    def _tell_scan_failed(self, error: Exception) -> None:
+        """Log why the devices could not be looked for, unless that was so the last time."""
+        if self._scan_error is not None and str(error) == str(self._scan_error):
+            return
+        if isinstance(error, SourceUnavailable):
+            log.warning("%s is not available: %s", self._source.name, error)
+        elif isinstance(error, RecordError):
+            log.warning("the devices changed, but those of before are watched on: %s", error)
+        else:
+            log.error("the devices could not be looked for; tried again and again", exc_info=error)
 
     def _supervise(self) -> None:
-        while not self._stopping.wait(BEAT_INTERVALS * self._memory.interval_ns / 1e9):
+        while True:
+            self._rebeat.wait(BEAT_INTERVALS * self._memory.interval_ns / 1e9)
+            self._rebeat.clear()
+            if self._stopping.is_set():
+                return
             self._beat()
             self._memory.check()
             self._detail.check()
@@ -162,62 +203,94 @@ class Poller:
 
     def _ask_memory(self, watched: _Watched) -> None:
         asked_ns = self._clock()  # not when it answered: how old a slow answer is, nobody knows better
-        reading, error = MemoryReading(None, None), None
+        reading, failure = MemoryReading(None, None), None
         try:
             reading = self._source.memory(watched.info)
-        except DeviceUnreadable as failure:
-            error = str(failure) or "unreadable"
-            self._scan_wanted.set()
-        except Exception as failure:  # a fault of ours in one source must not blind the others
-            error = f"{type(failure).__name__}: {failure}"
-            if error != watched.error:
-                log.exception("device %s could not be read", watched.info.index)
+        except Exception as error:  # also a fault of ours in one source must not blind the others
+            failure = error
+            if isinstance(error, DeviceUnreadable):
+                self._scan_wanted.set()
+        try:
+            self._publish_memory(watched, asked_ns, reading, failure)
+        except Exception as error:  # numbers that no record holds, or no trend
+            failure = error
+            self._publish_memory(watched, asked_ns, MemoryReading(None, None), failure)
+        if changes := watched.memory_news.take(_reason(failure), asked_ns):
+            self._tell(watched, failure, changes)
+
+    def _publish_memory(
+        self, watched: _Watched, asked_ns: int, reading: MemoryReading, failure: Exception | None
+    ) -> None:
+        """Raises RecordError for what the record has no room for; then the poll does not count."""
         total, free = reading.total_bytes, reading.free_bytes
         used = None if total is None or free is None else total - free
-        self._tell(watched, error)
-        watched.polls += 1
-        watched.failures += error is not None
-        watched.used_bytes = used
+        polls, failures = watched.polls + 1, watched.failures + (failure is not None)
         trend = watched.trend.update(asked_ns, used)
-        interval_ns = self._memory.interval_ns
-        memory = DeviceMemory(asked_ns, interval_ns, total, free, trend, watched.polls, watched.failures, error)
+        memory = DeviceMemory(
+            asked_ns, self._memory.interval_ns, total, free, trend, polls, failures, _reason(failure)
+        )  # fmt: skip
         with watched.lock:
             if watched.slot is not None:
                 self._writer.write_memory(watched.slot, memory)
+        watched.polls, watched.failures, watched.used_bytes = polls, failures, used
 
     def _ask_detail(self, watched: _Watched) -> None:
         asked_ns = self._clock()
-        reading, error = DetailReading(), None
+        reading, failure = DetailReading(), None
         try:
             reading = self._source.detail(watched.info)
-        except DeviceUnreadable as failure:
-            error = str(failure) or "unreadable"
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            if error != watched.detail_error:
-                log.exception("the processes of device %s could not be read", watched.info.index)
-        watched.detail_error = error
+        except Exception as error:
+            failure = error
         watched.history.append(watched.used_bytes)
-        detail = DeviceDetail(asked_ns, self._detail.interval_ns, reading, tuple(watched.history), error)
+        try:
+            self._publish_detail(watched, asked_ns, reading, failure)
+        except Exception as error:
+            failure = error
+            self._publish_detail(watched, asked_ns, DetailReading(), failure)
+        is_fault = failure is not None and not isinstance(failure, DeviceUnreadable)  # the memory tells of the others
+        if watched.detail_news.take(_reason(failure) if is_fault else None, asked_ns) and is_fault:
+            log.error("the processes of device %s could not be read", watched.info.index, exc_info=failure)
+
+    def _publish_detail(
+        self, watched: _Watched, asked_ns: int, reading: DetailReading, failure: Exception | None
+    ) -> None:
+        """Raises RecordError for what the record has no room for."""
+        detail = DeviceDetail(
+            asked_ns, self._detail.interval_ns, reading, tuple(watched.history), _reason(failure)
+        )  # fmt: skip
         with watched.lock:
             if watched.slot is not None:
                 self._writer.write_detail(watched.slot, detail)
 
-    def _tell(self, watched: _Watched, error: str | None) -> None:
-        """Log what changed about a device, once."""
-        if error == watched.error:
-            return
-        if error is None:
-            log.info("device %s (%s) answers again", watched.info.index, watched.info.uuid)
+    @staticmethod
+    def _tell(watched: _Watched, failure: Exception | None, changes: int) -> None:
+        """Log what changed about a device."""
+        index, uuid = watched.info.index, watched.info.uuid
+        flapped = f" (it changed {changes} times in the last {QUIET_NS // 10**9} s)" if changes > 1 else ""
+        if failure is None:
+            log.info("device %s (%s) answers again%s", index, uuid, flapped)
         else:
-            log.warning("device %s (%s) cannot be read: %s", watched.info.index, watched.info.uuid, error)
-        watched.error = error
+            fault = None if isinstance(failure, MonitorError) else failure
+            log.warning(
+                "device %s (%s) cannot be read: %s%s", index, uuid, _reason(failure), flapped, exc_info=fault
+            )  # fmt: skip
 
     def _tell_late(self, watched: _Watched) -> None:
+        now_ns = self._clock()
+        if watched.told_late_ns is not None and now_ns - watched.told_late_ns < QUIET_NS:
+            return
+        watched.told_late_ns = now_ns
         log.warning(
             "device %s (%s) is slow to answer; the other devices are asked without waiting for it",
             watched.info.index, watched.info.uuid,
         )  # fmt: skip
+
+
+def _reason(failure: Exception | None) -> str | None:
+    """What the record says of a failure: a sentence of ours as it is, anything else with its kind."""
+    if failure is None:
+        return None
+    return str(failure) or "unreadable" if isinstance(failure, MonitorError) else f"{type(failure).__name__}: {failure}"
 
 
 def _names(info: DeviceInfo) -> set[str]:

@@ -6,6 +6,7 @@ over, ended, followed from one monitor to the next.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -19,6 +20,7 @@ from typing import NamedTuple, Self, TypeVar
 from . import record_codec as codec
 from . import record_layout as layout
 from .errors import NoSuchDevice, RecordError, RecordMissing
+from .runtime_dir import MACHINE_DIR
 from .snapshot import (
     STALE_AFTER_INTERVALS,
     DetailReading,
@@ -35,6 +37,9 @@ MAX_HISTORY = codec.MAX_HISTORY
 
 _TRIES = 100  # few copies in a thousand are disturbed; a hundred in a row are damage
 _LOOK_EVERY_NS = 20_000_000  # how often a reader of a silent monitor looks for its successor
+
+# A pipe that lies there must not hold us up, nor a link lead us elsewhere.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 T = TypeVar("T")
 
@@ -206,7 +211,11 @@ class RecordReader:
 
     @classmethod
     def open(cls, path: str | Path, *, clock: Callable[[], int] = time.monotonic_ns) -> Self:
-        """Read the record at `path`. Raises RecordMissing where there is none, RecordError where it cannot be read."""
+        """Read the record at `path`.
+
+        Raises RecordMissing where there is none, RecordError where it cannot be read, or could be another user's bait:
+        not root's nor this user's (except in the machine's own directory), a link, or writable by others.
+        """
         return cls(_map_record(Path(path)), Path(path), clock)
 
     @classmethod
@@ -258,7 +267,10 @@ class RecordReader:
         record = self._current(now_ns)
         devices = self._settled(record, _all_devices)
         at_ns = self._clock() if now_ns is None else now_ns
-        return Snapshot(at_ns, record.source, record.pid, record.started_ns, devices)
+        return Snapshot(
+            at_ns, record.source, record.pid, record.started_ns, devices,
+            silent_ns=record.silent_ns(self._clock, now_ns), unix_seconds=time.time(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the record. Idempotent."""
@@ -387,6 +399,13 @@ class _Record:
             return False
         return not self._words[layout.ENDED]
 
+    def silent_ns(self, clock: Callable[[], int], now_ns: int | None) -> int | None:
+        """For how long nothing was heard of the monitor; None while it is live."""
+        if self.is_live(clock, now_ns):
+            return None
+        now_ns = clock() if now_ns is None else now_ns
+        return max(0, now_ns - max(self._words[layout.BEAT_AT_NS], self.started_ns))
+
 
 @dataclass(frozen=True, slots=True)
 class _File:
@@ -419,19 +438,19 @@ def _map_record(path: Path) -> _Record:
     """Raises RecordMissing, RecordError.
 
     No content can harm who reads it. A file cut short later would (SIGBUS), but monitors replace theirs and never do
-    that, and nobody else may write it.
+    that, and nobody else may write it: whose file it is, is looked at before anything of it is believed.
     """
     name = f"the record {path}"
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe that lies there must not hold us up
+        fd = os.open(path, _OPEN_FLAGS)
         try:
             status = os.fstat(fd)
+            _check_trusted(path, status, name)
             layout.check_version(os.read(fd, layout.VERSION_BYTES) if stat.S_ISREG(status.st_mode) else b"", name)
             if status.st_size != layout.FILE_BYTES:
                 raise _damaged(name)
-            memory = mmap.mmap(
-                fd, layout.FILE_BYTES, access=mmap.ACCESS_READ
-            )  # has a descriptor of its own until unmapped
+            # has a descriptor of its own until unmapped
+            memory = mmap.mmap(fd, layout.FILE_BYTES, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -443,8 +462,30 @@ def _map_record(path: Path) -> _Record:
             f"{name} may not be read by this user: join the group that the monitor was given, or start another monitor"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: it shrank meanwhile
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            raise RecordError(f"{name} is a symbolic link, which no monitor makes: remove it") from error
         raise RecordError(f"cannot read {name}: {error}") from error
     return _Record(layout.SharedBytes(memoryview(memory)), name, _identity(status))
+
+
+def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
+    """Raises RecordError for a file that somebody else than root and this user could have laid there, or may change.
+
+    What lies in the machine's own directory was let in by root, whoever runs that monitor.
+    """
+    if not hasattr(os, "geteuid"):  # Windows has no such owners
+        return
+    user = os.geteuid()
+    if path.parent != MACHINE_DIR and status.st_uid not in (0, user):
+        raise RecordError(
+            f"{name} belongs to user {status.st_uid}, neither to root nor to user {user}, who reads it: it is not believed. "
+            f"A monitor for everybody lies in {MACHINE_DIR} (`vram-monitor serve --group GROUP`)"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RecordError(
+            f"{name} may be written by others than its owner ({stat.filemode(status.st_mode)}): it is not believed; "
+            "start the monitor anew"
+        )
 
 
 def _damaged(name: str) -> RecordError:

@@ -51,7 +51,13 @@ def memory_to_bytes(memory: DeviceMemory) -> bytes:
             memory.at_ns, memory.interval_ns, total or 0, free or 0, trend or 0.0, memory.polls, memory.failures, known
         )
     except struct.error as problem:
-        raise RecordError(f"the record has no room for these numbers ({problem}): {memory}") from problem
+        # Names and not numbers: a monitor says the same sentence once, and numbers would make it another each time.
+        signed, unsigned = ("at_ns", "interval_ns"), ("total_bytes", "free_bytes", "polls", "failures")
+        wrong = [name for name in signed if not -(1 << 63) <= getattr(memory, name) < 1 << 63]
+        wrong += [name for name in unsigned if not 0 <= (getattr(memory, name) or 0) < 1 << 64]
+        raise RecordError(
+            f"the record holds no negative numbers, nor any of more than 64 bits: {', '.join(wrong)}"
+        ) from problem
     return numbers if error is None else numbers + _shortened_utf8(error)
 
 

@@ -2,11 +2,11 @@
 
          0  header    4 KiB    magic 8 | layout version 4 | CRC 4 | file length 8 | JSON length 8 | JSON [pid, start of
                                the pid in clock ticks, started_ns, source]; written before the file gets its name
-     4,096  words     4 KiB    8 bytes each: ended | beat at_ns | beat interval_ns | sequence of the table | sequences
-                               of the 128 memory slots | of the 128 detail slots
-     8,192  table     2 buffers of 64 KiB          which device is in which slot
-   139,264  memory    128 slots of 2 x 192 bytes   what engines read
-   188,416  detail    128 slots of 2 x 64 KiB      load, processes, history; takes memory only where a device is
+     4,096  words     12 KiB   8 bytes each: ended | beat at_ns | beat interval_ns | sequence of the table | sequences
+                               of the 512 memory slots | of the 512 detail slots
+    16,384  table     2 buffers of 128 KiB         which device is in which slot
+   278,528  memory    512 slots of 2 x 192 bytes   what engines read
+   475,136  detail    512 slots of 2 x 64 KiB      load, processes, history; takes memory only where a device is
 
     buffer  CRC-32 of all that follows 4 | payload length 4 | sequence 8 | generation 8 | payload (see record_codec)
 
@@ -34,18 +34,19 @@ from typing import Generic, NamedTuple, TypeVar
 from . import record_codec as codec
 from .errors import RecordError
 
-LAYOUT_VERSION = 1
-MAX_DEVICES = 64
+LAYOUT_VERSION = 2
+MAX_DEVICES = 256  # the largest machines have 8 GPUs of 7 MIG instances, or 16 GPUs: room to spare
 NUM_SLOTS = 2 * MAX_DEVICES
 
 _PAGE_BYTES = 4096
 _MEMORY_BYTES = 192  # a buffer of a memory slot: three cache lines
-_JSON_BYTES = 1 << 16  # a buffer of the table or of a detail slot
+_TABLE_BYTES = 1 << 17  # a buffer of the table: 512 bytes for each device
+_DETAIL_BYTES = 1 << 16  # a buffer of a detail slot
 _WORDS_AT = _PAGE_BYTES
-_TABLE_AT = _WORDS_AT + _PAGE_BYTES
-_MEMORY_AT = _TABLE_AT + 2 * _JSON_BYTES
+_TABLE_AT = _WORDS_AT + 3 * _PAGE_BYTES
+_MEMORY_AT = _TABLE_AT + 2 * _TABLE_BYTES
 _DETAIL_AT = _MEMORY_AT + NUM_SLOTS * 2 * _MEMORY_BYTES
-FILE_BYTES = _DETAIL_AT + NUM_SLOTS * 2 * _JSON_BYTES
+FILE_BYTES = _DETAIL_AT + NUM_SLOTS * 2 * _DETAIL_BYTES
 COMMON_BYTES = _DETAIL_AT  # what every record needs, with or without devices
 
 # Words. The first three say something each by itself, so they need neither buffers nor CRC.
@@ -76,12 +77,12 @@ class Place(NamedTuple):
         return self.buffer_bytes - _HEAD.size
 
 
-TABLE = Place(_TABLE_SEQUENCE, _TABLE_AT, _JSON_BYTES)
+TABLE = Place(_TABLE_SEQUENCE, _TABLE_AT, _TABLE_BYTES)
 MEMORY = tuple(
     Place(_MEMORY_SEQUENCE + slot, _MEMORY_AT + slot * 2 * _MEMORY_BYTES, _MEMORY_BYTES) for slot in range(NUM_SLOTS)
 )
 DETAIL = tuple(
-    Place(_DETAIL_SEQUENCE + slot, _DETAIL_AT + slot * 2 * _JSON_BYTES, _JSON_BYTES) for slot in range(NUM_SLOTS)
+    Place(_DETAIL_SEQUENCE + slot, _DETAIL_AT + slot * 2 * _DETAIL_BYTES, _DETAIL_BYTES) for slot in range(NUM_SLOTS)
 )
 
 

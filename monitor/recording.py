@@ -44,6 +44,7 @@ T = TypeVar("T")
 FORMAT = "pagetide-recording"
 VERSION = 1
 STALE = "the monitor gave no new figures"  # recorded as the error of a device whose answer is stale
+IMPOSSIBLE = "more bytes were free than there are"  # likewise
 HEARTBEAT_S = 1.0  # how long a recording is silent at most
 
 _LONGEST_HEADER_BYTES = 1 << 20
@@ -130,7 +131,11 @@ class RecordingWriter:
     def _memory(self, memory: DeviceMemory, now_ns: int, written: _Written) -> dict[str, Any] | None:
         if not memory.at_ns:
             return None
-        error = STALE if memory.error is None and memory.is_stale(now_ns) else memory.error
+        error, used = memory.error, memory.used_bytes
+        if error is None and memory.is_stale(now_ns):
+            error = STALE
+        elif error is None and used is not None and used < 0:
+            error = IMPOSSIBLE
         told: dict[str, Any] = {"error": error}
         if error is None:
             told = {"total_bytes": memory.total_bytes, "free_bytes": memory.free_bytes}
@@ -318,7 +323,7 @@ class _Content:
             raise _Malformed(f"tells of a device that no line introduced: {uuid!r}")
         old = steps.at(self.at_s, DeviceState())
         if told.keys() == {"total_bytes", "free_bytes"}:
-            new = replace(old, memory=_build(MemoryReading, told), memory_error=None)
+            new = replace(old, memory=_memory(told), memory_error=None)
         elif told.keys() == {"error"}:
             new = replace(old, memory=None, memory_error=_text(told["error"]))
         elif told.keys() == {"detail"}:
@@ -378,6 +383,14 @@ def _kind(value: object) -> DeviceKind:
         return DeviceKind(value)  # type: ignore[arg-type]  # what is no kind is refused
     except ValueError:
         raise _Malformed(f"has a device of unknown kind {value!r}; known are {', '.join(DeviceKind)}") from None
+
+
+def _memory(value: object) -> MemoryReading:
+    memory = _build(MemoryReading, value)
+    total, free = memory.total_bytes, memory.free_bytes
+    if total is not None and free is not None and free > total:
+        raise _Malformed(f"has more free bytes than there are: {free} of {total}")
+    return memory
 
 
 def _detail(value: object, old: DetailReading | None) -> DetailReading:

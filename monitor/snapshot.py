@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -159,6 +159,9 @@ class Snapshot:
     started_ns: int  # monotonic, when it began
     devices: tuple[Device, ...]
     leases: tuple[LeaseUse, ...] = ()
+    silent_ns: int | None = None  # for how long nothing was heard of the monitor itself; None: it is at work
+    # When it was taken, since 1970; None where nobody said. Not compared: it is `at_ns` by a clock that may be set.
+    unix_seconds: float | None = field(default=None, compare=False)
 
     def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
         """The same with these leases, and their engines' names beside their processes."""
@@ -192,7 +195,13 @@ class Snapshot:
                 }
             )
         leases = [asdict(lease) for lease in self.leases]
-        return {"source": self.source, "monitor_pid": self.monitor_pid, "devices": devices, "leases": leases}
+        return {
+            "time": self.unix_seconds,
+            "source": self.source,
+            "monitor_pid": self.monitor_pid,
+            "devices": devices,
+            "leases": leases,
+        }
 
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:

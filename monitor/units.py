@@ -36,7 +36,7 @@ def parse_bytes(amount: int | str) -> int:
             f"cannot read {amount!r} as an amount of memory; write bytes (1073741824), or 1.5GiB, 512MiB, 2GB"
         )
     if len(match[1]) > _MOST_DIGITS:
-        raise ValueError(f"{amount[:24]!r}... is more memory than there is")
+        raise ValueError(f"{match[0][:24]!r}... is more memory than there is")
     num_bytes = math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if num_bytes > MOST_BYTES:
         raise ValueError(f"{amount!r} is more memory than there is")

@@ -12,7 +12,9 @@ and not obvious:
 - Until R565 the driver gives pids as the host counts them. Since then it translates them for the pid namespace (the
   container) of who asks, and leaves out processes that live outside of it. So in a container, pids of an old driver are
   not to be looked up here, and an empty list of a new one does not say that there are no processes.
-- nvmlInit attaches no GPU, nvmlDeviceGetHandleByIndex does: a GPU that is back is found by asking for its handle anew.
+- nvmlInit attaches no GPU, nvmlDeviceGetHandleByIndex does: a GPU that is back is found by asking for its handle anew. That
+  call, and those for uuid and name, may hang for one GPU and not for the others, so each GPU is looked at by a thread of
+  its own.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import DeviceUnreadable, SourceUnavailable
+from ..host_memory import host_memory
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 
 T = TypeVar("T")
@@ -49,6 +53,7 @@ class _Code(IntEnum):
     NOT_FOUND = 6
     DRIVER_NOT_LOADED = 9
     LIBRARY_NOT_FOUND = 12
+    TIMEOUT = 10
     FUNCTION_NOT_FOUND = 13
     GPU_IS_LOST = 15
     RESET_REQUIRED = 16
@@ -70,6 +75,9 @@ class _Refused(Exception):
         self.code = code
 
 
+_NO_ANSWER_YET = _Refused(_Code.TIMEOUT, "it was asked for its name and has not answered yet")
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A device as the last scan found it."""
@@ -84,39 +92,66 @@ class _Seen:
         return self.max_instances is not None
 
 
+class _Look(threading.Thread):
+    """One look at one GPU, which takes as long as the driver does."""
+
+    def __init__(self, look_at: Callable[[int], list[_Seen]], index: int) -> None:
+        super().__init__(name=f"look at GPU {index}", daemon=True)  # one that hangs dies with the process
+        self._look_at = look_at
+        self.index = index
+        self._found: list[_Seen] | Exception = []
+
+    def run(self) -> None:
+        try:
+            self._found = self._look_at(self.index)
+        except Exception as error:  # a fault of ours: whoever wants the result gets it
+            self._found = error
+
+    def found(self) -> list[_Seen]:
+        """The GPU and its MIG instances, once the thread ended. Raises what the look raised."""
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+
 class NvmlSource:
     """The NVIDIA devices of this machine; see `Source` for the contract.
 
     Making one loads nothing: the first `scan` loads the driver library. `memory` and `detail` take no lock, so a device
-    that answers slowly keeps nobody waiting who asks for another one. `proc` is where the kernel shows its files.
+    that answers slowly keeps nobody waiting who asks for another one, and `scan` waits at most `patience_s` for all that
+    are slow, and once for each. `proc` is where the kernel shows its files.
     """
 
     name = "nvml"
 
-    def __init__(self, *, proc: Path = Path("/proc")) -> None:
+    def __init__(self, *, proc: Path = Path("/proc"), patience_s: float = 2.0) -> None:
         self._proc = proc
+        self._patience_s = patience_s
         self._lock = threading.Lock()  # one scan or close at a time
         self._library = _Library()
         self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
+        self._looks: dict[int, _Look] = {}  # by index: begun, and their answers not yet taken
 
     def scan(self) -> tuple[DeviceInfo, ...]:
         """The GPUs in NVML's order, each followed by its MIG instances. Raises SourceUnavailable.
 
-        A dead device is listed as it was known before, or with the uuid "index-N". NVML is shut down and initialised anew
-        only when no GPU answers: then there is no call to disturb, and the driver may be reset or another one by then.
+        A dead device is listed as it was known before, or with the uuid "index-N", and so is one that hangs: what that
+        answers in the end is taken by the next scan. NVML is shut down and initialised anew only when no GPU answers and
+        none hangs: then there is no call to disturb, and the driver may be reset or another one by then.
         """
         with self._lock:
-            if self._library.initialized:
-                with suppress(_Refused):  # asked again below, after a fresh start
-                    seen = self._look()
-                    if not all(device.failure for device in seen):
-                        return self._keep(seen)
-                self._library.shutdown()
             try:
-                self._library.init()
+                if self._library.initialized:
+                    with suppress(_Refused):  # asked again below, after a fresh start
+                        seen = self._look()
+                        if self._hangs() or not all(device.failure for device in seen):
+                            return self._keep(seen)
+                    self._shutdown()
+                if not self._library.initialized:
+                    self._library.init()
                 return self._keep(self._look())
             except _Refused as refusal:
-                self._library.shutdown()
+                self._shutdown()
                 raise _unavailable(refusal) from refusal
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
@@ -126,7 +161,7 @@ class NvmlSource:
             memory = self._library.memory(seen.handle)
         except _Refused as refusal:
             if refusal.code == _Code.NOT_SUPPORTED and device.kind is DeviceKind.GPU and not seen.is_split:
-                return _host_memory()
+                return host_memory()
             raise _unreadable(refusal, is_split=seen.is_split) from refusal
         return MemoryReading(memory.total, memory.free)
 
@@ -153,10 +188,10 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Give NVML back. Idempotent; a later `scan` opens it again."""
+        """Give NVML back, unless a call into it hangs. Idempotent; a later `scan` opens it again."""
         with self._lock:
             self._seen = {}
-            self._library.shutdown()
+            self._shutdown()
 
     # --- what scan looks at
 
@@ -164,21 +199,62 @@ class NvmlSource:
         self._seen = {device.info.uuid: device for device in devices}
         return tuple(device.info for device in devices)
 
+    def _hangs(self) -> bool:
+        return any(look.is_alive() for look in self._looks.values())
+
+    def _shutdown(self) -> None:
+        """Give NVML back, if no look hangs in it."""
+        if not self._hangs():
+            self._looks = {}  # what they found is of no use to the next driver
+            self._library.shutdown()
+
     def _look(self) -> list[_Seen]:
         """Every device, dead or not. Raises _Refused where NVML as a whole does not answer."""
         count = self._library.ask("nvmlDeviceGetCount")
-        gpus = [self._look_at(str(index), ("nvmlDeviceGetHandleByIndex", index)) for index in range(count)]
-        alive = {gpu.info.uuid for gpu in gpus if gpu.failure is None}
-        found = []
-        for gpu in gpus:
-            if gpu.failure is None:
-                found += [gpu, *self._look_at_instances(gpu)]
-            elif gpu.info.uuid in alive:  # indices have moved: what was known at this one answers at another
-                found.append(replace(gpu, info=_nameless(gpu.info.index)))
+        self._await_looks(count)
+        hanging = {index: look for index, look in self._looks.items() if look.is_alive()}
+        ended = {index: look for index, look in self._looks.items() if index not in hanging}
+        self._looks = hanging
+        looked = {index: look.found() for index, look in ended.items() if index < count}
+        answered = {seen[0].info.uuid for seen in looked.values() if seen[0].failure is None}
+        found: list[_Seen] = []
+        for index in range(count):
+            gpu, *instances = looked[index] if index in looked else self._hanging(index)
+            if index in looked and gpu.failure is None:
+                found += [gpu, *instances]
+            elif gpu.info.uuid in answered:  # indices have moved: what was known at this one answers at another
+                found.append(_Seen(_nameless(gpu.info.index), None, gpu.failure or _NO_ANSWER_YET))
             else:
-                instances = (seen for seen in self._seen.values() if seen.info.parent_uuid == gpu.info.uuid)
-                found += [gpu, *(replace(seen, failure=gpu.failure) for seen in instances)]
+                found += [gpu, *instances]
         return found
+
+    def _await_looks(self, count: int) -> None:
+        """Look at every GPU that no look hangs at, and wait until all looks ended, but not for those that hung before."""
+        begun = [_Look(self._look_at_gpu, index) for index in range(count) if index not in self._looks]
+        self._looks |= {look.index: look for look in begun}
+        deadline = time.monotonic() + self._patience_s
+        for look in begun:
+            look.start()
+        for look in begun:
+            look.join(max(0.0, deadline - time.monotonic()))
+
+    def _hanging(self, index: int) -> list[_Seen]:
+        """A GPU that does not answer now, and its instances: as they were known, handles and all, since calls about them
+        may go on and tell the truth. One that was never known is a failure until it answers.
+        """
+        for seen in self._seen.values():
+            if seen.info.index == str(index):
+                return [seen, *self._instances_known(seen.info.uuid)]
+        return [_Seen(_nameless(str(index)), None, _NO_ANSWER_YET)]
+
+    def _instances_known(self, uuid: str) -> list[_Seen]:
+        return [seen for seen in self._seen.values() if seen.info.parent_uuid == uuid]
+
+    def _look_at_gpu(self, index: int) -> list[_Seen]:
+        gpu = self._look_at(str(index), ("nvmlDeviceGetHandleByIndex", index))
+        if gpu.failure is None:
+            return [gpu, *self._look_at_instances(gpu)]
+        return [gpu, *(replace(seen, failure=gpu.failure) for seen in self._instances_known(gpu.info.uuid))]
 
     def _look_at_instances(self, gpu: _Seen) -> list[_Seen]:
         found = []
@@ -328,13 +404,6 @@ def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = N
     """A device that was dead whenever it was looked at."""
     kind = DeviceKind.MIG if parent else DeviceKind.GPU
     return DeviceInfo(uuid or f"index-{index}", index, kind, parent_uuid=parent.uuid if parent else None)
-
-
-def _host_memory() -> MemoryReading:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return MemoryReading(memory.total, memory.available)
 
 
 def _owner(pid: int) -> tuple[str | None, str | None]:

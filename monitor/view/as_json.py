@@ -12,7 +12,7 @@ from ..snapshot import Snapshot
 def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
     """One JSON object, on one line without `indent`; in bytes, seconds, degrees, watts and shares of 1. Unknown is null.
 
-        {"source", "monitor_pid",
+        {"time": Unix seconds, "source", "monitor_pid",
          "devices": [{"uuid", "index", "kind", "name", "pci_id", "parent_uuid",
                       "memory": {"total_bytes", "used_bytes", "free_bytes", "bytes_per_second",
                                  "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},

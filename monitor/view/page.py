@@ -85,17 +85,19 @@ def _page(lines: Sequence[Line], width: int) -> SegmentLines:
 
 
 def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
-    """Who watches, since when, and how old the oldest answer is; or that nobody does any more."""
+    """Who watches, since when, and how old the oldest answer is; or that nobody does any more.
+
+    That is judged by the monitor's own heartbeat: devices that are lost or slow say nothing of the monitor.
+    """
     said: Line = [Segment("vram-monitor", BOLD), blank(2)]
     time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]
     room = max(width - width_of(said) - width_of(time_of_day) - 2, 0)
-    memories = [device.memory for device in snapshot.devices if device.memory.error is None and device.memory.at_ns]
-    ages = [memory.age_ns(snapshot.at_ns) for memory in memories]
-    if memories and all(memory.is_stale(snapshot.at_ns) for memory in memories):
-        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {duration(max(*ages, 0) / 1e9)}"
+    if snapshot.silent_ns is not None:
+        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {duration(snapshot.silent_ns / 1e9)}"
         return spread([*said, Segment(cut(text, room, symbols), ALARM)], time_of_day, width)
     facts = [snapshot.source, f"pid {snapshot.monitor_pid}"]
     facts.append(f"up {duration(max(snapshot.at_ns - snapshot.started_ns, 0) / 1e9)}")
-    if ages:
+    memories = [device.memory for device in snapshot.devices if device.memory.error is None and device.memory.at_ns]
+    if ages := [memory.age_ns(snapshot.at_ns) for memory in memories]:
         facts.append(f"{brief(max(ages) / 1e9)} old")
     return spread([*said, Segment(cut(f" {symbols.dot} ".join(facts), room, symbols), DIM)], time_of_day, width)

@@ -60,6 +60,9 @@ PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         ("", ()),
         ("-1", ()),
         ("-1,0", ()),
+        ("1" * 5000, ()),  # more digits than Python reads
+        ("0," + "-" + "9" * 5000, (A,)),
+        ("0" * 5000 + "1", (C,)),
         ("3", ()),
         ("none", ()),
         ("NoDevFiles", ()),

@@ -72,6 +72,19 @@ def test_one_that_answers_after_two_seconds_grows_stale_and_holds_nobody_up(
     wait_until(lambda: not reader.memory("GPU-a").is_stale())
 
 
+def test_one_that_hangs_from_the_start_hides_no_other(tmp_path: Path, nvml: NvmlStandin) -> None:
+    nvml.update("0", latency_us=600_000_000)
+    monitor = MonitorProcess(tmp_path / "hung", source="nvml", env=nvml.env())
+    with monitor, RecordReader.open(monitor.record) as reader:
+        assert [info.uuid for info in reader.devices()] == ["index-0", "GPU-b"]
+        assert reader.memory("GPU-b").free_bytes == 70 * GIB and reader.is_live()
+        assert "has not answered yet" in str(reader.memory("index-0").error)
+        assert nvml.calls("nvmlDeviceGetHandleByIndex_v2", "0") == 1
+        nvml.update("0", latency_us=0)
+        wait_until(lambda: [info.uuid for info in reader.devices()] == ["GPU-a", "GPU-b"])
+        wait_until(lambda: reader.memory("GPU-a").free_bytes == 60 * GIB)
+
+
 def test_the_driver_goes_and_comes_back(reader: RecordReader, nvml: NvmlStandin) -> None:
     nvml.driver_loaded = False
     wait_until(lambda: reader.memory("GPU-a").error and reader.memory("GPU-b").error)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,6 +131,41 @@ def test_no_member_is_asked_twice_at_once_whatever_hangs() -> None:
             lanes.set_members(rng.sample(["a", "b", "c", "d"], rng.randint(1, 4)))
             time.sleep(0.001)
     assert asked.twice == []
+
+
+def test_what_asking_raises_ends_no_lane_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked = Asked()
+
+    def fail_for_a(member: str) -> None:
+        asked(member)
+        if member == "a":
+            raise ZeroDivisionError("oops")
+
+    with lanes_of(fail_for_a) as (lanes, late):
+        lanes.set_members(["a", "b"])
+        wait_until(lambda: all(asked.counts[name] > 20 for name in "ab"))
+        assert threads() == 1
+    assert late == []
+    (told,) = caplog.records
+    assert told.getMessage() == "asking for test failed, and goes on" and "oops" in (told.exc_text or "")
+
+
+def test_a_shorter_interval_wakes_every_lane_and_stopping_too() -> None:
+    asked = Asked()
+    with lanes_of(asked) as (lanes, late):
+        gate = asked.gates["b"] = threading.Event()
+        lanes.set_members(["a", "b"])
+        wait_until(lambda: (lanes.check(), late == ["b"])[1])
+        lanes.set_interval(3600 * 1000 * MS)
+        assert lanes.interval_ns == 3600 * 1000 * MS
+        gate.set()
+        del asked.gates["b"]
+        wait_until(lambda: not asked.at_once)
+        before = asked.counts.copy()
+        lanes.set_interval(MS)
+        wait_until(lambda: all(asked.counts[name] > before[name] + 5 for name in "ab"))
+        lanes.set_interval(3600 * 1000 * MS)
+    assert threads() == 0
 
 
 def test_stop_says_whether_a_thread_is_left_in_a_driver() -> None:

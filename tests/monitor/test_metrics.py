@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from pagetide import __version__
 from pagetide.monitor import metrics
 from pagetide.monitor.errors import ConfigInvalid, RecordError
-from pagetide.monitor.metrics import MAX_PROCESSES, METRICS, MetricsServer
+from pagetide.monitor.metrics import MAX_CONNECTIONS, MAX_PROCESSES, METRICS, MetricsServer
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
@@ -734,11 +734,144 @@ def test_a_fault_of_ours_is_logged_and_the_next_scrape_is_served(caplog: pytest.
     assert "planted" in str(record.exc_info[1])
 
 
+def slow_client(port: int) -> socket.socket:
+    """A connection whose request has begun, and does not end."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(b"GET /metrics HTTP/1.0\r\nHost:")
+    return client
+
+
+def is_hung_up(client: socket.socket) -> bool:
+    """Whether the server hung up, as far as one sees within the client's timeout."""
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def join_all(threads: set[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_a_client_that_says_nothing_is_let_go(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
-    with socket.create_connection(("127.0.0.1", serve(snapshot_of()).server.port), timeout=60) as client:
-        client.sendall(b"GET /metrics HTTP/1.0\r\nHost:")
-        assert client.recv(1) == b""
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.05)
+    with slow_client(serve(snapshot_of()).server.port) as client:
+        assert is_hung_up(client)
+
+
+def test_a_client_that_goes_on_saying_little_is_let_go(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of the whole request: the next byte brings no more of it."""
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.5)
+    with slow_client(serve(snapshot_of()).server.port) as client:
+        client.settimeout(0.02)
+        give_up = time.monotonic() + 60
+        while not is_hung_up(client):
+            assert time.monotonic() < give_up
+            try:
+                client.sendall(b"x")
+            except ConnectionError:
+                break
+
+
+def test_a_client_that_does_not_take_the_answer_is_let_go(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.5)
+    world = serve(snapshot_of(*(device_of(f"GPU-{number}") for number in range(2000))))  # more than a socket's buffer
+    before = set(threading.enumerate())
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", world.server.port))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert client.recv(1) in (b"H", b"")  # it answers; or the time was up before, on a machine that has much to do
+        join_all(set(threading.enumerate()) - before)
+
+
+def test_a_connection_too_many_is_closed_and_the_others_are_answered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 3600.0)
+    port = serve(snapshot_of()).server.port
+    before = set(threading.enumerate())
+    clients = [slow_client(port) for _ in range(MAX_CONNECTIONS)]
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as one_too_many:
+            assert is_hung_up(one_too_many)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == MAX_CONNECTIONS
+    for client in clients:
+        with client:
+            client.sendall(b"\r\n\r\n")
+            assert client.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
+    join_all(threads)
+    assert get(port).status == 200
+
+
+def test_slow_clients_keep_the_page_from_others_no_longer_than_their_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.5)
+    port = serve(snapshot_of()).server.port
+    clients = [slow_client(port) for _ in range(4 * MAX_CONNECTIONS)]
+    try:
+        assert all(is_hung_up(client) for client in clients)
+        give_up = time.monotonic() + 60
+        while True:  # the last threads may still be on their way out
+            try:
+                assert get(port).status == 200
+                break
+            except ConnectionError:
+                assert time.monotonic() < give_up
+    finally:
+        for client in clients:
+            client.close()
+
+
+OUT_OF_DESCRIPTORS = """
+import os, resource, socket, threading, time
+from pagetide.monitor import metrics
+from pagetide.monitor.snapshot import Snapshot
+
+tries, tried_ten_times, accept = [], threading.Event(), metrics._Server.get_request
+
+def counted(server):
+    tries.append(time.monotonic())
+    if len(tries) == 10:
+        tried_ten_times.set()
+    return accept(server)
+
+metrics._Server.get_request = counted
+server = metrics.MetricsServer(lambda: Snapshot(at_ns=1, source="", monitor_pid=1, started_ns=1, devices=()), 0)
+client = socket.socket()
+client.settimeout(60)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+client.connect(("127.0.0.1", server.port))
+client.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+assert tried_ten_times.wait(60)
+assert tries[9] - tries[0] >= 9 * metrics._LOOK_UP_S, "it spins"
+for descriptor in taken:
+    os.close(descriptor)
+assert client.recv(15) == b"HTTP/1.0 200 OK"
+server.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of descriptors")
+def test_without_descriptors_it_pauses_and_serves_when_there_are_some_again() -> None:
+    """In a process of its own, which has them all taken."""
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", OUT_OF_DESCRIPTORS],
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert (child.returncode, child.stderr) == (0, "")
 
 
 def test_a_client_that_hangs_up_is_no_event(
@@ -766,8 +899,7 @@ def test_a_client_that_hangs_up_is_no_event(
         assert get(server.port).status == 200
     finally:
         server.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+    join_all(set(threading.enumerate()) - before)
     assert caplog.records == []
     assert "Traceback" not in capfd.readouterr().err
 
@@ -840,6 +972,20 @@ def test_a_closed_server_leaves_no_thread() -> None:
     assert [thread.name for thread in set(threading.enumerate()) - before] == ["metrics"]
     server.close()
     assert set(threading.enumerate()) - before == set()
+
+
+def test_close_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow client does not outlive the server, whose clock has stopped."""
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 3600.0)
+    before = set(threading.enumerate())
+    server = MetricsServer(rich_snapshot, 0)
+    with slow_client(server.port) as client, slow_client(server.port) as served:
+        served.sendall(b"\r\n\r\n")
+        assert served.recv(1) == b"H"  # so the one before it has its thread
+        threads = set(threading.enumerate()) - before
+        server.close()
+        assert is_hung_up(client)
+        join_all(threads)
 
 
 def test_the_client_library_is_loaded_for_the_page_alone() -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pynvml
 import pytest
+from monitors import wait_until
 from nvml_standin import COMPILER, GIB, Gpu, NvmlStandin, Process, instance
 
 from pagetide.monitor.errors import DeviceUnreadable, SourceUnavailable
+from pagetide.monitor.host_memory import host_memory
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from pagetide.monitor.sources.nvml import NvmlSource
 
@@ -119,7 +121,7 @@ def test_a_chip_of_unified_memory_has_the_memory_of_the_host(nvml: NvmlStandin, 
     nvml.update("1", total_bytes=None)
     assert source.scan() == (INFO_A, INFO_B)
     reading = source.memory(INFO_B)
-    assert reading.total_bytes == psutil.virtual_memory().total
+    assert reading.total_bytes == host_memory().total_bytes  # a cgroup's limit, where that is less than the machine has
     assert reading.free_bytes is not None and 0 < reading.free_bytes < reading.total_bytes
     assert source.memory(INFO_A) == READ_A
 
@@ -550,6 +552,89 @@ def test_a_device_that_hangs_keeps_nobody_waiting_and_its_answer_survives_scans(
         thread.join(timeout=60)
     assert hanging[0][1] == [READ_A]
     assert hanging[1][1] == [DetailReading(0.0, 30.0, 60.0, 400.0, ())]
+
+
+HANDLE, UUID = "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID"
+
+
+@pytest.fixture
+def hasty(nvml: NvmlStandin, tmp_path: Path) -> Iterator[NvmlSource]:
+    """A source that takes a device for one that hangs very soon."""
+    source = NvmlSource(proc=tmp_path, patience_s=0.02)
+    yield source
+    for index in range(len(nvml.devices)):
+        nvml.update(str(index), latencies_us={})
+    wait_until(lambda: not source._hangs())
+    source.close()
+
+
+@pytest.mark.parametrize("function", [HANDLE, UUID, "nvmlDeviceGetName"])
+def test_one_that_hangs_from_the_start_hides_no_other_and_is_asked_once(
+    nvml: NvmlStandin, hasty: NvmlSource, function: str
+) -> None:
+    nvml.update("0", latencies_us={function: UNTIL_TOLD_US})
+    nameless = DeviceInfo("index-0", "0", DeviceKind.GPU)
+    wait_until(lambda: hasty.scan() == (nameless, INFO_B))
+    assert hasty.memory(INFO_B) == READ_B
+    refusal = unreadable(hasty.memory, nameless)
+    assert "has not answered yet" in str(refusal) and not refusal.lost
+    for _ in range(5):
+        assert hasty.scan()[0] == nameless
+    assert (nvml.calls(function, "0"), nvml.calls("nvmlShutdown")) == (1, 0)
+    nvml.update("0", latencies_us={})
+    wait_until(lambda: hasty.scan() == (INFO_A, INFO_B))
+    assert hasty.memory(INFO_A) == READ_A
+
+
+def test_one_that_hangs_at_a_later_scan_stays_as_it_was_known_and_is_read_on(
+    nvml: NvmlStandin, hasty: NvmlSource
+) -> None:
+    nvml.devices = [SPLIT, B]
+    infos = (INFO_SPLIT, INFO_MIG_1, INFO_MIG_3, INFO_B)
+    wait_until(lambda: hasty.scan() == infos)
+    before = nvml.calls(UUID, "0")
+    nvml.update("0", latencies_us={UUID: UNTIL_TOLD_US})
+    wait_until(lambda: (hasty.scan() == infos, nvml.calls(UUID, "0") > before)[1])
+    for _ in range(3):
+        assert hasty.scan() == infos
+        assert hasty.memory(INFO_MIG_1) == MemoryReading(10 * GIB, 3 * GIB)
+    assert nvml.calls(UUID, "0") == before + 1
+    nvml.update("0", error=LOST, latencies_us={})
+
+    def is_lost() -> bool:
+        assert hasty.scan() == infos
+        try:
+            hasty.memory(INFO_MIG_1)
+        except DeviceUnreadable as refusal:
+            return refusal.lost
+        return False
+
+    wait_until(is_lost)
+
+
+def test_nvml_is_not_begun_anew_while_a_look_hangs_in_it(nvml: NvmlStandin, hasty: NvmlSource) -> None:
+    wait_until(lambda: hasty.scan() == (INFO_A, INFO_B))
+    nvml.update("0", latencies_us={HANDLE: UNTIL_TOLD_US})
+    nvml.update("1", error=LOST)
+    begun = nvml.calls(HANDLE, "0")
+    wait_until(lambda: (hasty.scan(), nvml.calls(HANDLE, "0") > begun)[1])
+    assert hasty.scan() == (INFO_A, INFO_B)
+    nvml.errors = {"nvmlDeviceGetCount_v2": UNKNOWN}
+    with pytest.raises(SourceUnavailable, match="Unknown Error"):
+        hasty.scan()
+    hasty.close()
+    assert nvml.calls("nvmlShutdown") == 0
+    nvml.errors = {}
+    nvml.update("0", latencies_us={})
+    nvml.update("1", error=0)
+    wait_until(lambda: hasty.scan() == (INFO_A, INFO_B))
+
+
+def test_a_fault_in_a_look_is_not_swallowed(source: NvmlSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.scan()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda _handle: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        source.scan()
 
 
 def test_a_device_that_is_lost_during_a_call(nvml: NvmlStandin, source: NvmlSource) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 from monitors import wait_until
 
-from pagetide.monitor.errors import DeviceUnreadable, NoSuchDevice, SourceUnavailable
+from pagetide.monitor import record_layout as layout
+from pagetide.monitor.errors import DeviceUnreadable, NoSuchDevice, RecordError, SourceUnavailable
+from pagetide.monitor.news import QUIET_NS
 from pagetide.monitor.poller import HISTORY_SAMPLES, Poller, select
-from pagetide.monitor.record import RecordReader, RecordWriter
+from pagetide.monitor.record import MAX_DEVICES, RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 
 GIB = 1 << 30
@@ -56,10 +59,29 @@ class Scripted:
         self.closed += 1
 
 
+class Clock:
+    """The monotonic clock, and as much later as a test says."""
+
+    def __init__(self) -> None:
+        self.ahead_ns = 0
+
+    def __call__(self) -> int:
+        return time.monotonic_ns() + self.ahead_ns
+
+
 @contextmanager
-def polling(source: Scripted, devices: tuple[str, ...] = ()) -> Iterator[tuple[Poller, RecordReader]]:
+def polling(
+    source: Scripted,
+    devices: tuple[str, ...] = (),
+    *,
+    interval_s: float = 0.002,
+    detail_interval_s: float = 0.005,
+    clock: Callable[[], int] = time.monotonic_ns,
+) -> Iterator[tuple[Poller, RecordReader]]:
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
-        poller = Poller(source, writer, interval_s=0.002, detail_interval_s=0.005, devices=devices)
+        poller = Poller(
+            source, writer, interval_s=interval_s, detail_interval_s=detail_interval_s, devices=devices, clock=clock
+        )
         try:
             poller.start()
             yield poller, reader
@@ -88,8 +110,8 @@ def test_what_the_source_says_is_in_the_record() -> None:
 
 def test_one_device_that_fails_hides_no_other_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    source = Scripted(A, B)
-    with polling(source) as (_, reader):
+    source, clock = Scripted(A, B), Clock()
+    with polling(source, clock=clock) as (_, reader):
         wait_until(lambda: reader.memory(A.uuid).used_bytes)
         source.answers[A.uuid] = DeviceUnreadable("GPU is lost", lost=True)
         wait_until(lambda: reader.memory(A.uuid).error)
@@ -102,6 +124,8 @@ def test_one_device_that_fails_hides_no_other_and_is_told_once(caplog: pytest.Lo
         wait_until(lambda: reader.memory(A.uuid).used_bytes == 3 * GIB)
         failures = reader.memory(A.uuid).failures
         assert 5 < failures < reader.memory(A.uuid).polls
+        clock.ahead_ns += QUIET_NS
+        wait_until(lambda: len(caplog.records) > 1)
     told = [record.getMessage() for record in caplog.records]
     assert sum("device 0 (GPU-a) cannot be read: GPU is lost" in line for line in told) == 1
     assert sum("device 0 (GPU-a) answers again" in line for line in told) == 1
@@ -120,6 +144,58 @@ def test_a_fault_in_a_source_is_one_devices_error(caplog: pytest.LogCaptureFixtu
         polls = reader.memory(A.uuid).polls
         wait_until(lambda: reader.memory(A.uuid).polls > polls + 5)
     assert sum("oops" in (record.exc_text or "") for record in caplog.records) == 1
+    assert sum("again" in (record.exc_text or "") for record in caplog.records) == 1
+
+
+def test_one_that_flaps_is_told_once_in_ten_seconds_and_how_often(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    source, clock = Scripted(A), Clock()
+
+    def turn(times: int) -> None:
+        for number in range(times):
+            failures = reader.memory(A.uuid).failures
+            source.answers[A.uuid] = MemoryReading(GIB, number) if number % 2 else DeviceUnreadable("no answer")
+            wait_until(lambda number=number: reader.memory(A.uuid).free_bytes == number or (  # type: ignore[misc]
+                number % 2 == 0 and reader.memory(A.uuid).failures > failures  # noqa: B023
+            ))  # fmt: skip
+
+    with polling(source, clock=clock) as (_, reader):
+        wait_until(lambda: reader.memory(A.uuid).used_bytes)
+        turn(41)
+        assert len(caplog.records) == 1
+        clock.ahead_ns += QUIET_NS
+        wait_until(lambda: len(caplog.records) > 1)
+        polls = reader.memory(A.uuid).polls
+        clock.ahead_ns += QUIET_NS
+        wait_until(lambda: reader.memory(A.uuid).polls > polls + 20)
+    assert [record.getMessage() for record in caplog.records] == [
+        "device 0 (GPU-a) cannot be read: no answer",
+        "device 0 (GPU-a) cannot be read: no answer (it changed 40 times in the last 10 s)",
+    ]
+
+
+def test_numbers_that_no_record_holds_are_one_devices_error(caplog: pytest.LogCaptureFixture) -> None:
+    source, clock = Scripted(A, B), Clock()
+    source.answers[A.uuid] = MemoryReading(100_000_000 << 40, 100_000_000 << 40)
+    source.details[A.uuid] = DetailReading(utilization=object())  # type: ignore[arg-type]
+    with polling(source, clock=clock) as (_, reader):
+        wait_until(lambda: reader.memory(A.uuid).failures > 5 and reader.detail(A.uuid).error)
+        memory = reader.memory(A.uuid)
+        assert (memory.total_bytes, memory.free_bytes, memory.polls) == (None, None, memory.failures)
+        assert str(memory.error).startswith(
+            "the record holds no negative numbers, nor any of more than 64 bits: total_bytes"
+        )
+        assert "not JSON serializable" in str(reader.detail(A.uuid).error)
+        clock.ahead_ns += QUIET_NS
+        polls = reader.memory(B.uuid).polls
+        wait_until(lambda: reader.memory(B.uuid).polls > polls + 5 and reader.detail(B.uuid).at_ns)
+        source.answers[A.uuid] = MemoryReading(4 * GIB, GIB)
+        source.details[A.uuid] = DetailReading(0.5)
+        wait_until(lambda: reader.memory(A.uuid).used_bytes == 3 * GIB)
+        wait_until(lambda: reader.detail(A.uuid).reading.utilization == 0.5)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("more than 64 bits: total_bytes, free_bytes" in line for line in told) == 1
+    assert sum("the processes of device 0" in line for line in told) == 1
 
 
 def test_one_that_hangs_grows_stale_while_the_other_goes_on() -> None:
@@ -153,6 +229,60 @@ def test_devices_come_and_go_and_their_counters_never_fall(monkeypatch: pytest.M
         wait_until(lambda: reader.devices() == (B, A))
         wait_until(lambda: reader.memory(A.uuid).at_ns)
         assert reader.memory(A.uuid).polls > before
+
+
+@pytest.mark.parametrize("trouble", ["too many", "full"])
+def test_devices_that_the_record_cannot_take_leave_those_that_were_there(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pagetide.monitor.poller.SCAN_INTERVAL_S", 0.01)
+    caplog.set_level(logging.INFO)
+    source = Scripted(A, B)
+    more = MAX_DEVICES if trouble == "too many" else 1
+    others = tuple(DeviceInfo(f"MIG-{number}", f"0:{number}", DeviceKind.MIG) for number in range(more))
+    source.answers |= {info.uuid: MemoryReading(GIB, 0) for info in others}
+    refused = threading.Event()
+    with polling(source) as (poller, reader):
+        set_devices = poller._writer.set_devices
+
+        def full(infos: Sequence[DeviceInfo]) -> None:
+            if trouble == "full" and not refused.is_set():
+                raise RecordError("cannot make room in the record: No space left on device")
+            set_devices(infos)
+
+        monkeypatch.setattr(poller._writer, "set_devices", full)
+        source.infos = (B, *others, A)
+        wait_until(lambda: caplog.records)
+        with pytest.raises(RecordError, match=r"room"):
+            poller.change(interval_s=0.5, detail_interval_s=0.5, devices=())
+        polls = reader.memory(A.uuid).polls
+        wait_until(lambda: reader.memory(A.uuid).polls > polls + 20 and not reader.memory(B.uuid).is_stale())
+        assert reader.devices() == (A, B)
+        assert reader.memory(A.uuid).interval_ns == 2_000_000
+        refused.set()
+        source.infos = (B, others[0], A)
+        wait_until(lambda: reader.devices() == source.infos)
+        wait_until(lambda: reader.memory(others[0].uuid).used_bytes == GIB)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the devices changed, but those of before are watched on:")
+
+
+def test_more_devices_than_a_record_takes_are_the_callers_error_at_the_start() -> None:
+    infos = [DeviceInfo(f"MIG-{number}", f"0:{number}", DeviceKind.MIG) for number in range(MAX_DEVICES + 1)]
+    with pytest.raises(RecordError, match=f"room for {MAX_DEVICES} devices"), polling(Scripted(*infos)):
+        pass
+
+
+def test_shorter_intervals_begin_at_once() -> None:
+    source = Scripted(A)
+    with polling(source, interval_s=3600, detail_interval_s=3600) as (poller, reader):
+        wait_until(lambda: reader.memory(A.uuid).polls == 1 and reader.detail(A.uuid).at_ns)
+        asked_ns = reader.detail(A.uuid).at_ns
+        poller.change(interval_s=0.002, detail_interval_s=0.005, devices=())
+        wait_until(lambda: reader.memory(A.uuid).polls > 5 and reader.detail(A.uuid).at_ns > asked_ns)
+        record = reader._record
+        assert record is not None
+        wait_until(lambda: record._words[layout.BEAT_INTERVAL_NS] == 2 * 2_000_000)
 
 
 def test_only_the_devices_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,10 +82,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_layout_is_as_drawn() -> None:
-    assert (layout.TABLE.at, layout.MEMORY[0].at, layout.DETAIL[0].at) == (8_192, 139_264, 188_416)
-    assert len(layout.MEMORY) == len(layout.DETAIL) == 128
+    assert (layout.TABLE.at, layout.MEMORY[0].at, layout.DETAIL[0].at) == (16_384, 278_528, 475_136)
+    assert len(layout.MEMORY) == len(layout.DETAIL) == 512
     places = [layout.TABLE, *layout.MEMORY, *layout.DETAIL]
-    assert [place.sequence for place in places] == list(range(3, 3 + 257))
+    assert [place.sequence for place in places] == list(range(3, 3 + 1025))
+    assert 8 * (places[-1].sequence + 1) <= layout.TABLE.at - 4096
     assert [place.at for place in places[1:]] == [place.at + 2 * place.buffer_bytes for place in places[:-1]]
     assert layout.FILE_BYTES == places[-1].at + 2 * places[-1].buffer_bytes
     assert layout.MEMORY[0].room_bytes >= MAX_MEMORY_BYTES
@@ -174,7 +175,7 @@ def test_an_error_that_is_no_unicode_is_shown_escaped() -> None:
 def test_a_number_of_more_than_64_bits_is_refused(field: str, number: int) -> None:
     writer, reader = private(GPU)
     writer.write_memory(0, MEMORY)
-    with pytest.raises(RecordError, match=f"no room for these numbers.*{number}"):
+    with pytest.raises(RecordError, match=f"holds no negative numbers, nor any of more than 64 bits: {field}$"):
         writer.write_memory(0, replace(MEMORY, **{field: number}))
     assert reader.memory(GPU.uuid) == MEMORY
 
@@ -197,8 +198,13 @@ def test_a_snapshot_has_it_all(path: Path) -> None:
         writer.write_memory(0, MEMORY)
         writer.write_detail(0, DETAIL)
         devices = (Device(GPU, MEMORY, DETAIL), Device(HOST, NOTHING, DeviceDetail(0, 0, DetailReading())))
-        assert reader.snapshot() == Snapshot(clock.now_ns, "nvml+host", os.getpid(), reader.started_ns, devices)
-        assert reader.snapshot(77) == replace(reader.snapshot(), at_ns=77)
+        writer.beat(clock.now_ns, 20 * MS)
+        before = time.time()
+        snapshot = reader.snapshot()
+        assert snapshot == Snapshot(clock.now_ns, "nvml+host", os.getpid(), reader.started_ns, devices)
+        assert snapshot.unix_seconds is not None and before <= snapshot.unix_seconds <= time.time()
+        assert snapshot.silent_ns is None
+        assert reader.snapshot(77) == replace(snapshot, at_ns=77, silent_ns=0)  # its heartbeat is of the future
         assert 0 < reader.started_ns <= time.monotonic_ns()
         start = Path(f"/proc/{os.getpid()}/stat")
         if start.exists():
@@ -304,7 +310,7 @@ def device(number: int) -> DeviceInfo:
     return DeviceInfo(f"GPU-{number}", str(number), DeviceKind.GPU)
 
 
-def test_64_devices_fit_and_can_all_be_exchanged_at_once() -> None:
+def test_256_devices_fit_and_can_all_be_exchanged_at_once() -> None:
     writer, reader = private()
     for turn in range(5):
         infos = [device(number) for number in range(turn * 1000, turn * 1000 + MAX_DEVICES)]
@@ -318,9 +324,9 @@ def test_64_devices_fit_and_can_all_be_exchanged_at_once() -> None:
 @pytest.mark.parametrize(
     ("infos", "sentence"),
     [
-        ([device(number) for number in range(65)], "room for 64 devices, got 65"),
+        ([device(number) for number in range(257)], "room for 256 devices, got 257"),
         ([GPU, HOST, GPU], "a device comes twice"),
-        ([GPU, replace(HOST, name="n" * 70_000)], "room for 65,512 bytes here, got 70,"),
+        ([GPU, replace(HOST, name="n" * 140_000)], "room for 131,048 bytes here, got 140,"),
     ],
     ids=["too many", "twice", "too long"],
 )
@@ -334,7 +340,7 @@ def test_devices_that_cannot_be_set_change_nothing(infos: list[DeviceInfo], sent
     assert [one.memory.polls for one in reader.snapshot().devices] == [7, 8]
 
 
-@pytest.mark.parametrize("position", [-1, 1, 64])
+@pytest.mark.parametrize("position", [-1, 1, 256])
 def test_a_position_without_a_device_is_refused(position: int) -> None:
     writer, _ = private(GPU)
     for write in (lambda: writer.write_memory(position, MEMORY), lambda: writer.write_detail(position, DETAIL)):
@@ -378,7 +384,7 @@ def test_a_slot_that_was_given_to_another_device_is_not_read_for_the_first() -> 
     assert table.entry(GPU.uuid).detail.read() is None
 
 
-@pytest.mark.parametrize("writes", range(0, 2 * MAX_DEVICES + 1, 16))
+@pytest.mark.parametrize("writes", range(0, 2 * MAX_DEVICES + 1, 64))
 def test_a_writer_killed_while_it_sets_devices_leaves_those_of_before(
     writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +451,20 @@ def test_a_monitor_is_live_for_three_intervals_after_a_beat() -> None:
     assert not reader.is_live()
 
 
+def test_a_snapshot_says_for_how_long_nothing_was_heard_of_the_monitor() -> None:
+    clock = Clock()
+    writer, reader = private(GPU, clock=clock)
+    clock.now_ns = reader.started_ns + 5 * MS
+    assert reader.snapshot().silent_ns == 5 * MS  # it never said anything
+    writer.beat(clock.now_ns, 20 * MS)
+    clock.now_ns += 60 * MS
+    assert reader.snapshot().silent_ns is None  # though its device never answered
+    assert reader.snapshot(clock.now_ns + MS).silent_ns == 61 * MS
+    clock.now_ns -= 50 * MS
+    writer.close()
+    assert reader.snapshot().silent_ns == 10 * MS
+
+
 def test_an_interval_below_one_is_refused() -> None:
     writer, _ = private()
     with pytest.raises(ValueError, match="at least 1 ns, got 0"):
@@ -487,7 +507,7 @@ def _pipe(path: Path) -> None:
         (_pipe, "is not what a monitor of pagetide writes"),
         (Path.touch, "is not what a monitor of pagetide writes"),
         (lambda path: path.write_bytes(b"{}" * 5000), "is not what a monitor of pagetide writes"),
-        (lambda path: path.write_bytes(b"pagetide" + struct.pack("=I", 1)), "is damaged"),
+        (lambda path: path.write_bytes(b"pagetide" + struct.pack("=I", LAYOUT_VERSION)), "is damaged"),
         (
             lambda path: path.write_bytes(b"pagetide" + struct.pack("=I", 9)),
             f"has layout version 9, and this pagetide reads version {LAYOUT_VERSION}",
@@ -497,6 +517,7 @@ def _pipe(path: Path) -> None:
 )
 def test_what_is_no_record_is_refused(path: Path, make: Callable[[Path], Any], sentence: str) -> None:
     make(path)
+    path.chmod(0o700)  # whatever the umask
     with pytest.raises(RecordError, match=sentence) as refusal:
         RecordReader.open(path)
     assert str(path) in str(refusal.value) and not isinstance(refusal.value, RecordMissing)
@@ -532,6 +553,71 @@ def test_who_may_not_read_it_is_told(path: Path) -> None:
             assert said.read().startswith(
                 f"RecordError: the record {path} may not be read by this user: join the group"
             )
+
+
+def said_as_user(uid: int, path: Path) -> str:
+    """What a process of another user is told that opens the record."""
+    here, there = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setuid(uid)
+            os.write(there, RecordReader.open(path).source.encode())
+        except BaseException as error:
+            os.write(there, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    os.waitpid(child, 0)
+    with open(here, encoding="utf-8") as said:
+        return said.read()
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root has files of several users")
+def test_a_record_of_another_user_is_believed_only_in_the_machines_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's, which others may not enter
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "record"
+        with RecordWriter.create(path, source="test", mode=0o644):
+            assert said_as_user(4321, path) == "test"  # root's
+            os.chown(path, 4321, -1)
+            assert said_as_user(4321, path) == "test"  # the reader's own
+            os.chown(path, 1234, -1)
+            assert said_as_user(4321, path).startswith(
+                f"RecordError: the record {path} belongs to user 1234, neither to root nor to user 4321"
+            )
+            with pytest.raises(RecordError, match="belongs to user 1234"):
+                RecordReader.open(path)
+            monkeypatch.setattr("pagetide.monitor.record.MACHINE_DIR", Path(folder))
+            assert said_as_user(4321, path) == "test"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_record_that_others_may_write_is_not_believed(path: Path, mode: int) -> None:
+    with RecordWriter.create(path, source="test"):
+        path.chmod(mode)
+        with pytest.raises(RecordError, match=r"may be written by others than its owner \(-rw"):
+            RecordReader.open(path)
+
+
+def test_a_link_to_a_record_is_not_followed(path: Path) -> None:
+    with RecordWriter.create(path.with_name("elsewhere"), source="test"):
+        path.symlink_to("elsewhere")
+        with pytest.raises(RecordError, match=f"the record {path} is a symbolic link"):
+            RecordReader.open(path)
+
+
+def test_a_successor_that_another_may_write_is_told_and_not_read(path: Path) -> None:
+    clock = Clock()
+    with (
+        RecordWriter.create(path, source="first"),
+        RecordReader.open(path, clock=clock) as reader,
+        RecordWriter.create(path, source="second") as second,
+    ):
+        second.beat(clock.now_ns, 20 * MS)
+        path.chmod(0o666)
+        clock.now_ns += 20 * MS
+        assert reader.source == "first"
+        assert reader.trouble is not None and "may be written by others" in reader.trouble
 
 
 def test_mode_and_group_are_as_asked(path: Path) -> None:
@@ -574,7 +660,7 @@ def test_a_full_file_system_is_a_sentence_and_no_signal(path: Path, monkeypatch:
 def test_only_devices_take_room(path: Path) -> None:
     with RecordWriter.create(path, source="test") as writer:
         writer.set_devices([GPU, HOST])
-        assert path.stat().st_size == layout.FILE_BYTES > 16 << 20
+        assert path.stat().st_size == layout.FILE_BYTES > 64 << 20
         assert path.stat().st_blocks * 512 < 1 << 20
 
 
@@ -703,6 +789,7 @@ def test_a_successor_that_cannot_be_read_is_told(path: Path) -> None:
     reader = RecordReader.open(path, clock=clock)
     path.unlink()
     path.write_bytes(b"pagetide" + struct.pack("=I", 9))
+    path.chmod(0o600)  # whatever the umask
     clock.now_ns += 20 * MS
     assert reader.memory(GPU.uuid) == MEMORY
     assert reader.trouble is not None and "layout version 9" in reader.trouble
@@ -823,7 +910,7 @@ def use(reader: RecordReader) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([0, 4096, 8192, 8192 + 65536, 139_264, 139_264 + 192, 188_416, 188_416 + 65536]),
+            st.sampled_from([0, 4096, 16_384, 16_384 + 131_072, 278_528, 278_528 + 192, 475_136, 475_136 + 65_536]),
             st.integers(0, 200),
             st.binary(min_size=1, max_size=40),
         ),
@@ -838,8 +925,9 @@ def test_no_bytes_break_a_reader(wounds: list[tuple[int, int, bytes]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record"
         with path.open("wb") as file:
-            file.write(shared.view[: 188_416 + 2 * 65536])
+            file.write(shared.view[: 475_136 + 2 * 65536])
             file.truncate(layout.FILE_BYTES)
+        path.chmod(0o600)  # whatever the umask
         try:
             reader = RecordReader.open(path)
         except RecordError:
@@ -876,11 +964,12 @@ def test_odd_payloads_are_damage(place: layout.Place, payload: bytes) -> None:
     test_no_payload_with_a_good_crc_breaks_a_reader.hypothesis.inner_test(place, payload)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("length", [0, 1, 11, 12, 4096, 188_416, layout.FILE_BYTES - 1, layout.FILE_BYTES + 1])
+@pytest.mark.parametrize("length", [0, 1, 11, 12, 4096, 475_136, layout.FILE_BYTES - 1, layout.FILE_BYTES + 1])
 def test_a_file_of_another_length_is_refused(path: Path, length: int) -> None:
     with RecordWriter.create(path, source="test"):
         copy = path.with_name("copy")
         copy.write_bytes(path.read_bytes())
+        copy.chmod(0o600)  # whatever the umask
         os.truncate(copy, length)
         with pytest.raises(RecordError, match="is damaged" if length >= 12 else "is not what"):
             RecordReader.open(copy)
@@ -895,7 +984,7 @@ import sys
 from pagetide.monitor.record import RecordReader
 with RecordReader.open(sys.argv[1]) as reader:
     for line in sys.stdin:
-        print(reader.snapshot(0), flush=True)
+        print(reader.snapshot(0).devices, flush=True)
 """
     command = [sys.executable, "-P", "-c", program, str(path)]
     with (
@@ -908,7 +997,7 @@ with RecordReader.open(sys.argv[1]) as reader:
             assert other.stdin is not None and other.stdout is not None
             other.stdin.write("\n")
             other.stdin.flush()
-            assert other.stdout.readline() == f"{reader.snapshot(0)}\n"
+            assert other.stdout.readline() == f"{reader.snapshot(0).devices}\n"
 
         for infos in ([GPU], [HOST, GPU], [], [GPU]):
             writer.set_devices(infos)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable, MonitorError
-from pagetide.monitor.recording import HEARTBEAT_S, STALE, DeviceState, RecordingWriter, read_recording
+from pagetide.monitor.recording import HEARTBEAT_S, IMPOSSIBLE, STALE, DeviceState, RecordingWriter, read_recording
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
@@ -259,6 +259,8 @@ def naive(snapshots: Sequence[Snapshot], at_ns: int) -> dict[str, DeviceState]:
             memory, detail = told.memory, told.detail
             if memory.at_ns and (memory.error or memory.is_stale(each.at_ns)):
                 state = replace(state, memory=None, memory_error=memory.error or STALE)
+            elif memory.at_ns and memory.used_bytes is not None and memory.used_bytes < 0:
+                state = replace(state, memory=None, memory_error=IMPOSSIBLE)
             elif memory.at_ns:
                 state = replace(state, memory=MemoryReading(memory.total_bytes, memory.free_bytes), memory_error=None)
             if detail.at_ns and detail.error:
@@ -415,6 +417,7 @@ GPU = '"at_s":0.1,"uuid":"GPU-a"'
         (f'{{{GPU},"total_bytes":true,"free_bytes":1}}', "has a wrong kind of total_bytes: True"),
         (f'{{{GPU},"total_bytes":1.5,"free_bytes":1}}', "has a wrong kind of total_bytes: 1.5"),
         (f'{{{GPU},"total_bytes":5,"free_bytes":-1}}', "has free_bytes that no memory has: -1"),
+        (f'{{{GPU},"total_bytes":5,"free_bytes":6}}', "has more free bytes than there are: 6 of 5"),
         (f'{{{GPU},"total_bytes":{1 << 63},"free_bytes":1}}', "has total_bytes that no memory has"),
         (f'{{{GPU},"detail":7}}', "has 7 where DetailReading should stand"),
         (f'{{{GPU},"detail":{{"load":7}}}}', "has a DetailReading that lacks, or should not have: load"),

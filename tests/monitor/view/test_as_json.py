@@ -14,7 +14,7 @@ from pagetide.monitor.view.as_json import to_json
 
 def test_it_has_the_keys_that_are_promised() -> None:
     told = json.loads(to_json(sample_snapshot(1)))
-    assert list(told) == ["source", "monitor_pid", "devices", "leases"]
+    assert list(told) == ["time", "source", "monitor_pid", "devices", "leases"]
     assert (told["source"], told["monitor_pid"]) == ("nvml+host", 4242)
     device = told["devices"][0]
     assert list(device) == [
@@ -27,6 +27,11 @@ def test_it_has_the_keys_that_are_promised() -> None:
     ]  # fmt: skip
     assert list(device["processes"][0]) == ["pid", "used_bytes", "kind", "user", "command", "engine"]
     assert (device["index"], device["kind"], device["memory"]["total_bytes"]) == ("0", "gpu", H200_BYTES)
+
+
+def test_the_time_is_that_of_the_snapshot() -> None:
+    assert json.loads(to_json(replace(sample_snapshot(1), unix_seconds=1_795_000_000.25)))["time"] == 1_795_000_000.25
+    assert json.loads(to_json(sample_snapshot(1)))["time"] is None
 
 
 def test_leases_have_the_keys_that_are_promised() -> None:

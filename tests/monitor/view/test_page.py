@@ -109,8 +109,13 @@ def test_the_head_says_who_watches_and_how_old_the_answers_are() -> None:
 
 
 def test_a_silent_monitor_is_an_alarm() -> None:
-    silent = replace(sample_snapshot(2), at_ns=AT_NS + 90 * SECOND_NS)
+    silent = replace(sample_snapshot(2), at_ns=AT_NS + 90 * SECOND_NS, silent_ns=90 * SECOND_NS)
     assert page(silent, 80)[0] == (" vram-monitor  the monitor (pid 4242) has been silent for 1 min        14:03:27")
+
+
+def test_devices_that_do_not_answer_are_no_silence_of_the_monitor() -> None:
+    lost_and_slow = snapshot_of(dead(sample_device(0)), stale(sample_device(1)))
+    assert page(lost_and_slow, 80)[0].startswith(" vram-monitor  nvml+host · pid 4242 · up 3 h · 12 s old   ")
 
 
 def test_devices_in_trouble_say_so_and_hide_no_others() -> None:
@@ -384,6 +389,7 @@ SNAPSHOT = st.builds(
     started_ns=WHEN,
     devices=st.lists(DEVICE, max_size=5).map(tuple),
     leases=st.lists(LEASE, max_size=5).map(tuple),
+    silent_ns=st.none() | st.integers(0, 1 << 62),
 )
 
 
