@@ -24,9 +24,10 @@ from pathlib import Path
 
 from ..monitor.snapshot import DeviceInfo
 from . import wire
-from .broker_books import Books, DeviceView, Entry, Readings
+from .broker_books import Books, Entry, Readings
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
+from .broker_views import DeviceView
 from .errors import LeaseRefused
 from .policy import Rules
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
 _MAX_ACCEPTED_AT_ONCE = 32
+_IDLE_TICK_S = 1.0
 
 
 def default_rules(info: DeviceInfo, capacity_bytes: int) -> Rules:
@@ -53,6 +55,7 @@ class Broker:
         rules: Callable[[DeviceInfo, int], Rules] = default_rules,
         set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
         tick_s: float | None = 0.02,
+        pause_s: float = 0.002,
         grace_s: float = 2.0,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -66,17 +69,22 @@ class Broker:
             set_engines: Told the processes that hold leases on a device whenever these change. A source that counts
                 named processes only, as a test device does, must count these too: used bytes contain the engines'.
             tick_s: How often measurements are looked at; None: only when `tick` is called.
+            pause_s: Between two decisions that messages ask for, so that many messages cost few of them.
             grace_s: How long a successor waits for engines to come back.
             clock: Monotonic ns, the clock of the readings.
         """
         self._books = Books(readings, rules, set_engines, clock)
-        self._path, self._gid, self._tick_s, self._grace_s, self._clock = socket_path, gid, tick_s, grace_s, clock
+        self._path, self._gid, self._clock = socket_path, gid, clock
+        self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # the oldest first
         self._pidfds: dict[int, int] = {}  # of the processes of leases that live
         self._listener: socket.socket | None = None
         self._identity: os.stat_result | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._somebody = asyncio.Event()
         self._settling: asyncio.Handle | None = None
+        self._settle_at = 0.0  # not before this, by the loop's clock
+        self._accepting = False
         self._told: set[str] = set()
 
     def leases(self) -> tuple[wire.LeaseView, ...]:
@@ -84,7 +92,7 @@ class Broker:
         return self._books.lease_views
 
     def devices(self) -> tuple[DeviceView, ...]:
-        """The devices that have leases, or had some. From any thread."""
+        """The devices that have leases or reservations. From any thread."""
         return self._books.device_views
 
     # ---- life -----------------------------------------------------------------------------------
@@ -98,7 +106,7 @@ class Broker:
             self._books.trust_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info("a broker was here before; its engines have %g s to come back", self._grace_s)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self._accept)
+        self._resume_accepting()
         if self._tick_s is not None:
             self._ticking = asyncio.create_task(self._tick_forever(self._tick_s))
 
@@ -137,15 +145,19 @@ class Broker:
                 self.tick()
             except Exception:  # a fault of ours in one tick must not end all leases
                 log.exception("the broker's tick failed; the next one is in %g s", tick_s)
-            await asyncio.sleep(tick_s)
+            if self._connections or self._books.entries:
+                await asyncio.sleep(tick_s)
+                continue
+            self._somebody.clear()
+            with contextlib.suppress(TimeoutError):  # nobody is here: waking often is what costs
+                await asyncio.wait_for(self._somebody.wait(), _IDLE_TICK_S)
 
     def tick(self) -> None:
         """Look at the clock, the measurements and the records, and decide. In the thread of the loop."""
         now_ns = self._clock()
         for connection in list(self._connections):
             connection.check_times(now_ns)
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept)  # if it was out of descriptors
+        self._resume_accepting()
         self._books.measure_all()
         self._books.settle()
         for lease_id in self._pidfds.keys() - self._books.entries.keys():
@@ -154,13 +166,22 @@ class Broker:
     def _settle_soon(self) -> None:
         """Decide once the messages that are here have been read: those who ask at once are served together."""
         if self._settling is None:
-            self._settling = self._loop.call_soon(self._settle)
+            if (delay_s := self._settle_at - self._loop.time()) > 0:
+                self._settling = self._loop.call_later(delay_s, self._settle)
+            else:
+                self._settling = self._loop.call_soon(self._settle)
 
     def _settle(self) -> None:
         self._settling = None
+        self._settle_at = self._loop.time() + self._pause_s
         self._books.settle()
 
     # ---- connections ----------------------------------------------------------------------------
+
+    def _resume_accepting(self) -> None:
+        if not self._accepting and self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+            self._accepting = True
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -173,6 +194,7 @@ class Broker:
                 self._tell_once("accept", "a client cannot be accepted, tried again at the next tick: %s", error)
                 self._drop_oldest()
                 self._loop.remove_reader(self._listener)
+                self._accepting = False
                 return
             if len(self._connections) >= MAX_CONNECTIONS:
                 self._drop_oldest()
@@ -185,6 +207,7 @@ class Broker:
                 log.debug("a client was gone before it was accepted: %s", error)
                 continue
             self._connections[connection] = None
+            self._somebody.set()
             if len(self._connections) > MAX_CONNECTIONS:
                 connection.drop(Dropped("is one too many", f"{MAX_CONNECTIONS} engines are connected"))
 
@@ -221,7 +244,13 @@ class Broker:
             self._answer(connection, message)
         except LeaseRefused as error:
             connection.send(wire.refusal(error))
-        self._settle_soon()
+        except Dropped:
+            raise
+        except Exception as error:  # a fault of ours must not end the others' leases
+            log.exception("a message of pid %d could not be answered", connection.peer.pid)
+            raise Dropped("met a fault of the broker", repr(error)) from error
+        if not isinstance(message, wire.Report):  # which can wait for the tick
+            self._settle_soon()
 
     def _greet(self, connection: Connection, message: wire.Message) -> None:
         if not isinstance(message, wire.Hello):
@@ -244,7 +273,9 @@ class Broker:
             case wire.Release():
                 self._books.end(self._lease(connection), "it was released", may_return=False)
             case wire.ListLeases():
-                self._books.settle()
+                if self._settling is not None:  # what came before this message is in the answer
+                    self._settling.cancel()
+                    self._settle()
                 for view in self._books.lease_views:
                     connection.send(view)
                 connection.send(wire.Done())

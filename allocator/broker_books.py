@@ -12,7 +12,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 from ..monitor.errors import MonitorError
@@ -20,10 +19,11 @@ from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from ..monitor.units import format_bytes
 from . import wire
 from .broker_connection import Connection, Peer
+from .broker_views import DeviceView, device_view, lease_view, named, user_name
 from .errors import LeaseRefused, NotPermitted, UnknownEngine
 from .lease_record import Bounds, RecordOwner, Sums, bounds_between
 from .ledger import Ledger, Terms
-from .policy import Grant, Order, Ready, Rules, Tenant
+from .policy import Grant, Order, Ready, Rules
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,6 @@ class Readings(Protocol):
     def memory(self, uuid: str) -> DeviceMemory:
         """The newest numbers of one device. Raises MonitorError."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceView:
-    """How one device is shared out, for people and metrics; bytes."""
-
-    uuid: str
-    capacity_bytes: int
-    headroom_bytes: int
-    granted_bytes: int  # to all leases, those that are reaped too
-    foreign_bytes: int
-    reserved_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +68,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Book:
-    """A device that is leased, or was."""
+    """A device that is leased."""
 
     info: DeviceInfo
     ledger: Ledger
@@ -194,7 +182,8 @@ class Books:
     def end(self, entry: Entry, why: str, *, may_return: bool) -> None:
         """A lease ends; it is reaped, or its engine comes back. Once more with `may_return` False: it does not."""
         if entry.connection is not None:
-            entry.connection.lease_id = entry.connection = None
+            entry.connection.lease_id = None
+            entry.connection = None
             self._read(entry)
             log.info("the lease of %r (pid %d) has ended: %s", entry.terms.name, entry.peer.pid, why)
         entry.may_return = entry.may_return and may_return
@@ -203,28 +192,31 @@ class Books:
             ledger.end(entry.lease_id, self._clock(), may_return=entry.may_return)
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> Entry:
-        """The lease of an engine, by its name or pid, for one who may command it. Raises UnknownEngine, NotPermitted."""
+        """The lease of an engine, by name, pid or #number, for one who may command it. Raises UnknownEngine, NotPermitted."""
         living = [entry for entry in self.entries.values() if entry.connection is not None]
-        found = [entry for entry in living if engine in (entry.terms.name, str(entry.peer.pid))]
+        found = [entry for entry in living if engine in (entry.terms.name, str(entry.peer.pid), f"#{entry.lease_id}")]
         if not found:
-            there = ", ".join(sorted(_named(entry) for entry in living)) or "none"
+            there = ", ".join(sorted(named(entry) for entry in living)) or "none"
             raise UnknownEngine(f"no engine {engine!r} holds a lease; those that do: {there}")
         if len(found) > 1:
-            there = ", ".join(_named(entry) for entry in found)
-            raise UnknownEngine(f"{len(found)} leases match {engine!r}; name one by its pid: {there}")
+            there = ", ".join(named(entry) for entry in found)
+            raise UnknownEngine(f"{len(found)} leases match {engine!r}; name one by its pid or #number: {there}")
         if peer.uid not in (0, owner_uid, found[0].peer.uid):
             raise NotPermitted(
-                f"{_named(found[0])} is {_user_name(found[0].peer.uid)}'s; "
-                f"only that user, root and {_user_name(owner_uid)} may do that"
+                f"{named(found[0])} is {user_name(found[0].peer.uid)}'s; "
+                f"only that user, root and {user_name(owner_uid)} may do that"
             )
         return found[0]
 
     # ---- measurements and orders ----------------------------------------------------------------
 
     def measure_all(self) -> None:
-        """Look at every device that is leased."""
-        for book in self._books.values():
-            self.measure(book)
+        """Look at every device that is leased, and forget those that are no more."""
+        for uuid, book in list(self._books.items()):
+            if book.ledger.state.tenants or book.ledger.state.reservations:
+                self.measure(book)
+            else:
+                del self._books[uuid]
 
     def measure(self, book: Book) -> None:
         """Let the ledger know the newest measurement, if there is one, and what the leases held then and hold now."""
@@ -247,22 +239,16 @@ class Books:
                 for entry in entries
                 if entry.connection is not None
             }
-            ledger.measured(
-                memory.total_bytes, memory.free_bytes, bounds, now_ns, trusted=memory.at_ns >= self.trust_from_ns
-            )
+            trusted = memory.at_ns >= self.trust_from_ns
+            ledger.measured(memory.total_bytes, memory.free_bytes, bounds, memory.at_ns, trusted=trusted)
             book.measured_ns = memory.at_ns
         for entry in entries:
             entry.readings.append((now_ns, sums[entry.lease_id]))
         if trouble != book.trouble and trouble is not None:
             log.warning("device %s is not leased any further: %s", book.info.index, trouble)
         book.trouble = trouble
-        for lease_id, kept_bytes in ledger.reaped(now_ns).items():
-            entry = self.entries[lease_id]
-            if kept_bytes:
-                log.warning(
-                    "%s of %s did not come back; they count as foreign", format_bytes(kept_bytes), _named(entry)
-                )
-            self._drop(book, entry)
+        for lease_id in ledger.reaped(now_ns):
+            self._drop(book, self.entries[lease_id])
 
     def settle(self) -> None:
         """Decide for every device, and tell whom it concerns."""
@@ -301,16 +287,16 @@ class Books:
         views = []
         for entry in self.entries.values():
             tenant = self._books[entry.device_uuid].ledger.state.tenants[entry.lease_id]
-            view = _view(entry, tenant, now_ns)
+            view = lease_view(entry, tenant, now_ns)
             views.append(view)
             if view.state == "overdue" and not entry.overdue_told:
                 entry.overdue_told = True
                 log.warning(
                     "%s is overdue: it was to be at %s and is granted %s; others are served without it",
-                    _named(entry), format_bytes(view.recall_target_bytes or 0), format_bytes(view.granted_bytes),
+                    named(entry), format_bytes(view.recall_target_bytes or 0), format_bytes(view.granted_bytes),
                 )  # fmt: skip
         self.lease_views = tuple(views)
-        self.device_views = tuple(_device_view(book) for book in self._books.values())
+        self.device_views = tuple(device_view(book) for book in self._books.values())
 
     def close(self) -> None:
         """Forget everything."""
@@ -339,14 +325,14 @@ class Books:
         return self._books.setdefault(uuid, Book(info, ledger))
 
     def _former(self, peer: Peer, request: wire.Register) -> Entry | None:
-        """The ended lease that an engine comes back to."""
+        """The ended lease that an engine comes back to; not to be told where its process is not seen from here."""
         for entry in self.entries.values():
             same = (entry.peer.pid, entry.terms.name, entry.device_uuid) == (
                 peer.pid,
                 request.name,
                 request.device_uuid,
             )
-            if same and entry.connection is None and entry.may_return:
+            if same and peer.pid and entry.connection is None and entry.may_return:
                 return entry
         return None
 
@@ -369,7 +355,7 @@ class Books:
         pids = frozenset(entry.peer.pid for entry in self._entries_of(book))
         try:
             self._set_engines(book.info.uuid, pids - {0})
-        except MonitorError as error:  # a process that ended before it could be counted
+        except (MonitorError, OSError) as error:  # a process that ended before it could be counted; no descriptors
             log.warning("the engines of device %s cannot all be counted: %s", book.info.index, error)
 
     def _next_generation(self) -> wire.Generation:
@@ -378,49 +364,3 @@ class Books:
 
 def _grants(order: Order, lease_id: int) -> bool:
     return isinstance(order, Grant) and order.lease_id == lease_id
-
-
-def _view(entry: Entry, tenant: Tenant, now_ns: int) -> wire.LeaseView:
-    recalls, demand, terms = tenant.recalls, tenant.demand, entry.terms
-    if tenant.ended_ns is not None:
-        state = "reaping"
-    elif recalls:
-        state = "overdue" if tenant.overdue(now_ns) else "recalling"
-    else:
-        state = "ok"
-    return wire.LeaseView(
-        entry.lease_id, terms.name, entry.peer.pid, _user_name(entry.peer.uid), entry.device_uuid,
-        tenant.min_bytes, tenant.max_bytes, terms.weight, terms.priority,
-        granted_bytes=tenant.granted_bytes,
-        held_bytes=tenant.held_bytes,
-        held=entry.held,
-        free_bytes=tenant.free_bytes,
-        asked_bytes=demand.target_bytes if demand is not None and demand.expires_ns > now_ns else None,
-        state=state,
-        recall_target_bytes=recalls[-1].target_bytes if recalls else None,
-        recall_age_ms=(now_ns - recalls[0].issued_ns) // 1_000_000 if recalls else None,
-    )  # fmt: skip
-
-
-def _device_view(book: Book) -> DeviceView:
-    state = book.ledger.state
-    granted = sum(tenant.granted_bytes for tenant in state.tenants.values())
-    return DeviceView(
-        book.info.uuid, state.capacity_bytes, state.rules.headroom_bytes, granted, state.foreign_bytes,
-        state.reserved_bytes,
-    )  # fmt: skip
-
-
-def _named(entry: Entry) -> str:
-    return f"{entry.terms.name!r} (pid {entry.peer.pid})"
-
-
-@lru_cache(maxsize=64)
-def _user_name(uid: int) -> str:
-    """For people; the number where the system has no name for it, as in a container."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

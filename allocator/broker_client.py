@@ -1,10 +1,12 @@
 """The broker's clients: a channel to its socket that never blocks, and what people ask of it, which does.
 
-client = BrokerClient(path)
-for lease in client.leases(): ...
-client.limit("engine", 2 * GIB)
-with client.reserve("GPU-...", 8 * GIB, timeout_s=60):
-    ...                                   # these bytes are free, and no engine takes them
+    client = BrokerClient(path)
+    for lease in client.leases(): ...
+    client.limit("engine", 2 * GIB)
+    with client.reserve("GPU-...", 8 * GIB, timeout_s=60):
+        ...                                   # these bytes are free, and no engine takes them
+
+Every call of a client is a connection of its own.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ M = TypeVar("M")
 class Channel:
     """One connection to a broker. Not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Connect and say hello; the answer is looked at with what else comes. Raises BrokerUnavailable."""
+    def __init__(self, path: Path, deadline: float | None = None) -> None:
+        """Connect and say hello; the answer is looked at with what else comes. Raises BrokerUnavailable.
+
+        While too many others wait to be accepted it tries again until `deadline`, by time.monotonic; without one, not.
+        """
         try:
-            self._socket = connect(path)
+            self._socket = _connect_by(path, deadline)
         except FileNotFoundError:
             raise BrokerUnavailable(f"no broker listens at {path}; is vram-monitor running?") from None
         except ConnectionRefusedError:
@@ -160,8 +165,18 @@ class Channel:
         return BrokerUnavailable(f"the broker at {self._path} is gone: {why}")
 
 
+def _connect_by(path: Path, deadline: float | None) -> socket.socket:
+    while True:
+        try:
+            return connect(path)
+        except BlockingIOError:
+            if deadline is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+
+
 class BrokerClient:
-    """What people ask of a broker. Every call is a connection of its own and raises BrokerUnavailable, LeaseRefused."""
+    """What people ask of a broker. Every call raises BrokerUnavailable, ProtocolMismatch and LeaseRefused."""
 
     def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
         """Does nothing yet."""
@@ -202,8 +217,9 @@ class BrokerClient:
 
     @contextlib.contextmanager
     def _channel(self) -> Iterator[tuple[Channel, float]]:
-        channel = Channel(self._path)
+        deadline = time.monotonic() + self._timeout_s
+        channel = Channel(self._path, deadline)
         try:
-            yield channel, time.monotonic() + self._timeout_s
+            yield channel, deadline
         finally:
             channel.close()

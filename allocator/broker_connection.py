@@ -19,8 +19,9 @@ from .wire import FrameDecoder, Message, to_frame
 
 READ_BYTES = 4096  # at a time, so that one client's flood does not keep the others waiting
 MAX_UNREAD_BYTES = 256 * 1024
-BURST_MESSAGES = 1000  # at once, and
-MESSAGES_PER_S = 500  # for long
+MESSAGES_PER_S = 500  # for long, and
+BURST_MESSAGES = 1000  # at once, of one who holds a lease or a reservation;
+STRANGERS_BURST = 100  # of anybody else
 HELLO_WITHIN_S = 2.0
 FRAME_WITHIN_S = 5.0
 IDLE_S = 10.0  # without a lease or a reservation
@@ -69,7 +70,7 @@ class Connection:
         self._received, self._dropped, self._clock = received, dropped, clock
         self._decoder = FrameDecoder()
         self._opened_ns = self._heard_ns = self._part_since_ns = now_ns
-        self._tokens, self._counted_ns = float(BURST_MESSAGES), now_ns
+        self._burst, self._counted_ns = 0.0, now_ns
         self._out: deque[tuple[bytes, int | None]] = deque()
         self._out_bytes = 0
         self._loop = asyncio.get_running_loop()
@@ -172,10 +173,10 @@ class Connection:
 
     def _count(self) -> None:
         """One more message. Raises Dropped for a flood."""
-        self._tokens += (self._heard_ns - self._counted_ns) / 1e9 * MESSAGES_PER_S
-        self._tokens = min(self._tokens, BURST_MESSAGES) - 1
+        forgotten = (self._heard_ns - self._counted_ns) / 1e9 * MESSAGES_PER_S
+        self._burst = max(0.0, self._burst - forgotten) + 1
         self._counted_ns = self._heard_ns
-        if self._tokens < 0:
+        if self._burst > (BURST_MESSAGES if self.needed else STRANGERS_BURST):
             raise Dropped("sends too much", f"more than {MESSAGES_PER_S} messages a second")
 
     def _flush(self) -> None:

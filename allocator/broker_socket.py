@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LONGEST_ADDRESS = 107  # bytes of sun_path, less the final zero (unix(7))
-_BACKLOG = 128
+_BACKLOG = 512
 
 
 def listen(path: Path, *, gid: int | None = None) -> socket.socket:
@@ -38,7 +38,7 @@ def listen(path: Path, *, gid: int | None = None) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connected socket that does not block. Raises OSError: nobody listens, too many wait, not permitted."""
+    """A connected socket that does not block. Raises OSError: nobody listens, not permitted; BlockingIOError: too many wait."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)

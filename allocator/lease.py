@@ -168,9 +168,10 @@ class Lease:
             raise InvalidLease(str(error)) from None
         lease = cls(socket_path, request, clock)
         try:
-            lease._connect()
+            deadline = time.monotonic() + timeout_s
+            lease._connect(deadline)
             assert lease._channel is not None
-            lease._admitted(lease._channel.wait(time.monotonic() + timeout_s, wire.Registered))
+            lease._admitted(lease._channel.wait(deadline, wire.Registered))
         except BaseException:
             lease._free()
             raise
@@ -325,7 +326,8 @@ class Lease:
     def fileno(self) -> int:
         """Readable when `poll` has something to do; the same for as long as the lease lives.
 
-        Without a broker nothing makes it readable: then call `poll` now and then.
+        Without a broker nothing makes it readable: then call `poll` now and then. Call it once after `register` too, since
+        something may have come with the answer.
         """
         return self._epoll.fileno()
 
@@ -379,9 +381,9 @@ class Lease:
 
     # ---- inside: with the lock held -------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _connect(self, deadline: float | None = None) -> None:
         """Connect and ask for the lease; the answer comes later. Raises BrokerUnavailable."""
-        self._channel = Channel(self._path)
+        self._channel = Channel(self._path, deadline)
         self._epoll.register(self._channel, select.EPOLLIN)
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
         self._channel.send(replace(self._request, held_bytes=self._upper))

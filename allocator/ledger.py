@@ -31,8 +31,7 @@ from .policy import (
     decide,
 )
 
-_REPORT_TOLERANCE = 0.05  # what engines report agrees with the driver's figures this closely
-_SETTLED_NS = 100_000_000  # of a process that is gone: what has not come back in so long does not
+_SETTLED_NS = 100_000_000  # of a process that is gone: when nothing came back for so long, nothing more does
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ class Terms:
 class _Reaping:
     """An ended lease on its way out."""
 
-    may_return: bool  # its engine lives, and may go on with it
+    ended_ns: int
+    may_return: bool  # nobody knows that its engine is gone, so it may go on with the lease
     level_bytes: int  # what it held when last some of it came back,
     level_ns: int  # and when that was
 
@@ -70,9 +70,8 @@ class Ledger:
     def __init__(self, rules: Rules, capacity_bytes: int) -> None:
         """`capacity_bytes` as measured."""
         self.state = DeviceState(rules, capacity_bytes)
+        self._measured_ns = 0
         self._previous_foreign: int | None = None  # what the last measurement alone said at least
-        self._unexplained = 0  # used by nobody's upper bound at the last measurement; negative where engines overstate
-        self._before_reaping = 0  # the same, when the first of those that are reaped ended
         self._reaping: dict[int, _Reaping] = {}
 
     # ---- what engines and people say ------------------------------------------------------------
@@ -168,15 +167,13 @@ class Ledger:
         Say it again once it is.
         """
         tenant = self.state.tenants[lease_id]
-        if tenant.ended_ns is None:
-            if not self._reaping:
-                self._before_reaping = self._unexplained
-            tenant.ended_ns = now_ns
+        if not tenant.ended:
+            tenant.ended = True
             tenant.demand, tenant.recalls = None, ()
             tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # the rest it can never map
-            self._reaping[lease_id] = _Reaping(may_return, tenant.granted_bytes, now_ns)
-        elif self._reaping[lease_id].may_return and not may_return:
-            self._reaping[lease_id] = _Reaping(may_return, tenant.granted_bytes, now_ns)
+            self._reaping[lease_id] = _Reaping(now_ns, may_return, tenant.granted_bytes, now_ns)
+        elif (reaping := self._reaping[lease_id]).may_return and not may_return:
+            reaping.may_return, reaping.level_ns = False, now_ns
 
     def drop(self, lease_id: int) -> None:
         """Forget the lease: it goes on as another one, or is reaped."""
@@ -186,9 +183,9 @@ class Ledger:
     # ---- what is measured -----------------------------------------------------------------------
 
     def measured(
-        self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], now_ns: int, *, trusted: bool = True
+        self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], at_ns: int, *, trusted: bool = True
     ) -> None:
-        """The device was measured, and each lease held what its bounds say at that instant.
+        """The device was measured at `at_ns`, and each lease held what its bounds say at that instant.
 
         Not `trusted`: engines that are not registered yet may look like strangers, so nobody is recalled for them.
         """
@@ -199,14 +196,14 @@ class Ledger:
             # More than it was granted is no engine's: it is counted with the strangers, so that it is counted.
             tenant.upper_bytes = min(bound.upper_bytes, tenant.granted_bytes)
             tenant.lower_bytes = min(bound.lower_bytes, tenant.upper_bytes)
-        self._shrink_reaped(now_ns)
-        self._unexplained = state.used_bytes - sum(tenant.upper_bytes for tenant in state.tenants.values())
-        foreign = max(0, self._unexplained)
+        self._measured_ns = at_ns
+        self._shrink_reaped()
+        foreign = max(0, state.used_bytes - sum(tenant.upper_bytes for tenant in state.tenants.values()))
         state.foreign_bytes = min(foreign, self._previous_foreign or 0) if trusted else 0
         self._previous_foreign = foreign if trusted else None
         state.base_bytes = min(state.base_bytes, foreign)
         if trusted:
-            self._add_peak(now_ns, state.foreign_bytes)
+            self._add_peak(at_ns, state.foreign_bytes)
 
     def unmeasured(self) -> None:
         """The device does not say how much is free: nothing is decided until it does."""
@@ -217,17 +214,16 @@ class Ledger:
         """The upper bound in the lease's record now."""
         self.state.tenants[lease_id].held_bytes = held_bytes
 
-    def reaped(self, now_ns: int) -> dict[int, int]:
-        """The ended leases that are over, with the bytes that did not come back: `drop` makes these foreign."""
+    def reaped(self, now_ns: int) -> tuple[int, ...]:
+        """The ended leases that are over, for `drop`: what they should hold still is foreign memory then."""
         limit_ns = int(self.state.rules.reaping_limit_s * 1e9)
-        over: dict[int, int] = {}
-        for lease_id, reaping in self._reaping.items():
-            tenant = self.state.tenants[lease_id]
-            assert tenant.ended_ns is not None
-            settled = not reaping.may_return and now_ns - reaping.level_ns > _SETTLED_NS
-            if tenant.granted_bytes == 0 or settled or now_ns - tenant.ended_ns > limit_ns:
-                over[lease_id] = tenant.granted_bytes
-        return over
+        return tuple(
+            lease_id
+            for lease_id, reaping in self._reaping.items()
+            if self.state.tenants[lease_id].granted_bytes == 0
+            or now_ns - reaping.ended_ns > limit_ns
+            or (not reaping.may_return and self._measured_ns - reaping.level_ns > _SETTLED_NS)
+        )
 
     def settle(self, now_ns: int) -> tuple[Order, ...]:
         """What the policy decides, carried out here; the broker tells those whom it concerns."""
@@ -271,27 +267,23 @@ class Ledger:
             self.state.foreign_bytes = max(0, self.state.foreign_bytes - held_bytes)
             self.state.peaks = tuple((at_ns, max(0, peak - held_bytes)) for at_ns, peak in self.state.peaks)
 
-    def _shrink_reaped(self, now_ns: int) -> None:
-        """What ended leases hold still: what is used by no living engine, beyond what was unexplained before they ended."""
-        if not self._reaping:
-            return
-        state = self.state
-        assert state.used_bytes is not None
-        explained = sum(tenant.upper_bytes for tenant in state.living())
-        left = max(0, state.used_bytes - explained - self._before_reaping)
+    def _shrink_reaped(self) -> None:
+        """What ended leases hold still: no more than what is used and not surely held by a living one.
+
+        So a stranger's memory may pass for theirs, until they are over: how much of it came back before anybody knew
+        that they had ended, nobody can tell.
+        """
+        left = self.state.foreign_at_most_bytes
         for lease_id, reaping in self._reaping.items():
-            tenant = state.tenants[lease_id]
+            tenant = self.state.tenants[lease_id]
             remains = min(tenant.granted_bytes, left)
             left -= remains
-            if remains <= _REPORT_TOLERANCE * tenant.held_bytes:
-                remains = 0
             tenant.granted_bytes = tenant.upper_bytes = remains
-            tenant.lower_bytes = 0
             if remains <= reaping.level_bytes - tenant.granule_bytes:
-                reaping.level_bytes, reaping.level_ns = remains, now_ns
+                reaping.level_bytes, reaping.level_ns = remains, self._measured_ns
 
-    def _add_peak(self, now_ns: int, num_bytes: int) -> None:
+    def _add_peak(self, at_ns: int, num_bytes: int) -> None:
         """Remember it for the cool-down. Lower ones before it say nothing more, so the list stays short and falls."""
-        since_ns = now_ns - int(self.state.rules.cooldown_s * 1e9)
-        kept = [(at_ns, peak) for at_ns, peak in self.state.peaks if at_ns >= since_ns and peak > num_bytes]
-        self.state.peaks = (*kept, (now_ns, num_bytes))
+        since_ns = at_ns - int(self.state.rules.cooldown_s * 1e9)
+        kept = [(then_ns, peak) for then_ns, peak in self.state.peaks if then_ns >= since_ns and peak > num_bytes]
+        self.state.peaks = (*kept, (at_ns, num_bytes))

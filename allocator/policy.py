@@ -1,9 +1,9 @@
 """Who may hold how much of one device: from what the leases want and what was measured to grants and recalls. Pure.
 
-    | capacity                                                                                             |
-    | headroom | band | foreign, reserved | leases that are reaped or overdue | shares of all other leases   |
-    |          ^ low mark: what is granted beyond it is recalled
-    |                 ^ high mark: what is granted above the minimums ends here, and so does a recall
+    | capacity                                                                                |
+    | headroom | band | foreign, reserved | leases that are overdue | shares of all other leases |
+               ^ low mark: what is granted beyond it is recalled
+                      ^ high mark: what is granted above the minimums ends here, and so does a recall
 
 **Grants** need room by the worst view of the last measurement: all that was used and is not surely an engine's counts as
 foreign. So what is granted, foreign memory and headroom together never exceed the capacity, though some engine may be
@@ -15,7 +15,7 @@ priority number first. What a lease could use is what it has in use, or asks for
 use, so that goes first when others want it.
 
 Times are monotonic nanoseconds, amounts bytes. `decide` changes nothing and asks no clock; the same state gives the same
-orders.
+orders. The reasons stand in docs/decisions/0014-leases.md.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Tenant:
     ceiling: Ceiling | None = None
     recalls: tuple[PendingRecall, ...] = ()  # ever lower targets, each with its own deadline
     gave_for_growth_ns: int | None = None  # when something was recalled last so that another may grow
-    ended_ns: int | None = None  # it ended then, and its memory is not back: reaping
+    ended: bool = False  # and its memory is not back: reaping
 
     @property
     def expected_bytes(self) -> int:
@@ -147,7 +147,7 @@ class DeviceState:
 
     def living(self) -> list[Tenant]:
         """The leases that have not ended."""
-        return [tenant for tenant in self.tenants.values() if tenant.ended_ns is None]
+        return [tenant for tenant in self.tenants.values() if not tenant.ended]
 
     def off_the_top(self, foreign_bytes: int) -> int:
         """What strangers hold, and what is reserved for them; memory that a reservation was made for counts once."""
@@ -271,13 +271,12 @@ def _movable(state: DeviceState, now_ns: int) -> list[Tenant]:
 
 
 def _below_low_mark(state: DeviceState, foreign_bytes: int, now_ns: int) -> int:
-    """What movable leases may hold with strangers at `foreign_bytes` before the headroom is touched."""
-    immovable = sum(
-        tenant.granted_bytes
-        for tenant in state.tenants.values()
-        if tenant.ended_ns is not None or tenant.overdue(now_ns)
-    )
-    return state.capacity_bytes - state.rules.headroom_bytes - state.off_the_top(foreign_bytes) - immovable
+    """What movable leases may hold with strangers at `foreign_bytes` before the headroom is touched.
+
+    What ended leases have not given back is on its way: nobody is recalled for it, and what is granted waits for it.
+    """
+    overdue = sum(tenant.granted_bytes for tenant in state.living() if tenant.overdue(now_ns))
+    return state.capacity_bytes - state.rules.headroom_bytes - state.off_the_top(foreign_bytes) - overdue
 
 
 def _available(state: DeviceState, now_ns: int) -> int:

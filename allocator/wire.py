@@ -3,9 +3,8 @@
     frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
     payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
 
-    engine    hello    register                  ask   report   unmapped            release
-                 \\        \\                        \\              / \\
-    broker      welcome    registered (+ record)    grant    recall    ...
+    engine    hello ──► register ──────────────► ask ──────► report   unmapped ──► release
+    broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, limit      ◄── refused
 
 The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. All
 others are strict: a key too many, one missing, or a value out of its range is a ProtocolViolation, and the connection

@@ -7,17 +7,20 @@ an engine pinned to a core of its own (elastic_engine.py), with the demo model, 
 thread for arithmetic.
 
 A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the engine's resident set, as
-the kernel tells it to another process, is 1 GiB smaller (but for half an extent, since torch's own use of memory moves too);
-it is looked at every 0.1 ms. Broker, lease, keeper thread, preemption, compaction, mapping and unmapping are real.
-In `free`, `half` and `live` nobody makes steps; in `free under decode` the demo model decodes 8 sequences. In the other two
-under decode a stand-in for the model takes 5 ms a step, since the CPU cannot decode 1 GiB of context in any such time.
+the kernel tells it to another process, is 1 GiB smaller; it is looked at every 0.1 ms. But for 16 MiB, since other memory
+of the process comes and goes too; after compaction but for 64 MiB, since torch's staging of copies stays in the heap.
+
+Real: broker, lease, keeper thread, preemption, compaction, mapping and unmapping. In `free`, `half` and `live` nobody
+makes steps; in `free-decode` the demo model decodes 8 sequences. In the other two under decode, and to fill pools, a
+stand-in for the model samples the same token always and takes 5 ms a step, since the CPU cannot decode 1 GiB of context
+in any such time. While recalls are measured the pool does not grow by itself.
 
     free   1 GiB of extents without a live block       bare: unmapping 1 GiB
     half   2 GiB of extents, every other row ended     bare: copying 0.5 GiB block by block, and unmapping 1 GiB
     live   1 GiB full of running rows                  bare: unmapping 1 GiB
 
-The bare cost is measured in the engine's process, on an arena of its own, thrice just before each recall; a ratio is taken
-within a round, to the median of the three. Cached blocks come with the prefix cache, and are not measured yet.
+The bare cost is measured in the engine's process, on an arena of its own, just before each recall. A ratio is that of the
+medians over the rounds. Cached blocks come with the prefix cache, and are not measured yet.
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -48,13 +50,15 @@ from monitors import MonitorProcess, wait_until
 GIB, MIB = 1 << 30, 1 << 20
 MOVED_BYTES = GIB
 STEP_S = 0.005  # of the stand-in for the model
-BARE_REPEATS = 3
+WARM_S = 0.3
 LOOK_S = 0.0001
 DEADLINE_S = 10.0
 IDLE_S = 0.3
 KINDS = {"free": "free blocks", "half": "half-live blocks (compaction)", "live": "live blocks (preempted)"}
+BUT_FOR_BYTES = {"free": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}
 TARGETS = {"free": 1.3, "half": 2.0, "live": None}
 PARTS = ("free", "half", "live", "free-decode", "half-decode", "live-decode", "growth", "speed", "idle")
+POOLS = ("fixed", "elastic")
 Samples = list[float]
 
 
@@ -85,10 +89,11 @@ class Engine:
     def resident_bytes(self) -> int:
         return int(self._memory.memory_info().rss)
 
-    def recall(self, num_bytes: int) -> tuple[float, float]:
-        """(when it was ordered, seconds until the memory was back). Raises TimeoutError."""
-        target = self.resident_bytes - num_bytes + self.extent_bytes // 2
+    def recall(self, num_bytes: int, but_for_bytes: int) -> tuple[float, float]:
+        """(when it was ordered, seconds until the memory was back, but for so much). Raises TimeoutError."""
+        target = self.resident_bytes - num_bytes + but_for_bytes
         channel = Channel(self._socket)
+        time.sleep(0.02)  # the broker has greeted
         try:
             began = time.perf_counter()
             channel.send(wire.RecallBytes(self.first["name"], num_bytes))
@@ -119,17 +124,18 @@ def engine(directory: Path, **arguments: Any) -> Iterator[Engine]:
 
 
 def bare_seconds(rig: Engine, kind: str) -> float:
-    """The median of some measurements of the bare cost of what a recall of this kind does."""
+    """The bare cost of what a recall of this kind does."""
     extents = MOVED_BYTES // rig.extent_bytes
     copied = extents * rig.call("state")["blocks_per_extent"] // 2 if kind == "half" else 0
-    costs = [rig.call("bare", extents, copied) for _ in range(BARE_REPEATS)]
-    return statistics.median(cost["copy"] + cost["unmap"] for cost in costs)
+    cost = rig.call("bare", extents, copied)
+    return float(cost["copy"] + cost["unmap"])
 
 
 def shape(rig: Engine, kind: str) -> None:
     """A pool of which 1 GiB of `kind` can go: 1.25 GiB of it, or 2.25 GiB where half of each extent stays live."""
     extents = MOVED_BYTES // rig.extent_bytes * (2 if kind == "half" else 1) + 8
-    rig.call("grow_to", extents)
+    rig.call("growing", False)
+    rig.call("resize_to", extents)
     blocks = (extents - 1) * rig.call("state")["blocks_per_extent"]
     if kind != "free":
         rig.call("fill", blocks, 2 if kind == "half" else 1)
@@ -142,7 +148,7 @@ def idle_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples]
         shape(rig, kind)
         bare.append(bare_seconds(rig, kind))
         time.sleep(0.2)
-        took.append(rig.recall(MOVED_BYTES)[1])
+        took.append(rig.recall(MOVED_BYTES, BUT_FOR_BYTES[kind])[1])
         rig.call("clear")
     return took, bare
 
@@ -155,9 +161,9 @@ def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples,
         bare.append(bare_seconds(rig, kind))
         rig.call("computing", kind == "free", STEP_S)
         rig.call("decode", 8 if kind == "free" else 0, 32)
+        time.sleep(WARM_S if kind == "free" else 0.03)
+        began, seconds = rig.recall(MOVED_BYTES, BUT_FOR_BYTES[kind])
         time.sleep(0.3)
-        began, seconds = rig.recall(MOVED_BYTES)
-        time.sleep(0.5)
         steps = rig.call("rest")
         rig.call("computing", False)
         rig.call("clear")
@@ -170,32 +176,33 @@ def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples,
 def growths(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
     """(seconds in which an idle engine takes 1 GiB that it is granted, bare seconds of mapping as much)."""
     extents = MOVED_BYTES // rig.extent_bytes
-    rig.call("grow_to", extents + 8)
+    rig.call("resize_to", extents + 8)
     took, bare = [], []
     for _ in range(rounds):
-        rig.call("regrow", extents)  # memory that its host has lent to others meanwhile is slow, once
-        bare.append(statistics.median(rig.call("bare", extents, 0)["map"] for _ in range(BARE_REPEATS)))
+        rig.call("regrow", extents)  # memory that a virtual machine's host has lent to others meanwhile is slow, once
+        bare.append(rig.call("bare", extents, 0)["map"])
         took.append(rig.call("regrow", extents))
     return took, bare
 
 
-def idle_ratios(directory: Path, rounds: int) -> tuple[Samples, Samples]:
+def idle_ratios(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
     """What an engine that grew by 1 GiB, and has nothing to do any more, holds against what it held before it did:
-    (resident sets, mapped bytes of the pool against its minimum).
+    (resident sets, extents of the pool against its minimum).
     """
+    least = rig.first["min_extents"]
     residents, pools = [], []
-    with engine(directory, max_kv="2560MiB", idle_s=IDLE_S) as rig:
-        least = rig.first["min_extents"]
-        for i in range(rounds + 1):
-            before = rig.resident_bytes
-            rig.call("computing", False)
-            rig.call("grow_to", least + MOVED_BYTES // rig.extent_bytes)
-            rig.call("fill", MOVED_BYTES // rig.extent_bytes * rig.first["blocks_per_extent"], 1)
-            rig.call("clear")
-            wait_until(lambda: rig.call("state")["extents"] <= least, "giving back when idle")
-            if i:  # the first time code is loaded
-                residents.append(rig.resident_bytes / before)
-                pools.append(rig.call("state")["extents"] / least)
+    for i in range(rounds + 1):
+        rig.call("idle_after", elastic_engine.FOR_EVER)
+        rig.call("resize_to", least)
+        before = rig.resident_bytes
+        rig.call("resize_to", least + MOVED_BYTES // rig.extent_bytes)
+        rig.call("fill", MOVED_BYTES // rig.extent_bytes * rig.first["blocks_per_extent"], 1)
+        rig.call("clear")
+        rig.call("idle_after", IDLE_S)
+        wait_until(lambda: rig.call("state")["extents"] <= least, "giving back when idle")
+        if i:  # the first time code is loaded
+            residents.append(rig.resident_bytes / before)
+            pools.append(rig.call("state")["extents"] / least)
     return residents, pools
 
 
@@ -224,10 +231,17 @@ def milliseconds(name: str, samples: Samples, value: float | None = None) -> Fig
     return Figure(name, 1e3 * shown, "ms", samples=[round(1e3 * s, 3) for s in samples])
 
 
+def median(
+    name: str, samples: Samples, unit: str, target: float | None = None, better: Literal["lower", "higher"] = "lower"
+) -> Figure:
+    """The median of `samples`."""
+    return Figure(name, statistics.median(samples), unit, target, better, [round(s, 4) for s in samples])
+
+
 def ratio(name: str, over: Samples, under: Samples, target: float | None) -> Figure:
-    """The median of the ratios within rounds."""
-    ratios = [a / b for a, b in zip(over, under, strict=True)]
-    return Figure(name, statistics.median(ratios), "x", target, samples=[round(r, 3) for r in ratios])
+    """The ratio of the medians, and those within rounds."""
+    within = [round(a / b, 3) for a, b in zip(over, under, strict=True)]
+    return Figure(name, statistics.median(over) / statistics.median(under), "x", target, samples=within)
 
 
 def recall_figures(rig: Engine, parts: list[str], rounds: int) -> list[Figure]:
@@ -253,6 +267,32 @@ def recall_figures(rig: Engine, parts: list[str], rounds: int) -> list[Figure]:
     return figures
 
 
+def growth_figures(rig: Engine, rounds: int) -> list[Figure]:
+    took, bare = growths(rig, rounds)
+    return [
+        ratio("growth by 1 GiB, idle / bare mapping", took, bare, 1.3),
+        milliseconds("... growth", took), milliseconds("... bare", bare),
+    ]  # fmt: skip
+
+
+def idle_figures(rig: Engine, rounds: int) -> list[Figure]:
+    residents, pools = idle_ratios(rig, rounds)
+    return [
+        median("idle memory, resident / before it grew by 1 GiB", residents, "x", 1.05),
+        median("idle memory, pool / its minimum", pools, "x", 1.05),
+    ]
+
+
+def speed_figures(rounds: int) -> list[Figure]:
+    pairs = speeds(rounds)
+    fixed, elastic = (median(f"... {name}", [p[i] for p in pairs], "tokens/s") for i, name in enumerate(POOLS))
+    relative = [elastic / fixed for fixed, elastic in pairs]
+    return [
+        median("tokens/s, elastic pool at rest / fixed pool", relative, "x", 0.98, "higher"),
+        fixed, elastic,
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
@@ -267,28 +307,13 @@ def main() -> None:
         directory = Path(name) / "run"
         os.environ["PAGETIDE_RUNTIME_DIR"] = str(directory)
         with MonitorProcess(directory, "--capacity", "6GiB"):
-            if set(parts) - {"speed", "idle"}:
+            if set(parts) - {"speed"}:
                 with engine(directory, max_kv="2560MiB") as rig:
                     figures += recall_figures(rig, parts, rounds)
-                    if "growth" in parts:
-                        took, bare = growths(rig, rounds)
-                        figures += [
-                            ratio("growth by 1 GiB, idle / bare mapping", took, bare, 1.3),
-                            milliseconds("... growth", took), milliseconds("... bare", bare),
-                        ]  # fmt: skip
+                    figures += growth_figures(rig, rounds) if "growth" in parts else []
+                    figures += idle_figures(rig, rounds) if "idle" in parts else []
             if "speed" in parts:
-                pairs = speeds(max(rounds, 11))
-                relative = [elastic / fixed for fixed, elastic in pairs]
-                figures += [
-                    Figure("tokens/s, elastic pool at rest / fixed pool", statistics.median(relative), "x", 0.98, "higher", [round(r, 4) for r in relative]),
-                    *(Figure(f"... {which}", statistics.median(pair[i] for pair in pairs), "tokens/s", samples=[round(pair[i], 1) for pair in pairs]) for i, which in enumerate(("fixed", "elastic"))),
-                ]  # fmt: skip
-            if "idle" in parts:
-                residents, pools = idle_ratios(directory, rounds)
-                figures += [
-                    Figure("idle memory, resident / before it grew by 1 GiB", statistics.median(residents), "x", 1.05, samples=[round(r, 4) for r in residents]),
-                    Figure("idle memory, pool / its minimum", statistics.median(pools), "x", 1.05, samples=pools),
-                ]  # fmt: skip
+                figures += speed_figures(max(rounds, 11))
     report("elastic: recalls, growth, and what breathing costs", figures, args.seed, args.json)
 
 

@@ -29,7 +29,8 @@ from pagetide.scheduler.scheduler import Scheduler
 MIB = 1 << 20
 FOR_EVER = 1e6  # seconds
 CONTEXT = 1024
-FILLER = 512  # tokens of a row that fills the pool: 32 blocks
+FILLER = 512  # tokens for which a row that fills the pool has blocks: 32
+SLACK = 15  # of these are still to come, so that some steps need no more blocks
 MAX_SEQS = 640  # so many of them
 
 
@@ -41,6 +42,8 @@ class Rig:
         engine = self.llm._engine
         assert engine is not None
         self.engine, self.core = engine, engine.core
+        assert self.core.memory is not None
+        self.memory = self.core.memory
         self.lock = self.llm._lock
         self._numbers = iter(range(1 << 60))
         self._computed = self.core.runner._compute
@@ -67,35 +70,47 @@ class Rig:
     def extent_bytes(self) -> int:
         return self.engine.arena.extent_bytes
 
-    def grow_to(self, num_extents: int) -> float:
-        """Have the pool at `num_extents`, granted first. Returns the seconds from the plan to its result."""
-        memory, lease = self.core.memory, self.core.memory.lease if self.core.memory else None
-        assert memory is not None
-        missing = num_extents - self.core.scheduler.num_extents
-        if missing <= 0:
-            return 0.0
-        if lease is not None:
-            target = lease.held_bytes + missing * self.extent_bytes
-            deadline = time.monotonic() + 20
-            while lease.granted_bytes < target:
-                lease.ask(target, expires_s=1.0)
-                lease.wait_granted(target, 0.3)
-                assert time.monotonic() < deadline, f"{target:,} bytes are not granted but {lease.granted_bytes:,}"
+    def resize_to(self, num_extents: int) -> float:
+        """Have the pool at `num_extents` while nobody needs it. Growth is granted first.
+
+        Returns the seconds from the plan to its result.
+        """
         with self.lock:
+            scheduler = self.core.scheduler
+            missing = num_extents - scheduler.num_extents
+            if missing > 0:
+                self._have_granted(missing * self.extent_bytes)
             began = time.perf_counter()
-            grown = self.core.scheduler.grow(missing)
+            moved = scheduler.grow(missing) if missing > 0 else scheduler.give_back_idle(-missing)
             self.core.step()
             took = time.perf_counter() - began
-        assert grown == missing and len(self.engine.arena.mapped_extents) == num_extents, "the pool did not grow"
-        return took
+            assert moved == abs(missing) and len(self.engine.arena.mapped_extents) == num_extents, "no such pool"
+            return took
+
+    def _have_granted(self, more_bytes: int) -> None:
+        lease = self.memory.lease
+        if lease is None:
+            return
+        target = lease.held_bytes + more_bytes
+        deadline = time.monotonic() + 20
+        while lease.granted_bytes < target:  # not before the cool-down of the last recall is over
+            lease.ask(target, expires_s=1.0)
+            lease.wait_granted(target, 0.3)
+            assert time.monotonic() < deadline, f"{target:,} bytes are not granted, only {lease.granted_bytes:,}"
 
     def regrow(self, num_extents: int) -> float:
         """Give `num_extents` idle extents back, and take them again, granted still. Returns the seconds of the taking."""
-        with self.lock:
-            now = self.core.scheduler.num_extents
-            assert self.core.scheduler.give_back_idle(num_extents) == num_extents
-            self.core.step()
-        return self.grow_to(now)
+        now = self.core.scheduler.num_extents
+        self.resize_to(now - num_extents)
+        return self.resize_to(now)
+
+    def idle_after(self, seconds: float) -> None:
+        """What nobody needs goes after so long."""
+        self.memory._idle_s = seconds
+
+    def growing(self, on: bool) -> None:
+        """Whether the pool may grow by itself: not while a recall is measured by what the whole process holds."""
+        self.memory._grow_at = 0.0 if on else FOR_EVER + time.monotonic()
 
     def add(self, tokens: int, new: int, priority: int = 0) -> str:
         name = f"b{next(self._numbers)}"
@@ -112,7 +127,10 @@ class Rig:
         scheduler = self.core.scheduler
         limits = scheduler.limits
         with self.lock:
-            names = [self.add(FILLER - 1, CONTEXT - FILLER) for _ in range(blocks // (FILLER // scheduler.cache.block_size))]
+            names = [
+                self.add(FILLER - SLACK, CONTEXT - FILLER)
+                for _ in range(blocks // (FILLER // scheduler.cache.block_size))
+            ]
             scheduler.limits = replace(limits, max_step_tokens=len(names) * FILLER, forecast=False)
             self.core.step()
             scheduler.limits = limits
@@ -133,27 +151,31 @@ class Rig:
         assert self.core.scheduler.cache.counts().live == 0
 
     def bare(self, num_extents: int, copied_blocks: int) -> dict[str, float]:
-        """Seconds to map, to copy `copied_blocks` blocks within, and to unmap as many extents of an arena of its own."""
-        arena = HostArena(2 * num_extents if copied_blocks else num_extents, self.extent_bytes)
-        began = time.perf_counter()
-        arena.map(range(num_extents))
-        mapped = time.perf_counter() - began
-        copied = 0.0
+        """Seconds to map extents of an arena of its own, to copy as many blocks of it one by one, and to unmap it.
+
+        It is mapped twice and timed the second time: a virtual machine's host lends free memory to others, and what comes
+        back from there is slow, once.
+        """
+        arena = HostArena((2 if copied_blocks else 1) * num_extents, self.extent_bytes)
+        every = range(num_extents)
+        arena.map(every)
+        arena.unmap(every)
+        costs = {"map": timed(lambda: arena.map(every)), "copy": 0.0}
         if copied_blocks:
             arena.map(range(num_extents, 2 * num_extents))
             blocks = np.frombuffer(arena.buffer, np.uint8).reshape(-1, self.engine.plan.geometry.block_stride)
             half = len(blocks) // 2
-            step = half // copied_blocks
-            began = time.perf_counter()
-            for i in range(copied_blocks):
-                blocks[half + i * step] = blocks[i * step]
-            copied = time.perf_counter() - began
+            every_other = range(0, half, half // copied_blocks)[:copied_blocks]
+
+            def copy() -> None:
+                for block in every_other:
+                    blocks[half + block] = blocks[block]
+
+            costs["copy"] = timed(copy)
             del blocks
-        began = time.perf_counter()
-        arena.unmap(range(num_extents))
-        unmapped = time.perf_counter() - began
+        costs["unmap"] = timed(lambda: arena.unmap(every))
         arena.close()
-        return {"map": mapped, "copy": copied, "unmap": unmapped}
+        return costs
 
     # ---- decoding ---------------------------------------------------------------------------------
 
@@ -185,9 +207,7 @@ class Rig:
     def state(self) -> dict[str, Any]:
         """What the engine holds."""
         with self.lock:
-            scheduler, memory = self.core.scheduler, self.core.memory
-            assert memory is not None
-            lease = memory.lease
+            scheduler, lease = self.core.scheduler, self.memory.lease
             return {
                 "extents": len(self.engine.arena.mapped_extents),
                 "extent_bytes": self.extent_bytes,
@@ -206,6 +226,13 @@ class Rig:
             }
 
 
+def timed(work: Callable[[], None]) -> float:
+    """Seconds that it took."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 def compare_pools(rounds: int, size: str) -> list[tuple[float, float]]:
     """Output tokens a second of an LLM with a fixed pool and of one that could breathe, which take turns; no extent moves."""
     ids = np.random.default_rng(0).integers(5, 900, (16, 48)).tolist()
@@ -213,7 +240,7 @@ def compare_pools(rounds: int, size: str) -> list[tuple[float, float]]:
     with LLM("demo", kv_memory=size, share=False) as fixed:
         fix_pool(fixed)
         rig = Rig(size, idle_s=FOR_EVER)
-        rig.grow_to(rig.engine.arena.num_extents)
+        rig.resize_to(rig.engine.arena.num_extents)
         with rig.llm as elastic:
 
             def rate(llm: LLM) -> float:

@@ -29,7 +29,7 @@ from ..scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 64 * MIB  # mapped, or moved, in one step while requests run: milliseconds on a host
+SLICE_BYTES = 16 * MIB  # mapped, or moved, in one step while requests run: milliseconds on a host
 UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds too
 _LOOK_S = 0.02  # how often demand is worked out while blocks are short
 _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
@@ -99,6 +99,8 @@ class EngineMemory:
         self._needed_at = clock()  # when all that is mapped was needed last
         self._settled_at = -math.inf  # when the last step ended
         self._alone = True  # nobody made steps before the one that is prepared
+        self._preempting = 1  # extents that were taken from who runs in the last step of a recall
+        self._moved_blocks = 0  # of the scheduler's counter, when they were
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
         self._report()
 
@@ -204,6 +206,7 @@ class EngineMemory:
         """Serve a recall: a slice of it while requests run. Returns whether there is one to serve."""
         over = self._over_recall(scheduler)
         if over <= 0:
+            self._preempting, self._moved_blocks = 1, scheduler.stats.moved_blocks
             return False
         assert self.lease is not None and self.lease.recall is not None
         if self._trimmed_for != self.lease.recall.target_bytes:  # first what nobody notices
@@ -211,10 +214,11 @@ class EngineMemory:
             self._trim()
             self._report()
             over = self._over_recall(scheduler)
-        part = min(over, self._slice(scheduler))
+            if over <= 0:  # that was enough
+                return False
         given = scheduler.give_back_idle(min(over, self._idle_slice(scheduler)))
-        if given < part:
-            scheduler.give_back(part - given)
+        if given < over and not scheduler.idle_extents:  # the rest is in use
+            scheduler.give_back(min(over - given, self._preempting_slice(scheduler)))
         return True
 
     def _shed_excess(self, scheduler: Scheduler) -> bool:
@@ -229,7 +233,8 @@ class EngineMemory:
         """
         excess = scheduler.excess_extents
         if self.lease is not None and self.lease.connected:
-            excess = max(excess, (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes)
+            outgrown = (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes
+            excess = max(excess, min(outgrown, scheduler.num_extents - self._min_extents))
         if excess and scheduler.num_running:
             excess = min(excess, scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks()))
         return excess
@@ -246,11 +251,27 @@ class EngineMemory:
             return self._arena.num_extents
         allocator = scheduler.cache.allocator
         plan = allocator.plan_drain(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = self._slice(scheduler) * allocator.blocks_per_extent
+        most = self._slice_blocks(scheduler)
         if len(plan.moves) <= most:
             return len(plan.extents)
         too_far = plan.moves[most] // allocator.blocks_per_extent  # moves stand in the order of the extents
         return max(1, plan.extents.tolist().index(too_far))
+
+    def _preempting_slice(self, scheduler: Scheduler) -> int:
+        """Extents that the next step may take from who runs. What will have to move then is known only afterwards: twice as
+        many as last time, while little had to.
+        """
+        if self._alone or not scheduler.num_running:
+            return self._arena.num_extents
+        moved, self._moved_blocks = scheduler.stats.moved_blocks - self._moved_blocks, scheduler.stats.moved_blocks
+        most = max(1, UNMAP_SLICE_BYTES // self._extent_bytes)
+        little = moved <= self._slice_blocks(scheduler)
+        self._preempting = min(most, 2 * self._preempting) if little else max(1, self._preempting // 2)
+        return self._preempting
+
+    def _slice_blocks(self, scheduler: Scheduler) -> int:
+        """Blocks that may move in the next step."""
+        return max(1, SLICE_BYTES * scheduler.cache.blocks_per_extent // self._extent_bytes)
 
     def _short(self, scheduler: Scheduler) -> bool:
         """Whether blocks may soon be short: somebody waits, or fewer are free than there are sequences."""

@@ -1,8 +1,8 @@
 """Brokers under test: one on a made-up clock, one in a thread, one in a process; engines that hold real memory.
 
 Run as a program it is such a process: `broker SOCKET CAPACITY HEADROOM [PID,...]` serves a test device of host memory whose
-strangers are named, `engine SOCKET NAME MIN MAX GRANULE` holds a lease and does what it is told, by the broker and on its
-standard input.
+strangers are named; `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and does what it is told, by the broker and on
+its standard input; `racer SOCKET NAME` does so with numbers alone; `stranger` holds memory and knows no broker.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Bench:
         self.broker = Broker(
             self.numbers, self.path, rules=lambda info, capacity: self.rules,
             set_engines=lambda uuid, pids: self.engines.append(pids),
-            tick_s=None, grace_s=self.grace_s, clock=self.clock,
+            tick_s=None, pause_s=0, grace_s=self.grace_s, clock=self.clock,
         )  # fmt: skip
 
     def client(self) -> Client:
@@ -334,13 +334,12 @@ class _Engine:
             Path(path), name=name, device_uuid=device, min_bytes=self.base + int(low), max_bytes=self.base + int(high),
             granule_bytes=self.granule, held_bytes=self.base, timeout_s=30,
         )  # fmt: skip
-        self.greedy = True
 
     def resize(self, total: int) -> None:
         """To hold at most `total` bytes in all."""
         wanted = max(0, (total - self.base) // self.granule)
         mapped = sorted(self.arena.mapped_extents)
-        if wanted > len(mapped) and self.greedy:
+        if wanted > len(mapped):
             with self.lease.bracket(self.base + wanted * self.granule):
                 there = set(mapped)
                 free = [extent for extent in range(self.arena.num_extents) if extent not in there]
@@ -367,8 +366,6 @@ class _Engine:
             case ["keep", amount]:
                 self.resize(self.base + int(amount))
                 self.lease.answer_unmapped(self.lease.held_bytes)
-            case ["ledger-only"]:
-                self.greedy = False
             case ["state"]:
                 pass
         lease = self.lease
@@ -378,15 +375,35 @@ class _Engine:
         }  # fmt: skip
 
 
-def _hold(*arguments: str) -> None:
-    engine = _Engine(*arguments)
+class _Racer:
+    """Holds nothing but a grant."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.lease = Lease.register(
+            Path(path), name=name, device_uuid=DEVICE, min_bytes=0, granule_bytes=10, timeout_s=30
+        )
+
+    def serve(self) -> None:
+        for event in self.lease.poll():
+            if isinstance(event, Recalled) and event == self.lease.recall:
+                self.lease.answer_unmapped(event.target_bytes)
+
+    def obey(self, line: str) -> object:
+        amount = int(line)
+        self.lease.ask(amount, expires_s=600)
+        if not amount:
+            self.lease.answer_unmapped(0)
+        return self.lease.granted_bytes
+
+
+def _run(engine: _Engine | _Racer) -> None:
+    """Do what the broker and the test want, until the test has no more to say."""
     _say("holds a lease")
-    lines = os.fdopen(0, "rb", buffering=0)
     pending = b""
     while True:
-        select.select([lines, engine.lease], [], [], 0.02)
+        select.select([0, engine.lease], [], [], 0.02)
         engine.serve()
-        if select.select([lines], [], [], 0)[0]:
+        if select.select([0], [], [], 0)[0]:
             data = os.read(0, 4096)
             if not data:
                 return
@@ -410,4 +427,12 @@ def _take() -> None:
 
 
 if __name__ == "__main__":
-    {"broker": _serve, "engine": _hold, "stranger": _take}[sys.argv[1]](*sys.argv[2:])
+    match sys.argv[1:]:
+        case ["broker", *rest]:
+            _serve(*rest)
+        case ["engine", *rest]:
+            _run(_Engine(*rest))
+        case ["racer", *rest]:
+            _run(_Racer(*rest))
+        case ["stranger"]:
+            _take()

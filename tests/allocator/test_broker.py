@@ -473,9 +473,11 @@ async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench
     await bench.engine("a")
     pid = os.getpid()
     (answer,) = await person.say(wire.RecallBytes("b", 500))
-    assert isinstance(answer, wire.Refused) and f"those that do: 'a' (pid {pid}), 'a' (pid {pid})" in answer.message
-    (answer,) = await person.say(wire.RecallBytes("a", 500))
-    assert isinstance(answer, wire.Refused) and answer.message.startswith("2 leases match 'a'; name one by its pid")
+    both = f"'a' (pid {pid}, #1), 'a' (pid {pid}, #2)"
+    assert isinstance(answer, wire.Refused) and answer.message.endswith(f"those that do: {both}")
+    (answer,) = await person.say(wire.SetLimit("a", 500))
+    assert isinstance(answer, wire.Refused) and answer.message.endswith(f"name one by its pid or #number: {both}")
+    assert await person.say(wire.SetLimit("#2", 500)) == [wire.LimitSet(500, 0)]
 
 
 @on_a_bench
@@ -678,6 +680,7 @@ async def test_who_never_reads_is_dropped_and_costs_a_bounded_amount(bench: Benc
 @on_a_bench
 async def test_an_engines_pace_is_no_flood(bench: Bench) -> None:
     a = await bench.engine("a")
+    await a.say(*[wire.Ask(1, 1)] * 500)  # at once
     for _ in range(3000):  # 400 a second
         a.channel.send(wire.Ask(1, 1))
         bench.clock.advance(0.0025)
@@ -755,15 +758,31 @@ def test_a_thousand_clients_leave_no_descriptor_behind(folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
+class Faulty(Numbers):
+    faulty = False
+
+    def memory(self, uuid: str) -> Any:
+        if self.faulty:
+            raise ZeroDivisionError("a fault of ours")
+        return super().memory(uuid)
+
+
+@on_a_bench
+async def test_a_fault_in_an_answer_costs_one_client(bench: Bench) -> None:
+    engine = await bench.engine("a", 100)
+    faulty = Faulty(bench.clock)
+    faulty.faulty = True
+    bench.broker._books._readings = faulty
+    unlucky = bench.client()
+    with pytest.raises(BrokerUnavailable):
+        await unlucky.say(wire.Register("b", DEVICE, 0, None, 1.0, 0, 10, 0))
+    faulty.faulty = False
+    await bench.tick()
+    assert [row.name for row in bench.broker.leases()] == ["a"]
+    assert [type(message) for message in await engine.say(wire.Ask(200, 60_000))] == [wire.Grant]
+
+
 def test_a_fault_in_a_tick_does_not_end_the_broker(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Faulty(Numbers):
-        faulty = False
-
-        def memory(self, uuid: str) -> Any:
-            if self.faulty:
-                raise ZeroDivisionError("a fault of ours")
-            return super().memory(uuid)
-
     numbers = Faulty()
     with broker_thread(folder / "broker", numbers) as broker:
         channel = Channel(folder / "broker")

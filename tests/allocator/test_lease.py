@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -28,7 +29,7 @@ from broker_rig import (
 
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import BrokerClient
-from pagetide.allocator.broker_socket import listen
+from pagetide.allocator.broker_socket import connect, listen
 from pagetide.allocator.errors import (
     BrokerUnavailable,
     GrantExceeded,
@@ -108,9 +109,9 @@ def test_a_life(folder: Path) -> None:
 def test_numbers_that_contradict_each_other_are_refused_without_a_broker(folder: Path) -> None:
     with pytest.raises(InvalidLease, match=r"max_bytes \(5\) must be at least 1 and not below min_bytes \(10\)"):
         lease(folder / "broker", low=10, high=5)
-    with pytest.raises(InvalidLease, match="register.granule_bytes must be"):
+    with pytest.raises(InvalidLease, match=r"register\.granule_bytes must be"):
         lease(folder / "broker", granule_bytes=0)
-    with pytest.raises(InvalidLease, match="register.weight must be a number between 0.001 and 1000"):
+    with pytest.raises(InvalidLease, match=r"register\.weight must be a number between 0\.001 and 1000"):
         lease(folder / "broker", weight=0)
     with pytest.raises(BrokerUnavailable, match="no broker listens"):
         lease(folder / "broker")
@@ -129,7 +130,9 @@ def test_what_the_broker_refuses_is_raised(folder: Path) -> None:
 def test_a_lease_below_what_the_weights_need_is_told(folder: Path) -> None:
     with broker_thread(folder / "broker", Numbers()), lease(folder / "broker", high=500) as a:
         a.require(500, "weights")
-        with pytest.raises(LeaseTooSmall, match="weights need 700 bytes and the lease may hold 500 at most; raise its max by 200"):
+        with pytest.raises(
+            LeaseTooSmall, match="weights need 700 bytes and the lease may hold 500 at most; raise its max by 200"
+        ):
             a.require(700, "weights")
 
 
@@ -138,6 +141,28 @@ def test_a_broker_that_does_not_answer_is_not_waited_for(folder: Path) -> None:
     with pytest.raises(BrokerUnavailable, match="did not answer in time"):
         lease(folder / "broker", timeout_s=0.05)
     listener.close()
+
+
+def test_a_crowd_before_the_broker_is_waited_out(folder: Path) -> None:
+    listener = listen(folder / "broker")
+    crowd = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            crowd.append(connect(folder / "broker"))
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        lease(folder / "broker", timeout_s=0.05)
+
+    def serve() -> None:
+        for _ in crowd:
+            listener.accept()[0].close()
+
+    thread = threading.Timer(0.05, serve)
+    thread.start()
+    with pytest.raises(BrokerUnavailable, match="did not answer in time"):  # so it was let in
+        lease(folder / "broker", timeout_s=1)
+    thread.join()
+    for sock in (*crowd, listener):
+        sock.close()
 
 
 def test_no_more_is_held_than_granted(folder: Path) -> None:
@@ -339,7 +364,7 @@ def test_a_broker_of_another_version_is_refused(folder: Path, false_broker: Fals
 
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(ProtocolMismatch, match="speaks version 2 .* and this process version 1; update the engine"):
+    with pytest.raises(ProtocolMismatch, match=r"speaks version 2 .* and this process version 1; update the engine"):
         lease(folder / "broker")
     thread.join()
 
@@ -456,7 +481,9 @@ def broker_process(start: Any, path: Path, strangers: str = "") -> Process:
     return process.start()
 
 
-def engine_process(start: Any, path: Path, name: str, low: int = 0, high: int = 480 * MIB, granule: int = MIB) -> Process:
+def engine_process(
+    start: Any, path: Path, name: str, low: int = 0, high: int = 480 * MIB, granule: int = MIB
+) -> Process:
     process: Process = start("engine", path, name, low, high, granule, UUID)
     return process
 

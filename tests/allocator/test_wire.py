@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -130,15 +131,10 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_and_nothing_else_happens(data: bytes) -> None:
     for content in (data, b'{"type":"ask",' + data):
-        try:
+        with contextlib.suppress(ProtocolViolation):
             wire.from_payload(content)
-        except ProtocolViolation as error:
-            assert str(error)
-    decoder = wire.FrameDecoder()
-    try:
-        list(decoder.feed(data))
-    except ProtocolViolation as error:
-        assert str(error)
+    with contextlib.suppress(ProtocolViolation):
+        list(wire.FrameDecoder().feed(data))
 
 
 values = st.recursive(

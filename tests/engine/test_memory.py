@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import VOCAB, continuation
-from tenants import BLOCK_SIZE, core_over
+from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.errors import GrantExceeded, LeaseRefused
 from pagetide.allocator.host_arena import HostArena
@@ -473,6 +473,10 @@ def test_a_process_that_outgrows_its_grant_gives_idle_extents_back() -> None:
     assert engine.lease.asked == [total(before + 4)]
     engine.keep(1.0)
     assert engine.size == before - 4 and engine.lease.held_bytes <= engine.lease.granted_bytes
+    engine.base = BASE + 100 * EXTENT
+    engine.step(1.0)
+    engine.keep(1.0)
+    assert engine.size == engine.minimum, "its minimum stays"
 
 
 # ---- the broker goes and comes ------------------------------------------------------------------
@@ -530,6 +534,11 @@ def test_waiting_takes_in_what_comes() -> None:
     alone = Engine(granted=None)
     alone.memory.close()
     alone.memory.wait(60.0)  # returns at once: nobody is to wait for a closed engine
+
+
+def test_the_engines_of_the_stress_test_know_what_is_right() -> None:
+    prompt = np.arange(100, dtype=np.int32)
+    assert alone(prompt, 50) == continuation(prompt, Sampling(50))
 
 
 # ---- the order of a step ------------------------------------------------------------------------

@@ -1,0 +1,385 @@
+"""Engines, a broker and strangers on one device, for minutes: nobody loses, whatever is killed, stopped or cut meanwhile.
+
+Seeds are printed. PAGETIDE_STRESS_SECONDS (default 400) is how long all of it lasts, but for the rounds of two plain engines,
+of which PAGETIDE_STRESS_ROUNDS (default 100) are done; PAGETIDE_SEEDS names the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from monitors import MonitorProcess, wait_until
+from tenants import MIB, Light, Tenant, resident_bytes, resident_within, tenants
+
+from pagetide.allocator.broker_client import BrokerClient
+from pagetide.allocator.errors import LeaseError
+from pagetide.monitor.record import RecordReader
+from pagetide.monitor.runtime_dir import RuntimeDir
+
+pytestmark = pytest.mark.stress
+SECONDS = float(os.environ.get("PAGETIDE_STRESS_SECONDS", "400"))
+ROUNDS = int(os.environ.get("PAGETIDE_STRESS_ROUNDS", "100"))
+SEED = int(os.environ.get("PAGETIDE_SEEDS", "").split(",")[0] or random.randrange(2**32))
+GIB = 1 << 30
+RECALL_S = 1.1  # the deadline of a recall, and what it takes to see that memory was taken
+TOLERANCE_BYTES = 8 * MIB  # an engine measures itself twice a second: so much may Python's heap have grown meanwhile
+
+
+@dataclass
+class Scene:
+    """A test device with what is on it. `engines` and `strangers` are those that are alive."""
+
+    directory: Path
+    capacity: int
+    start: Callable[..., Tenant]
+    rng: random.Random
+    strangers: list[Tenant] = field(default_factory=list)
+    held_mib: dict[int, int] = field(default_factory=dict)  # by strangers
+    engines: dict[str, tuple[Tenant, dict[str, Any]]] = field(default_factory=dict)
+    monitor: MonitorProcess | None = None
+    allocations: int = 0
+    failures: list[str] = field(default_factory=list)
+    peak: int = 0
+
+    @property
+    def client(self) -> BrokerClient:
+        return BrokerClient(RuntimeDir(self.directory).socket)
+
+    def open(self) -> str:
+        """Start the monitor. Returns the device's uuid."""
+        members = ",".join(str(stranger.pid) for stranger in self.strangers)
+        self.monitor = MonitorProcess(self.directory, "--capacity", str(self.capacity), "--members", members)
+        self.monitor.start()
+        with RecordReader.open(self.monitor.record) as reader:
+            return reader.devices()[0].uuid
+
+    def add(self, name: str, tenant: Tenant) -> None:
+        self.engines[name] = tenant, tenant.read()
+
+    def free_bytes(self) -> int:
+        """As a driver would know it."""
+        pids = [stranger.pid for stranger in self.strangers] + [tenant.pid for tenant, _ in self.engines.values()]
+        return self.capacity - sum(resident_bytes(pid) for pid in pids)
+
+    def take(self, stranger: Tenant, mib: int) -> bool:
+        """The stranger takes a piece, or, where the device has not so much, fails."""
+        self.allocations += 1
+        if (free := self.free_bytes()) < mib * MIB:
+            self.failures.append(f"a stranger's {mib} MiB beside {self.held_mib}: {free >> 20} MiB were free")
+            return False
+        self.hold(stranger, self.held_mib[stranger.pid] + mib)
+        if (free := self.free_bytes()) < 0:
+            self.failures.append(f"the device is {-free >> 20} MiB over after a stranger's {mib} MiB")
+        self.peak = max(self.peak, sum(self.held_mib.values()))
+        return True
+
+    def hold(self, stranger: Tenant, mib: int) -> None:
+        stranger.tell(str(mib))
+        self.held_mib[stranger.pid] = mib
+
+    def swing(self, until: float, share: float = 0.8) -> None:
+        """Take memory in pieces of no more than the headroom up to `share` of the device, and give it back, until then."""
+        piece = self.capacity // 16 >> 20
+        here = top = int(self.capacity * share) >> 20
+        while time.monotonic() < until:
+            while (held := sum(self.held_mib.values())) < here and time.monotonic() < until:
+                self.take(self.rng.choice(self.strangers), min(self.rng.randint(piece // 2, piece), top - held))
+                time.sleep(RECALL_S)
+            time.sleep(self.rng.random())
+            while sum(self.held_mib.values()) > 0 and time.monotonic() < until:
+                stranger = self.rng.choice(self.strangers)
+                self.hold(stranger, max(0, self.held_mib[stranger.pid] - self.rng.randint(piece, 4 * piece)))
+                time.sleep(self.rng.random() / 2)
+            time.sleep(self.rng.random())
+            here = self.rng.randint(top // 2, top)
+
+    def drain(self) -> dict[str, Any]:
+        """Let every request end. Returns what became of them by engine."""
+        for tenant, _ in self.engines.values():
+            tenant.write("quiet")
+        ends = {}
+        for name, (tenant, _) in self.engines.items():
+            wait_until(lambda t=tenant: not busy(t.tell("state")), f"the end of {name}'s requests", 120)
+            ends[name] = tenant.tell("state")
+        return ends
+
+
+def busy(state: dict[str, Any]) -> bool:
+    """Whether requests are left; a real engine answers when it has none."""
+    return bool(state.get("running") or state.get("waiting"))
+
+
+class Watcher:
+    """Looks from outside, all the time. `violations` tells what must not be."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.violations: list[str] = []
+        self.looks = 0
+        self.worst = 0  # bytes held above a grant
+        self.recalls: set[tuple[int, int]] = set()
+        self.overdue: set[tuple[str, int]] = set()
+        self.oldest_ms = 0  # recall that was not served
+        self._granted: dict[int, int] = {}
+        self._promised: set[int] = set()  # pids that were granted their minimum once
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._closed.wait(0.02):
+            try:
+                self._look()
+            except Exception as error:
+                self.violations.append(f"the watcher failed: {error!r}")
+                raise
+
+    def _look(self) -> None:
+        before = self._views()
+        names = {info["pid"]: name for name, (_, info) in list(self.scene.engines.items())}
+        held = {pid: resident_bytes(pid) for pid in names}
+        after = self._views()
+        self.looks += 1
+        for pid, name in names.items():
+            allowed = max(before.get(pid, 0), after.get(pid, 0))
+            if allowed:
+                self.worst = max(self.worst, held[pid] - allowed)
+                if held[pid] > allowed + TOLERANCE_BYTES:
+                    self.violations.append(
+                        f"{self.at()}: {name} holds {held[pid] >> 20} MiB of {allowed >> 20} MiB granted"
+                    )
+
+    def _views(self) -> dict[int, int]:
+        """What is granted, by pid; as it was last where no broker answers, since engines may grow without one no further."""
+        try:
+            views = self.scene.client.leases()
+        except LeaseError:
+            return self._granted
+        if (total := sum(view.granted_bytes for view in views)) > self.scene.capacity:
+            self.violations.append(f"{total >> 20} MiB are granted")
+        for view in views:
+            if view.granted_bytes >= view.min_bytes:
+                self._promised.add(view.pid)
+            elif view.pid in self._promised and view.state != "reaping":
+                self.violations.append(f"{view.name} is granted less than its minimum")
+            if view.recall_target_bytes is not None:
+                self.oldest_ms = max(self.oldest_ms, view.recall_age_ms or 0)
+                self.recalls.add((view.pid, view.recall_target_bytes))
+                if view.state == "overdue":
+                    self.overdue.add((view.name, view.recall_target_bytes))
+                if view.recall_target_bytes < view.min_bytes:
+                    self.violations.append(f"{view.name} is recalled below its minimum")
+        # An engine whose socket was cut may map what it was granted until it looks at it.
+        living = {view.pid: view.granted_bytes for view in views if view.state != "reaping"}
+        self._granted = self._granted | living
+        return self._granted
+
+    def at(self) -> str:
+        """Seconds since it began to look."""
+        return f"{time.monotonic() - self._began:.2f} s"
+
+    def __enter__(self) -> Watcher:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+
+@contextmanager
+def scene(path: Path, capacity: int, num_strangers: int = 1) -> Iterator[Scene]:
+    if psutil.virtual_memory().available < capacity * 1.25:
+        pytest.skip(f"a test device of {capacity >> 30} GiB needs as much real memory")
+    print("seed", SEED)
+    with tenants() as start:
+        made = Scene(path / "run", capacity, start, random.Random(SEED))
+        for _ in range(num_strangers):
+            stranger = start("stranger")
+            stranger.read()
+            made.strangers.append(stranger)
+            made.held_mib[stranger.pid] = 0
+        try:
+            yield made
+        finally:
+            if made.monitor is not None:
+                made.monitor.__exit__(None, None, None)
+
+
+def light(made: Scene, uuid: str, name: str, **more: Any) -> Tenant:
+    options = {"kv_max": made.capacity, "token_bytes": 32768, "idle_s": made.rng.choice([0.5, 3.0, 60.0])} | more
+    return Light(str(made.directory), uuid, name, made.rng.randrange(2**32), **options).start(made.start)
+
+
+def check(made: Scene, watcher: Watcher, ends: dict[str, Any]) -> None:
+    """Nobody lost."""
+    for name, end in ends.items():
+        grown = end["memory"]["grown_bytes"]
+        print(
+            f"{name}: {end['finished']} requests, {end['tokens']} tokens, {end['preemptions']} preemptions, "
+            f"{end['memory']['recalls']} recalls, {grown >> 20} MiB grown"
+        )
+        assert end["failed"] == 0, end["first_failure"]
+        assert end["finished"] == end["requests"] > 0, end
+    print(
+        f"{made.allocations} allocations of strangers, {len(made.failures)} failures, up to {made.peak} MiB; "
+        f"{watcher.looks} looks, {watcher.worst >> 10} KiB above a grant at most, {len(watcher.recalls)} recalls seen, "
+        f"{len(watcher.overdue)} overdue, the oldest {watcher.oldest_ms} ms old"
+    )
+    assert made.failures == []
+    assert watcher.violations == [], watcher.violations[:5]
+    assert watcher.recalls, "nobody was recalled"
+
+
+def check_nothing_stays(made: Scene) -> None:
+    """Every light engine's arena has no byte, and no lease is left."""
+    for tenant, info in made.engines.values():
+        assert tenant.tell("end").get("mapped", 0) == 0
+        if "start" in info:
+            assert resident_within(tenant.pid, info["start"], info["length"]) == 0
+    for tenant, _ in made.engines.values():
+        assert tenant.process.stdin is not None
+        tenant.process.stdin.close()
+        assert tenant.process.wait(60) == 0
+    wait_until(lambda: made.client.leases() == (), "the end of the leases")
+    assert made.monitor is not None
+    assert "Traceback" not in made.monitor.said(), made.monitor.said()
+
+
+def play(made: Scene, act: Callable[[float], None], seconds: float) -> None:
+    with Watcher(made) as watcher:
+        for tenant, _ in made.engines.values():
+            tenant.write("bursts")
+        act(time.monotonic() + seconds)
+        ends = made.drain()
+    check(made, watcher, ends)
+    check_nothing_stays(made)
+
+
+@pytest.mark.parametrize(("num_engines", "capacity"), [(2, 2 * GIB), (4, 5 * GIB // 2)])
+def test_nobody_loses(tmp_path: Path, num_engines: int, capacity: int) -> None:
+    with scene(tmp_path, capacity) as made:
+        uuid = made.open()
+        for i in range(num_engines):
+            made.add(f"e{i}", light(made, uuid, f"e{i}", weight=made.rng.choice([0.5, 1, 3])))
+        minimums = sum(info["min"] for _, info in made.engines.values())
+        assert minimums <= 0.15 * made.capacity, minimums
+        play(made, made.swing, SECONDS / 4)
+
+
+def test_nobody_loses_with_a_real_model(tmp_path: Path) -> None:
+    with scene(tmp_path, 5 * GIB) as made:
+        uuid = made.open()
+        env = {"PAGETIDE_RUNTIME_DIR": str(made.directory)}
+        given = {"seed": made.rng.randrange(2**32), "burst": 48, "libraries": 16 * MIB, "options": {"idle_s": 60}}
+        made.add("demo", made.start("llm", given, env=env))
+        made.add("light", light(made, uuid, "light", token_bytes=131072, idle_s=60.0))
+        minimums = sum(info["min"] for _, info in made.engines.values())
+        assert minimums <= 0.15 * made.capacity, minimums
+        play(made, made.swing, SECONDS / 4)
+
+
+def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
+    """Every engine is refused one map in twenty; a killed engine's own requests are lost with it, and no others."""
+    with scene(tmp_path, 2 * GIB, num_strangers=3) as made:
+        uuid = made.open()
+        for i in range(3):
+            made.add(f"e{i}", light(made, uuid, f"e{i}", refused_maps=0.05))
+
+        def act(until: float) -> None:
+            began = -time.monotonic()
+            faults = [kill_the_daemon, kill_an_engine, kill_a_stranger, stop_an_engine, cut_a_socket]
+            while True:
+                for fault in made.rng.sample(faults, len(faults)):
+                    if time.monotonic() > until:
+                        return
+                    made.swing(time.monotonic() + 3 * RECALL_S, share=0.5)
+                    print(f"{began + time.monotonic():.1f} s:", fault.__name__)
+                    fault(made, uuid)
+
+        play(made, act, SECONDS / 4)
+
+
+def kill_the_daemon(made: Scene, uuid: str) -> None:
+    """While it is away strangers take nothing: nobody would notice."""
+    assert made.monitor is not None
+    made.monitor.kill()
+    time.sleep(made.rng.random())
+    assert made.open() == uuid
+    for tenant, _ in made.engines.values():
+        wait_until(lambda t=tenant: t.tell("state")["memory"]["lease"]["connected"], "an engine to be back")
+    time.sleep(2 + RECALL_S)  # the grace in which nobody is recalled
+
+
+def kill_an_engine(made: Scene, uuid: str) -> None:
+    name = made.rng.choice(sorted(made.engines))
+    tenant, _ = made.engines[name]
+    tenant.kill()
+    wait_until(lambda: all(view.pid != tenant.pid for view in made.client.leases()), "the killed engine's bytes")
+    del made.engines[name]
+    made.add(name, light(made, uuid, name, refused_maps=0.05))
+    made.engines[name][0].write("bursts")
+
+
+def kill_a_stranger(made: Scene, uuid: str) -> None:
+    if len(made.strangers) > 1:
+        stranger = made.strangers.pop()
+        stranger.kill()
+        del made.held_mib[stranger.pid]
+
+
+def stop_an_engine(made: Scene, uuid: str) -> None:
+    """Past the deadline of a recall, of which strangers are the reason; what it holds cannot be theirs meanwhile."""
+    tenant, _ = made.engines[made.rng.choice(sorted(made.engines))]
+    tenant.signal(signal.SIGSTOP)
+    try:
+        for _ in range(4):
+            if made.free_bytes() > made.capacity // 4:
+                made.take(made.strangers[0], made.capacity // 16 >> 20)
+            time.sleep(RECALL_S)
+    finally:
+        tenant.signal(signal.SIGCONT)
+    time.sleep(RECALL_S)
+
+
+def cut_a_socket(made: Scene, uuid: str) -> None:
+    tenant, _ = made.engines[made.rng.choice(sorted(made.engines))]
+    tenant.write("cut")
+    wait_until(lambda: tenant.tell("state")["memory"]["lease"]["connected"], "the engine to be back")
+
+
+def test_two_plain_engines_without_a_daemon(tmp_path: Path) -> None:
+    """They start at once: one broker, and all requests finish."""
+    for i in range(ROUNDS):
+        directory = tmp_path / f"run{i}"
+        env = {"PAGETIDE_RUNTIME_DIR": str(directory)}
+        with tenants() as start:
+            both = [start("llm", {"seed": i, "prompts": 2, "new": 16, "plain": True}, env=env) for _ in range(2)]
+            infos = [tenant.read() for tenant in both]
+            assert {view.pid for view in BrokerClient(directory / "broker.sock").leases()} == {t.pid for t in both}
+            assert all(info["lease"]["connected"] for info in infos), infos
+            for tenant in both:
+                tenant.write("burst")
+            for tenant in both:
+                tally = tenant.read()
+                assert tally["finished"] == tally["requests"] > 0 and tally["failed"] == 0, tally
+            with RecordReader.open(directory / "record") as reader:
+                monitor = psutil.Process(reader.monitor_pid)
+            for tenant in both:
+                tenant.tell("end")
+                assert tenant.process.stdin is not None
+                tenant.process.stdin.close()
+                assert tenant.process.wait(60) == 0
+            wait_until(lambda p=monitor: not p.is_running(), "the end of the monitor")
+            assert not (directory / "broker.sock").exists()

@@ -1,0 +1,453 @@
+"""Tenants of a test device: engines that serve bursts and check every token, and strangers that know of no broker.
+
+Run as a program it is one of them, told what to do by lines on its standard input:
+`light JSON` is an engine without a model: real scheduler, cache, arena, lease and memory, and tokens that depend on what
+lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`; `stranger` allocates through an arena of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from fakes import VOCAB, FakeRunner
+
+from pagetide.allocator.arena import Arena
+from pagetide.allocator.errors import GrantExceeded, LeaseClosed, OutOfDeviceMemory
+from pagetide.allocator.host_arena import HostArena
+from pagetide.allocator.lease import Lease
+from pagetide.allocator.leased_arena import LeasedArena
+from pagetide.cache.manager import CacheManager
+from pagetide.engine.core import EngineCore
+from pagetide.engine.memory import EngineMemory
+from pagetide.monitor.host_memory import free_host_bytes
+from pagetide.monitor.runtime_dir import RuntimeDir
+from pagetide.scheduler.plan import NO_EXTENTS, Plan
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Limits, Scheduler
+
+MIB = 1 << 20
+BLOCK_SIZE = 16
+WARM_S = 1.0  # a burst every so often, on average
+
+
+# ---- a runner in real memory --------------------------------------------------------------------
+
+
+class ArenaRunner(FakeRunner):
+    """A `FakeRunner` whose pool is the memory of an arena: token ids lie where a model has K and V, far apart."""
+
+    def __init__(self, arena: Arena, num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> None:
+        super().__init__(num_blocks, block_size, num_rows, max_tokens)
+        self.arena = arena
+        words = np.frombuffer(arena.buffer, np.int32)  # type: ignore[call-overload]
+        self.pool = words.reshape(num_blocks, block_size, -1)[:, :, 0]
+        del self.by_extent, self.mapped
+
+    @property
+    def mapped_extents(self) -> frozenset[int]:
+        return self.arena.mapped_extents
+
+    def _move_memory(self, plan: Plan) -> dict[str, Any]:
+        mapped, unmapped, refused = NO_EXTENTS, NO_EXTENTS, None
+        if len(plan.resize.map):
+            try:
+                self.arena.map(plan.resize.map.tolist())
+                mapped = plan.resize.map
+            except (OutOfDeviceMemory, GrantExceeded) as error:
+                refused = str(error)
+        if plan.copies is not None:
+            self.pool[plan.copies.targets] = self.pool[plan.copies.sources]
+        if len(plan.resize.unmap):
+            self.arena.unmap(plan.resize.unmap.tolist())
+            unmapped = plan.resize.unmap
+        return {"mapped": mapped, "unmapped": unmapped, "refused": refused}
+
+
+def core_over(
+    arena: Arena, *, blocks_per_extent: int, max_seqs: int = 64, max_model_len: int = 1024, forecast: bool = True
+) -> EngineCore:
+    """A core over an arena, of which what is mapped is the pool at the start."""
+    num_blocks = arena.num_extents * blocks_per_extent
+    cache = CacheManager(
+        num_blocks, BLOCK_SIZE, max_seqs, max_model_len,
+        blocks_per_extent=blocks_per_extent, mapped=arena.mapped_extents,
+    )  # fmt: skip
+    scheduler = Scheduler(cache, Limits(max_seqs, 8192, max_model_len, forecast=forecast))
+    runner: Any = ArenaRunner(arena, num_blocks, BLOCK_SIZE, max_seqs, cache.max_tokens)
+    return EngineCore(scheduler, runner)
+
+
+def alone(prompt: np.ndarray, new: int) -> list[int]:
+    """As `fakes.continuation`, in a hundredth of its time: an engine that computes this serves no recall meanwhile."""
+    read, tokens = zlib.crc32(prompt.tobytes()), []
+    for _ in range(new):
+        tokens.append(read % VOCAB)
+        read = zlib.crc32(np.int32(tokens[-1]).tobytes(), read)
+    return tokens
+
+
+# ---- a tenant, as the test sees it --------------------------------------------------------------
+
+
+class Tenant:
+    """One process of this file. Lines in, JSON lines out."""
+
+    def __init__(self, kind: str, config: object = None, *, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, kind, json.dumps(config)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.pid = self.process.pid
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+
+    def read(self, timeout_s: float = 120.0) -> Any:
+        """The next thing it says. Fails when it ends instead, or says nothing."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        line = self.process.stdout.readline() if ready else ""
+        assert line, f"the tenant {self.pid} said nothing; its status is {self.process.poll()}"
+        return json.loads(line)
+
+    def tell(self, line: str, timeout_s: float = 120.0) -> Any:
+        self.write(line)
+        return self.read(timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it, however it stands."""
+        self.signal(signal.SIGCONT)
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@contextlib.contextmanager
+def tenants() -> Iterator[Callable[..., Tenant]]:
+    """Starts tenants, and ends them."""
+    started: list[Tenant] = []
+
+    def start(kind: str, config: object = None, **more: Any) -> Tenant:
+        started.append(Tenant(kind, config, **more))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for tenant in started:
+            tenant.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """What a process holds, to the page; 0 once it has ended."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:")), 0)
+
+
+def resident_within(pid: int, start: int, length: int) -> int:
+    """What of a range of a process' addresses has memory behind it."""
+    total, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in (head := line.split(maxsplit=1)[0]) and not head.endswith(":"):
+            begin, end = (int(part, 16) for part in head.split("-"))
+            inside = begin < start + length and start < end
+        elif inside and head == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+# ---- an engine without a model ------------------------------------------------------------------
+
+
+@dataclass
+class Light:
+    """What a light engine is made of. `kv_max` of KV in extents of `extent_bytes`, `kv_min` of them always."""
+
+    directory: str
+    device: str
+    name: str
+    seed: int
+    kv_max: int = 1024 * MIB
+    kv_min: int = 32 * MIB
+    extent_bytes: int = 16 * MIB
+    token_bytes: int = 16384
+    base_slack: int = 24 * MIB
+    idle_s: float = 0.5
+    refused_maps: float = 0.0  # the share of them
+    step_s: float = 0.01
+    most_new: int = 300  # tokens that a request asks for
+    weight: float = 1.0
+    priority: int = 0
+
+    def start(self, start: Callable[..., Tenant]) -> Tenant:
+        """As a process."""
+        return start("light", asdict(self))
+
+
+@dataclass
+class Tally:
+    """What became of the requests."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0  # ended with an error, or with other tokens than alone
+    tokens: int = 0
+    preemptions: int = 0
+    first_failure: str = ""
+
+
+class LightEngine:
+    """A lease, an arena, a core; bursts of requests whose every token is checked."""
+
+    def __init__(self, config: Light) -> None:
+        self.config, self.rng = config, random.Random(config.seed)
+        self.tally, self.expected = Tally(), dict[str, Request]()
+        process = psutil.Process()
+        held = process.memory_info().rss
+        min_bytes = held + config.base_slack + config.kv_min
+        self.lease = Lease.register(
+            RuntimeDir(Path(config.directory)).socket, name=config.name, device_uuid=config.device,
+            min_bytes=min_bytes, weight=config.weight, priority=config.priority,
+            granule_bytes=config.extent_bytes, held_bytes=held, timeout_s=30,
+        )  # fmt: skip
+        assert self.lease.wait_granted(min_bytes, 60), "the minimum is not granted"
+        self.host = HostArena(
+            config.kv_max // config.extent_bytes, config.extent_bytes, budget=self._budget, debug=True
+        )
+        self.budget_refuses = 0.0
+        arena = LeasedArena(self.host, self.lease)
+        arena.map(range(config.kv_min // config.extent_bytes))
+        self.budget_refuses = config.refused_maps
+        self.core = core_over(arena, blocks_per_extent=config.extent_bytes // (BLOCK_SIZE * config.token_bytes))
+        self.core.memory = self.memory = EngineMemory(
+            lambda: self.core.scheduler,
+            arena,
+            min_extents=config.kv_min // config.extent_bytes,
+            base_bytes=lambda: process.memory_info().rss - self.host.mapped_bytes,
+            reserve_bytes=config.base_slack // 2,
+            weights_bytes=0,
+            trim=lambda: None,
+            lease=self.lease,
+            idle_s=config.idle_s,
+        )
+        self.burst_at = time.monotonic()
+        self.numbers = iter(range(10**9))
+
+    def _budget(self) -> int:
+        return 0 if self.rng.random() < self.budget_refuses else free_host_bytes()
+
+    def burst(self, most: int = 24) -> None:
+        """Some requests at once."""
+        for _ in range(self.rng.randint(1, most)):
+            name = f"r{next(self.numbers)}"
+            prompt = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randint(5, 500))], np.int32)
+            sampling = Sampling(self.rng.randint(1, self.config.most_new))
+            request = Request(name, prompt, sampling, 0, self.core.clock())
+            self.expected[name] = request
+            self.core.add(request)
+            self.tally.requests += 1
+
+    def work(self) -> None:
+        """A step, if there is anything to do; else what the broker says is waited for."""
+        if self.core.has_work:
+            begun = time.monotonic()
+            for end in self.core.step().finished:
+                self.check(end)
+            if self.core.scheduler.starving:
+                self.memory.wait(0.02)
+            else:
+                time.sleep(max(0.0, self.config.step_s - (time.monotonic() - begun)))  # what a model would take
+        elif self.memory.due:
+            self.core.step()
+        else:
+            self.memory.wait(0.02)
+
+    def check(self, end: Any) -> None:
+        request = self.expected.pop(end.request_id)
+        expected = alone(request.prompt_token_ids, request.sampling.max_new_tokens)
+        self.tally.finished += 1
+        self.tally.tokens += len(end.token_ids)
+        self.tally.preemptions += end.num_preemptions
+        if end.reason not in ("stop", "length") or end.token_ids.tolist() != expected:
+            self.tally.failed += 1
+            self.tally.first_failure = (
+                self.tally.first_failure
+                or f"{end.request_id}: {end.reason}, {end.error}, {len(end.token_ids)} tokens, {len(expected)} expected"
+            )
+
+    def state(self) -> dict[str, Any]:
+        scheduler = self.core.scheduler
+        return {
+            **asdict(self.tally), "mapped": self.host.mapped_bytes, "memory": self.memory.to_dict(),
+            "running": scheduler.num_running, "waiting": scheduler.num_waiting, "left": sorted(self.expected)[:3],
+            "starving": scheduler.starving, "steps": scheduler.stats.steps,
+        }  # fmt: skip
+
+    def where(self) -> dict[str, int]:
+        view = np.frombuffer(self.host.buffer, np.uint8)
+        return {"start": view.ctypes.data, "length": len(view)}
+
+    def end(self) -> dict[str, Any]:
+        """Give the KV back; the address range stays for who wants to look at it."""
+        self.core.scheduler.check_invariants()
+        self.core.memory = None
+        self.core.runner.arena.close()  # type: ignore[union-attr]
+        self.lease.report({"other": psutil.Process().memory_info().rss}, 0)
+        return self.state()
+
+
+def _light(config: str) -> None:
+    engine = LightEngine(Light(**json.loads(config)))
+    bursts, open_end = False, True
+    place = engine.where()
+    _say({"pid": os.getpid(), "min": engine.lease.min_bytes, **place})
+    for line in _lines(engine.work):
+        match line:
+            case "bursts":
+                bursts = True
+            case "quiet":
+                bursts = False
+            case "burst":
+                engine.burst()
+            case "state":
+                _say(engine.state())
+            case "cut":
+                engine.lease._channel and engine.lease._channel._socket.shutdown(2)  # type: ignore[func-returns-value]
+            case "end":
+                _say(engine.end())
+                open_end = False
+            case None if not open_end:
+                time.sleep(0.01)
+        if bursts and time.monotonic() >= engine.burst_at:
+            engine.burst()
+            engine.burst_at = time.monotonic() + engine.rng.expovariate(1 / WARM_S)
+    engine.lease.close()
+
+
+# ---- the real engine ----------------------------------------------------------------------------
+
+
+def _llm(config: str) -> None:
+    """`LLM("demo", **options)`. What its requests give alone is known from an engine that nobody presses, before.
+
+    With `libraries` the lease's minimum holds so much for code that is read late: this process has read all there is.
+    """
+    from pagetide import LLM, SamplingParams
+    from pagetide.engine import sharing
+
+    given = json.loads(config)
+    rng = random.Random(given.get("seed", 0))
+    prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(5, 400))] for _ in range(given.get("prompts", 6))]
+    params = SamplingParams(max_new_tokens=given.get("new", 100), temperature=0)
+    sharing._LIBRARIES_BYTES = given.get("libraries", sharing._LIBRARIES_BYTES)
+    plain = given.get("plain", False)
+    llm = LLM("demo", **given.get("options", {}), share=plain)
+    alone = [llm.generate(prompt, params, progress=False)[0].token_ids for prompt in prompts]
+    if not plain:
+        llm.close()
+        llm = LLM("demo", **given.get("options", {}))
+    tally, bursts = Tally(), False
+
+    def burst() -> None:
+        chosen = [rng.randrange(len(prompts)) for _ in range(rng.randint(1, given.get("burst", 12)))]
+        for i, output in zip(chosen, llm.generate([prompts[i] for i in chosen], params, progress=False), strict=True):
+            tally.requests += 1
+            tally.finished += 1
+            tally.tokens += len(output.token_ids)
+            tally.preemptions += output.num_preemptions
+            if output.finish_reason not in ("stop", "length") or output.token_ids != alone[i]:
+                tally.failed += 1
+                tally.first_failure = tally.first_failure or f"{output.finish_reason}, {output.error}"
+
+    def work() -> None:
+        if bursts:
+            burst()
+        else:
+            time.sleep(0.01)
+
+    memory = llm.stats()["memory"]
+    lease = memory["lease"] if memory else None
+    _say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
+    for line in _lines(work):
+        match line:
+            case "bursts":
+                bursts = True
+            case "quiet":
+                bursts = False
+            case "burst":
+                burst()
+                _say(asdict(tally))
+            case "state":
+                _say({**asdict(tally), "memory": llm.stats()["memory"]})
+            case "end":
+                bursts = False
+                llm.close()
+                _say(asdict(tally))
+
+
+# ---- a stranger ---------------------------------------------------------------------------------
+
+
+def _stranger(_: str) -> None:
+    """Holds as many MiB as it was told last."""
+    arena = HostArena(16384, MIB)
+    _say({"pid": os.getpid()})
+    for line in sys.stdin:
+        wanted, mapped = int(line), sorted(arena.mapped_extents)
+        if wanted > len(mapped):
+            arena.map(range(len(mapped), wanted))
+        else:
+            arena.unmap(mapped[wanted:])
+        _say(arena.mapped_bytes)
+
+
+def _lines(work: Callable[[], None]) -> Iterator[str | None]:
+    """Lines of standard input as they come, None after each piece of `work` in between, until it ends."""
+    pending = b""
+    while True:
+        if select.select([0], [], [], 0)[0]:
+            data = os.read(0, 4096)
+            if not data:
+                return
+            *complete, pending = (pending + data).split(b"\n")
+            yield from (line.decode() for line in complete)
+        with contextlib.suppress(LeaseClosed):
+            work()
+        yield None
+
+
+def _say(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    {"light": _light, "llm": _llm, "stranger": _stranger}[sys.argv[1]](sys.argv[2])
