@@ -90,15 +90,17 @@ class Daemon:
             interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
         )  # fmt: skip
         self._metrics = self._open_metrics(config)
-        if self._companion is not None:
-            self._companion.open(self)
-        self._poller.start()
+        self._poller.start(self._open_companion)
         infos = self._reader.devices()
         log.info(
             "watches %s by %s every %g ms; record: %s",
             ", ".join(f"{info.index} ({info.name or info.uuid})" for info in infos) or "no device",
             source.name, config.interval * 1e3, self.directory.record,
         )  # fmt: skip
+
+    def _open_companion(self) -> None:
+        if self._companion is not None:
+            self._companion.open(self)
 
     def reload(self, config: MonitorConfig) -> None:
         """Go on with other settings, as far as a running monitor can. Raises MonitorError; then the old ones hold."""

@@ -81,12 +81,14 @@ class Poller:
         self._scan_error: Exception | None = None
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Look which devices there are, then poll in the background.
+    def start(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Look which devices there are, then poll in the background. `ready` is called when the record has the devices, and
+        before the first heartbeat tells readers that a monitor is at work.
 
         Raises SourceUnavailable, NoSuchDevice, and RecordError for more devices than a record has room for.
         """
         self._watch(self._source.scan(), self._devices)
+        ready()
         self._beat()
         for run, name in ((self._supervise, "supervisor"), (self._scan, "scan")):
             self._threads.append(threading.Thread(target=run, name=name, daemon=True))

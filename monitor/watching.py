@@ -42,11 +42,12 @@ class Watch:
         self._reader = reader
         self._closed = threading.Event()
         self._drop = weakref.finalize(self, _drop, users, self._closed)
+        self._guard: threading.Thread | None = None
         if users is not None:
-            guard = threading.Thread(
+            self._guard = threading.Thread(
                 target=_guard, args=(directory, reader, self._closed), name="pagetide-watch", daemon=True
             )
-            guard.start()
+            self._guard.start()
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """The devices that are watched now."""
@@ -68,6 +69,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._drop()
+        if self._guard is not None:
+            self._guard.join(GUARD_S)  # unless it is starting a monitor just now
         self._reader.close()
 
     def __enter__(self) -> Watch:
