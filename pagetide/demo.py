@@ -1,28 +1,40 @@
 """`pagetide demo`: many prompts through the bundled model, out of a KV pool too small for all of them, live.
 
-The same requests then run again with room for all, and the tokens of both runs are compared.
+On a CPU the pool is elastic, on a private device with a broker of its own: in the middle of the run half of it is recalled,
+and it grows again when it may. The same requests then run again with room for all, and the tokens of both runs are compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .monitor.units import MIB
+
 if TYPE_CHECKING:
     from .engine.llm import LLM
     from .engine.outputs import RequestOutput
+    from .engine.planning import MemoryPlan
+    from .pressure import PrivateDevice
     from .scheduler.request import SamplingParams
 
 LEAST_PROMPTS = 16
 MAX_STEP_TOKENS = 160  # small, so that long prompts are computed in chunks beside the others' tokens
 BLOCK_SIZE = 16
 REFRESH_S = 0.1
+FILLED = 0.7  # of the pool's blocks are in use when half of them is recalled
+MOST_RECALLS = 5
+HEADROOM_BYTES = 8 * MIB  # of the private device
+_SPARE_BYTES = 512 * MIB  # of the device: what the process comes to hold besides weights and KV
+_COMPARED_BYTES = 128 * MIB  # of the pool with room for all, beyond the need
 
 
 @dataclass
@@ -32,6 +44,7 @@ class _Run:
     outputs: list[RequestOutput]
     seconds: float
     stats: dict[str, Any] = field(default_factory=dict)
+    pressure: dict[str, Any] = field(default_factory=dict)  # rows of the closing table
 
     @property
     def num_tokens(self) -> int:
@@ -52,26 +65,27 @@ def run(
         )
     if not 0 < share <= 1:
         raise ValueError(f"the pool's share of the need must be in (0, 1], got {share}")
-    from .engine.llm import LLM
     from .scheduler.request import SamplingParams
 
     prompts = _prompts(num_prompts, seed)
     params = [SamplingParams(max_new_tokens=max_new_tokens, seed=seed + i) for i in range(num_prompts)]
-    common: dict[str, Any] = {"device": device, "dtype": "float32", "block_size": BLOCK_SIZE}
     say = (lambda *_: None) if as_json else print
     say(f"{num_prompts} prompts, up to {max_new_tokens} new tokens each; loading the bundled model ...")
-    with LLM("demo", **common) as roomy:
-        need = sum(_blocks(prompt, max_new_tokens, roomy) for prompt in prompts)
-        block_bytes = roomy.stats()["kv_bytes_per_token"] * BLOCK_SIZE
-        largest = max(_blocks(prompt, max_new_tokens, roomy) for prompt in prompts)
-        blocks = max(int(need * share), largest) + 1  # and the null block
-        with LLM("demo", **common, kv_memory=blocks * block_bytes, max_step_tokens=MAX_STEP_TOKENS) as tight:
-            usable = tight.stats()["blocks"]["usable"]
-            say(f"together they need {need} blocks of {BLOCK_SIZE} tokens; the pool has {usable}\n")
-            pressed = _serve(tight, prompts, params, live=not as_json)
+    each = _blocks(prompts, max_new_tokens)
+    need, largest = sum(each), max(each)
+    plan = _plan(device, max(int(need * share), largest) + 1)  # and the null block
+    usable, at_once = plan.num_blocks - 1, [range(num_prompts)]
+    with _engines(plan, least_blocks=largest + 1, roomy_blocks=need + 1) as (tight, roomy, pressure):
+        say(f"together they need {need} blocks of {BLOCK_SIZE} tokens; the pool has {usable}")
+        if pressure is not None:
+            say("in the middle of it half of the pool is recalled: its memory goes back to the system, and comes again")
+        say()
+        pressed = _serve(
+            tight, prompts, params, not as_json, at_once if pressure is None else _waves(each, usable), pressure
+        )
         say("the same again, with room for all ...")
-        free = _serve(roomy, prompts, params, live=not as_json)
-    table = _table(pressed, free, need)
+        free = _serve(roomy, prompts, params, not as_json, at_once)
+    table = _table(pressed, free, usable, need)
     if as_json:
         texts = [{"prompt": o.prompt, "text": o.text, "finish_reason": o.finish_reason} for o in pressed.outputs]
         print(json.dumps({**table, "outputs": texts}, ensure_ascii=False, indent=1))
@@ -99,31 +113,173 @@ def _prompts(count: int, seed: int) -> list[str]:
     return prompts
 
 
-def _blocks(prompt: str, max_new_tokens: int, llm: LLM) -> int:
-    """Blocks that a prompt comes to hold, if it generates all it may."""
-    longest: int = min(len(llm.tokenize(prompt)) + max_new_tokens, llm.stats()["max_model_len"])
-    return -(-(longest - 1) // BLOCK_SIZE)
+def _blocks(prompts: list[str], max_new_tokens: int) -> list[int]:
+    """Blocks that each prompt comes to hold, if it generates all it may."""
+    from .engine.build import plan_only
+    from .engine.config import EngineConfig, resolve_model
+    from .engine.loader import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(resolve_model("demo"))
+    most = plan_only(EngineConfig.resolve("demo", device="cpu")).max_model_len
+    lengths = [min(len(tokenizer(prompt)["input_ids"]) + max_new_tokens, most) for prompt in prompts]
+    return [-(-(length - 1) // BLOCK_SIZE) for length in lengths]
 
 
-def _serve(llm: LLM, prompts: list[str], params: list[SamplingParams], live: bool) -> _Run:
-    """Stream all prompts at once, with a line that tells how it goes."""
-    view = _Line(live)
+def _plan(device: str, num_blocks: int) -> MemoryPlan:
+    """Where the demo runs and what it takes there, with a pool of at most so many blocks."""
+    from .engine.build import plan_only
+    from .engine.config import EngineConfig
+
+    def plan(kv_memory: int | None) -> MemoryPlan:
+        options: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_step_tokens": MAX_STEP_TOKENS}
+        return plan_only(EngineConfig.resolve("demo", device=device, kv_memory=kv_memory, **options))
+
+    return plan(num_blocks * BLOCK_SIZE * plan(None).kv_bytes_per_token)
+
+
+@contextlib.contextmanager
+def _engines(plan: MemoryPlan, least_blocks: int, roomy_blocks: int) -> Iterator[tuple[LLM, LLM, _Pressure | None]]:
+    """One engine with the small pool, one with room for all; on a CPU the former's pool is elastic, under pressure.
+
+    The latter is made last: so the lease of the former, which covers the whole process, has nothing to spare for KV.
+    """
+    from .engine.llm import LLM
+    from .pressure import PrivateDevice
+
+    common: dict[str, Any] = {"device": plan.device, "dtype": "float32", "block_size": BLOCK_SIZE}
+    block_bytes = plan.kv_bytes_per_token * BLOCK_SIZE
+    roomy_bytes = roomy_blocks * block_bytes + _COMPARED_BYTES
+    pressure = None
+    with contextlib.ExitStack() as stack:
+        if plan.device == "cpu":
+            others = _process_bytes() + 2 * plan.weights_bytes + plan.reserve_bytes + roomy_bytes + _SPARE_BYTES
+            capacity = others + plan.kv_bytes + HEADROOM_BYTES
+            private = stack.enter_context(PrivateDevice(capacity, HEADROOM_BYTES))
+            elastic = {"min": least_blocks * block_bytes, "max": plan.kv_bytes}
+            with private.here():
+                tight = stack.enter_context(LLM("demo", **common, kv_memory=elastic, max_step_tokens=MAX_STEP_TOKENS))
+            pressure = _Pressure(tight, private, plan.num_blocks)
+        else:
+            tight = stack.enter_context(
+                LLM("demo", **common, kv_memory=plan.kv_bytes, max_step_tokens=MAX_STEP_TOKENS, share=False)
+            )
+        roomy = stack.enter_context(LLM("demo", **common, kv_memory=roomy_bytes, share=False))
+        yield tight, roomy, pressure
+
+
+def _process_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+class _Pressure:
+    """Recalls half of a pool when it is well filled, as `vram-monitor recall` does, and waits until it may grow again."""
+
+    def __init__(self, llm: LLM, device: PrivateDevice, most_blocks: int) -> None:
+        self._llm, self._device, self._most_blocks = llm, device, most_blocks
+        self._largest = self._smallest = self._grown_before = 0
+        self._course = self._run()
+        self.word = ""  # for the live line
+        self.over = False
+
+    def advance(self) -> None:
+        """Go on with it, as far as that is without waiting."""
+        self._smallest = min(self._smallest, self._memory()["kv_bytes"])
+        self.word = next(self._course, "")
+        self.over = not self.word
+
+    def rows(self) -> dict[str, Any]:
+        """For the closing table."""
+        memory = self._memory()
+        return {
+            "recalls of the pool's memory": memory["recalls"],
+            "pool, KiB before the recall": self._largest // 1024,
+            "pool, KiB after it": self._smallest // 1024,
+            "given back, KiB": memory["given_back_bytes"] // 1024,
+            "grown again, KiB": (memory["grown_bytes"] - self._grown_before) // 1024,
+        }
+
+    def _run(self) -> Iterator[str]:
+        from .allocator.errors import LeaseRefused
+        from .allocator.policy import Rules
+
+        while not self._filled():
+            yield "the tide rises"
+        self._grown_before = self._memory()["grown_bytes"]
+        for _ in range(MOST_RECALLS):  # the first is answered with what libraries keep for later
+            over_bytes = self._memory()["kv_bytes"] - self._largest // 2
+            if over_bytes <= 0:
+                break
+            try:
+                self._device.client.recall(self._memory()["lease"]["name"], over_bytes)
+            except LeaseRefused:  # it holds its minimum
+                break
+            while any(lease.state != "ok" for lease in self._device.leases()):
+                yield "half is recalled"
+        until = time.monotonic() + Rules.of(self._device.capacity_bytes).cooldown_s
+        while time.monotonic() < until:
+            yield "half is recalled"
+
+    def _filled(self) -> bool:
+        """Whether more blocks are in use than will be left, or none any more."""
+        stats = self._llm.stats()
+        self._largest = self._smallest = max(self._largest, stats["memory"]["kv_bytes"])
+        live = stats["blocks"]["live"]
+        return bool(live > FILLED * self._most_blocks or not stats["running"])
+
+    def _memory(self) -> dict[str, Any]:
+        memory: dict[str, Any] = self._llm.stats()["memory"]
+        return memory
+
+
+def _serve(
+    llm: LLM, prompts: list[str], params: list[SamplingParams], live: bool, waves: list[range],
+    pressure: _Pressure | None = None,
+) -> _Run:  # fmt: skip
+    """Stream all prompts, with a line that tells how it goes. The first wave lasts until the pressure is over."""
+    view = _Line(live, pressure)
     outputs: dict[int, RequestOutput] = {}
     began, tokens = time.perf_counter(), 0
-    for chunk in llm.stream(prompts, params):
-        tokens += len(chunk.token_ids)
-        if chunk.output is not None:
-            outputs[chunk.index] = chunk.output
+
+    def look() -> None:
+        if pressure is not None:
+            pressure.advance()
         view.update(llm, len(outputs), len(prompts), tokens / (time.perf_counter() - began))
-    view.end(llm, len(outputs), len(prompts), tokens / (time.perf_counter() - began))
-    return _Run([outputs[i] for i in range(len(prompts))], time.perf_counter() - began, llm.stats())
+
+    for wave in waves:
+        for chunk in llm.stream([prompts[i] for i in wave], [params[i] for i in wave]):
+            tokens += len(chunk.token_ids)
+            if chunk.output is not None:
+                outputs[wave[chunk.index]] = chunk.output
+            look()
+        waits = time.perf_counter()
+        while pressure is not None and not pressure.over:  # all is done before the memory may come back
+            look()
+            time.sleep(0.01)
+        began += time.perf_counter() - waits
+    seconds = time.perf_counter() - began
+    view.end(llm, len(outputs), len(prompts), tokens / seconds)
+    rows = {} if pressure is None else pressure.rows()
+    return _Run([outputs[i] for i in range(len(prompts))], seconds, llm.stats(), rows)
+
+
+def _waves(each: list[int], usable: int) -> list[range]:
+    """Which prompts come together under pressure: first those that need the whole pool of `usable` blocks, then the rest."""
+    first, blocks = 0, 0
+    while first < len(each) and blocks < usable:
+        blocks += each[first]
+        first += 1
+    return [wave for wave in (range(first), range(first, len(each))) if wave]
 
 
 class _Line:
     """The live line: rewritten in place on a terminal, a line every second elsewhere."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self, live: bool, pressure: _Pressure | None = None) -> None:
         self._live = live
+        self._pressure = pressure
+        self._most = 1  # blocks of the pool, so far
         self._tty = sys.stdout.isatty()
         self._next = 0.0
 
@@ -141,20 +297,23 @@ class _Line:
     def _write(self, llm: LLM, done: int, total: int, speed: float) -> None:
         stats = llm.stats()
         used, usable = stats["blocks"]["live"], stats["blocks"]["usable"]
-        filled = round(20 * used / usable)
+        self._most = max(self._most, usable)
+        filled, mapped = round(20 * used / self._most), round(20 * usable / self._most)
+        pool = f"{'#' * filled}{'.' * (mapped - filled)}{' ' * (20 - mapped)}"
         text = (
             f"step {stats['steps']:>4}  done {done:>2}/{total}  running {stats['running']:>2}  waiting {stats['waiting']:>2}"
-            f"  pool [{'#' * filled}{'.' * (20 - filled)}] {used:>4}/{usable}"
-            f"  preempted {stats['preemptions']:>2}  {speed:>5,.0f} tokens/s"
+            f"  pool [{pool}] {used:>4}/{usable:<4} preempted {stats['preemptions']:>2}  {speed:>5,.0f} tokens/s"
         )
+        if self._pressure is not None:
+            text += f"  {self._pressure.word}"
         if self._tty:
             print("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         else:
             print(text, flush=True)
 
 
-def _table(pressed: _Run, free: _Run, need: int) -> dict[str, Any]:
-    stats, usable = pressed.stats, pressed.stats["blocks"]["usable"]
+def _table(pressed: _Run, free: _Run, usable: int, need: int) -> dict[str, Any]:
+    stats = pressed.stats
     same = [a.token_ids == b.token_ids for a, b in zip(pressed.outputs, free.outputs, strict=True)]
     return {
         "device": stats["device"],
@@ -167,6 +326,7 @@ def _table(pressed: _Run, free: _Run, need: int) -> dict[str, Any]:
         "peak blocks used": stats["peak_used_blocks"],
         "blocks of the pool": usable,
         "blocks that all need together": need,
+        **pressed.pressure,
         "preemptions with room for all": free.stats["preemptions"],
         "tokens equal to an unpressured run": all(same),
     }

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -42,7 +42,7 @@ def played_back(
     shown: tuple[int, str, Runs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Runs the demo with the given runs in the place of real ones: (exit status, its JSON)."""
-    monkeypatch.setattr(llm_module, "LLM", Unused)
+    monkeypatch.setattr(demo, "_engines", lambda *_, **__: contextlib.nullcontext((None, None, None)))
 
     def play(pressed: Any, free: Any) -> tuple[int, dict[str, Any]]:
         left = [pressed, free]
@@ -67,9 +67,14 @@ def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, Runs]) -> None:
     assert {o.finish_reason for o in pressed.outputs} <= {"stop", "length"}
     longest_prompt = max(len(o.prompt_token_ids) for o in pressed.outputs)
     assert longest_prompt > demo.MAX_STEP_TOKENS, "no prompt was computed in chunks"
-    assert "the pool has" in out and "] " in out
+    assert "the pool has" in out and "] " in out and "half of the pool is recalled" in out
     assert len([line for line in out.splitlines() if line.startswith("step ")]) >= 2, "no live progress"
+    assert pressed.pressure["recalls of the pool's memory"] >= 1
+    assert 0 < pressed.pressure["pool, KiB after it"] < pressed.pressure["pool, KiB before the recall"]
+    assert pressed.pressure["given back, KiB"] > 0 and pressed.pressure["grown again, KiB"] > 0
+    assert free.pressure == {}
     table = out[out.rindex("  device ") :]
+    assert all(f"  {name:<36}{value:>12,}" in table for name, value in pressed.pressure.items())
     assert f"preemptions{stats['preemptions']:>37,}" in table
     assert "tokens equal to an unpressured run           yes" in table
     flat = " ".join(out.split())
@@ -88,6 +93,7 @@ def test_as_json(shown: tuple[int, str, Runs], played_back: Callable[..., tuple[
     assert told["steps"] == pressed.stats["steps"]
     assert 0 < told["peak blocks used"] <= told["blocks of the pool"] < told["blocks that all need together"]
     assert [o["text"] for o in told["outputs"]] == [o.text for o in pressed.outputs]
+    assert pressed.pressure.items() <= told.items()
 
 
 @pytest.mark.parametrize("which", ["the pressed run", "the other run"])
@@ -132,23 +138,34 @@ def test_numbers_that_make_no_demo(capsys: pytest.CaptureFixture[str]) -> None:
         assert err.startswith("pagetide: ") and message in err and err.count("\n") == 1
 
 
-class Unused:
-    """An engine that is measured and not used."""
+class Recorded:
+    """An engine that only notes how it was made."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    made: ClassVar[list[dict[str, Any]]] = []
 
-    def __enter__(self) -> Unused:
+    def __init__(self, *_: Any, **options: Any) -> None:
+        self.made.append(options)
+
+    def __enter__(self) -> Recorded:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def tokenize(self, prompt: str) -> list[int]:
-        return [5] * len(prompt.split())
 
-    def stats(self) -> dict[str, Any]:
-        return {"kv_bytes_per_token": 8192, "max_model_len": 1024, "blocks": {"usable": 100}}
+def test_where_the_pool_is_one_allocation_there_is_no_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: a pool of fixed size, on nobody's private device."""
+    plan = replace(demo._plan("cpu", 100), device="cuda")
+    monkeypatch.setattr(llm_module, "LLM", Recorded)
+    monkeypatch.setattr(Recorded, "made", [])
+    with demo._engines(plan, least_blocks=10, roomy_blocks=200) as (_, _, pressure):
+        assert pressure is None
+    assert (Recorded.made[0]["kv_memory"], Recorded.made[0]["share"]) == (plan.kv_bytes, False)
+
+
+def test_the_first_wave_fills_the_pool() -> None:
+    assert demo._waves([5, 5, 5, 5], usable=11) == [range(3), range(3, 4)]
+    assert demo._waves([5, 5], usable=10) == demo._waves([5, 5], usable=99) == [range(2)]
 
 
 class Terminal(io.StringIO):

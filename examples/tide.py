@@ -1,0 +1,524 @@
+"""The tide: two engines and a stranger share one device's memory, and a picture of who held what over time.
+
+    python examples/tide.py --seconds 60 --output docs/images/tide
+
+A test device of host memory; two engines with the bundled model, each a process with one core, fed by a bursty trace (the
+second ahead of the first, so that their bursts alternate); and a process that takes and returns memory and
+knows nothing of them. When all is done, the same requests are served again with room for all, by a second engine in each
+process, and the outputs are compared. Writes PREFIX.png and PREFIX.svg and prints a table. Needs the extra "examples" for
+the picture.
+
+Without the folder of traces (azure2023_code_0-20min.csv) a synthetic trace as bursty is used: see `synthetic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pagetide.monitor.units import MIB
+from pagetide.pressure import PrivateDevice, Stranger
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACE = "azure2023_code_0-20min.csv"
+TRACE_S = 1200.0
+SHIFT = 0.15  # of the trace, by which the second engine is ahead: its bursts come in the gaps of the first
+PER_SECOND = 2.5  # requests of each engine, on average: the trace is thinned to that
+CONTEXT_DIVISOR, MOST_PROMPT, LEAST_PROMPT = 5, 880, 16  # tokens; the model's context is 1,024
+LEAST_OUTPUT, MOST_OUTPUT = 8, 96
+
+NAMES = ("engine A", "engine B")
+KV_MIN, KV_MAX = 16 * MIB, 384 * MIB
+COMPARED_MIN, COMPARED_MAX = 16 * MIB, 512 * MIB
+SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
+HEADROOM = 48 * MIB
+GROWTH = 128 * MIB  # what leases and stranger contend for, above the engines' minimums
+IDLE_S = 0.5
+MAX_STEP_TOKENS = 512
+STAYS = ((0.15, 0.34, 0.6), (0.60, 0.82, 0.8))  # of the stranger: from, until (shares of the time), share of GROWTH
+PIECE, PIECE_S = 40 * MIB, 0.25  # of the stranger, less than the headroom; and the time between two
+SAMPLE_S = 0.05
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
+STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}  # large tensors go back when freed (glibc)
+TRIAL_CAPACITY = 8 * 1024 * MIB  # nothing of it is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: when it comes, and its lengths in tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Who held what at one time; bytes of both engines in order."""
+
+    at_s: float
+    other: tuple[int, ...]  # programs and weights
+    kv: tuple[int, ...]
+    stranger: int
+    granted: int
+
+
+@dataclass(slots=True)
+class Tide:
+    """All that was seen. Filled by `run`."""
+
+    seconds: float
+    capacity: int
+    headroom: int
+    samples: list[Sample] = field(default_factory=list)
+    engines: list[dict[str, Any]] = field(default_factory=list)  # what each engine told at its end
+    pieces: int = 0  # that the stranger took
+    refused: int = 0  # that did not fit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, draw, print. Returns 0 when every request was served and unchanged."""
+    parser = argparse.ArgumentParser(description="Two engines and a stranger share one device's memory.")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with the trace")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that the trace is compressed to (default 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default 0)")
+    parser.add_argument("--output", type=Path, default=Path("tide"), metavar="PREFIX", help="of PREFIX.png, PREFIX.svg")
+    args = parser.parse_args(argv)
+    if not args.seconds >= 1:
+        parser.error(f"--seconds must be at least 1, got {args.seconds:g}")
+    _pyplot()  # before a minute's work, not after it
+    traces, source = load(args.data, args.seconds)
+    print(
+        f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True
+    )
+    tide = run(traces, args.seconds, args.seed)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    draw(tide, args.output)
+    return report(tide)
+
+
+# ---- the load -----------------------------------------------------------------------------------
+
+
+def load(folder: Path, seconds: float) -> tuple[list[list[Arrival]], str]:
+    """The arrivals of both engines, and where they come from."""
+    file = folder / TRACE
+    if not file.is_file():
+        return [synthetic(seconds, ahead) for ahead in (0.0, SHIFT)], "a synthetic trace"
+    rows = []
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            rows.append((at, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+    first = rows[0][0]
+    turns = [((at - first) / TRACE_S, prompt, output) for at, prompt, output in rows]
+    return [_compressed(turns, seconds, ahead) for ahead in (0.0, SHIFT)], TRACE
+
+
+def synthetic(seconds: float, ahead: float) -> list[Arrival]:
+    """As bursty: per turn 4 bursts, each a tenth of it, in which all of 3,600 requests come, prompts log-normal around
+    1,400 tokens (sigma 1.1), outputs around 13 (sigma 0.9); thinned and scaled like the real one.
+    """
+    rng = random.Random(1)
+    turns = []
+    for _ in range(3600):
+        burst, within = rng.choice((0.15, 0.45, 0.70, 0.90)), rng.betavariate(1, 3) / 10
+        turns.append((burst + within, int(rng.lognormvariate(7.24, 1.1)), int(rng.lognormvariate(2.56, 0.9))))
+    return _compressed(sorted(turns), seconds, ahead)
+
+
+def _compressed(turns: list[tuple[float, int, int]], seconds: float, ahead: float) -> list[Arrival]:
+    """(share of the trace's time, tokens in, tokens out) thinned to PER_SECOND, in `seconds`, scaled to the model."""
+    step = max(1, round(len(turns) / (PER_SECOND * seconds)))
+    arrivals = [
+        Arrival(
+            (at - ahead) % 1.0 * seconds,
+            min(MOST_PROMPT, max(LEAST_PROMPT, prompt // CONTEXT_DIVISOR)),
+            min(MOST_OUTPUT, max(LEAST_OUTPUT, output)),
+        )
+        for at, prompt, output in turns[::step]
+    ]
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+# ---- an engine, in a process of its own ----------------------------------------------------------
+
+
+def serve() -> None:
+    """A job on standard input, `ready`, a start time on standard input, and in the end what was seen, as JSON."""
+    from pagetide import LLM, SamplingParams
+
+    job = json.loads(sys.stdin.readline())
+    arrivals = [Arrival(**fields) for fields in job["arrivals"]]
+    common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seqs": 128, "max_step_tokens": MAX_STEP_TOKENS}
+    # The second engine is made when the first has its lease, which covers the whole process and was made with what a process
+    # may come to hold in mind: so that most of this is held, and the first one's KV above its least is contended.
+    with (
+        LLM("demo", **common, kv_memory=job["kv_memory"], idle_s=IDLE_S) as llm,
+        LLM("demo", **common, kv_memory={"min": COMPARED_MIN, "max": COMPARED_MAX}, share=False) as other,
+    ):
+        prompts = _prompts(llm, arrivals, job["seed"])
+        params = [
+            SamplingParams(max_new_tokens=arrival.output_tokens, temperature=0.8, seed=job["seed"] + i, ignore_eos=True)
+            for i, arrival in enumerate(arrivals)
+        ]
+        llm.generate(prompts[0], SamplingParams(max_new_tokens=2), progress=False)
+        memory = llm.stats()["memory"]
+        print(json.dumps(max(memory["lease"]["min_bytes"], memory["base_bytes"] + KV_MIN)), flush=True)
+        began = float(sys.stdin.readline())
+        outputs, told = _serve_trace(llm, arrivals, prompts, params, began)
+        told["memory"] = llm.stats()["memory"]
+        print(json.dumps("done"), flush=True)
+        sys.stdin.readline()  # the others are done too
+        unpressured = other.generate(prompts, params, progress=False)
+    told["failed"] = sum(output.finish_reason not in ("stop", "length") for output in outputs)
+    told["equal"] = sum(a.token_ids == b.token_ids for a, b in zip(outputs, unpressured, strict=True))
+    print(json.dumps(told), flush=True)
+
+
+def _prompts(llm: Any, arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
+    """Pieces of the text that the model has not seen, as long as the trace says."""
+    from pagetide.engine import demo_model
+
+    text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
+    tokens = [token for passage in text.split("\n%%\n") if passage.strip() for token in llm.tokenize(passage.strip())]
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(tokens) - arrival.prompt_tokens) for arrival in arrivals]
+    return [tokens[at : at + arrival.prompt_tokens] for at, arrival in zip(starts, arrivals, strict=True)]
+
+
+def _serve_trace(
+    llm: Any, arrivals: Sequence[Arrival], prompts: list[list[int]], params: list[Any], began: float
+) -> tuple[list[Any], dict[str, Any]]:
+    """Each request as it comes. Returns the outputs, and recalls (second, bytes), first-token times and the like."""
+    due, open_streams = deque(range(len(arrivals))), dict[int, Any]()
+    outputs, recalls = dict[int, Any](), list[tuple[float, int]]()
+    seen = 0
+    while due or open_streams:
+        now = time.monotonic() - began
+        while due and arrivals[due[0]].at_s <= now:
+            open_streams[due[0]] = llm.stream(prompts[due[0]], params[due[0]])
+            due.popleft()
+        if open_streams:
+            oldest = next(iter(open_streams))
+            chunk = next(open_streams[oldest])  # a step, which is everybody's
+            if chunk.output is not None:
+                outputs[oldest] = chunk.output
+                del open_streams[oldest]
+        else:
+            time.sleep(min(0.02, max(0.0, arrivals[due[0]].at_s - now)))
+        memory = llm.stats()["memory"]
+        if memory["recalls"] > seen:
+            seen = memory["recalls"]
+            recalls.append((time.monotonic() - began, memory["recalled_bytes"]))
+    done = [outputs[i] for i in range(len(arrivals))]
+    stats = llm.stats()
+    return done, {
+        "requests": len(done),
+        "seconds": time.monotonic() - began,
+        "arrivals": [arrival.at_s for arrival in arrivals],
+        "recalls": recalls,
+        "preemptions": stats["preemptions"],
+        "tokens": sum(len(output.token_ids) for output in done),
+        "first_token_s": sorted(output.timings.first_token_s or 0.0 for output in done),
+    }
+
+
+class Engine:
+    """This file as the process of an engine."""
+
+    def __init__(self, arrivals: Sequence[Arrival], seed: int, environ: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "engine"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env=os.environ | environ | ONE_CORE | STEADY_HEAP,
+        )  # fmt: skip
+        self.pid = self._process.pid
+        bounds = {"min": KV_MIN, "max": KV_MAX}
+        self.tell({"arrivals": [asdict(arrival) for arrival in arrivals], "seed": seed, "kv_memory": bounds})
+
+    def tell(self, message: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildProcessError(f"an engine has ended with status {self._process.wait()}; it said why above")
+        return json.loads(line)
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether `hear` returns at once."""
+        import select
+
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
+    """Both engines and the stranger on one device, until the last request is done."""
+    capacity = len(traces) * _minimum_bytes(seed) + GROWTH + HEADROOM
+    engines: list[Engine] = []
+    with Stranger() as stranger, PrivateDevice(capacity, HEADROOM, stranger) as device:
+        try:
+            for number, trace in enumerate(traces):
+                engines.append(Engine(trace, seed + 100_000 * number, device.environ))
+            for engine in engines:
+                engine.hear()
+            tide = Tide(seconds, capacity, HEADROOM)
+            time.sleep(SETTLE_S)
+            _watch(tide, engines, device, stranger)
+            for engine in engines:
+                engine.hear()
+            print("comparing with the same requests and room for all ...", flush=True)
+            for engine in engines:
+                engine.tell("go")
+            tide.engines = [engine.hear() for engine in engines]
+        finally:
+            for engine in engines:
+                engine.close()
+    return tide
+
+
+def _minimum_bytes(seed: int) -> int:
+    """What one engine holds at least: a process with torch, weights, the least KV. Asked of one on trial."""
+    with PrivateDevice(TRIAL_CAPACITY, HEADROOM) as device:
+        engine = Engine([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
+        try:
+            return int(engine.hear())
+        finally:
+            engine.close()
+
+
+def _watch(tide: Tide, engines: Sequence[Engine], device: PrivateDevice, stranger: Stranger) -> None:
+    """Start the trace; sample and move the stranger until the engines are done."""
+    began = time.monotonic() + 0.2
+    for engine in engines:
+        engine.tell(began)
+    visits, due = Visits(tide, device, stranger), began
+    while not all(engine.has_spoken for engine in engines) or time.monotonic() - began < tide.seconds:
+        at_s = time.monotonic() - began
+        visits.advance(at_s)
+        tide.samples.append(_sample(at_s, engines, device, stranger))
+        due = max(due + SAMPLE_S, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+    stranger.hold(0)
+
+
+def _sample(at_s: float, engines: Sequence[Engine], device: PrivateDevice, stranger: Stranger) -> Sample:
+    leases = {lease.pid: lease for lease in device.leases()}
+    kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
+    other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
+    return Sample(at_s, other, kv, _resident(stranger.pid), sum(lease.granted_bytes for lease in leases.values()))
+
+
+def _resident(pid: int) -> int:
+    import psutil
+
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+class Visits:
+    """The stranger's: piece by piece up to what it wants, and in pieces down again."""
+
+    def __init__(self, tide: Tide, device: PrivateDevice, stranger: Stranger) -> None:
+        self._tide, self._device, self._stranger = tide, device, stranger
+        self._next_s = 0.0
+
+    def advance(self, at_s: float) -> None:
+        """Do what is due."""
+        share = at_s / self._tide.seconds
+        wanted = int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0))
+        held = self._stranger.held_bytes
+        if at_s < self._next_s or abs(wanted - held) < MIB:
+            return
+        self._next_s = at_s + PIECE_S
+        if wanted < held:
+            self._stranger.hold(max(wanted, held - PIECE))
+        elif self._device.free_bytes() >= (piece := min(PIECE, wanted - held)):
+            self._stranger.hold(held + piece)
+            self._tide.pieces += 1
+        else:
+            self._tide.refused += 1  # what a driver would answer
+
+
+# ---- what came of it ------------------------------------------------------------------------------
+
+
+def report(tide: Tide) -> int:
+    """Print the table. Returns 0 when every request was served and unchanged."""
+    rows: list[tuple[str, list[str]]] = [("", list(NAMES))]
+    for name, value in (
+        ("requests", lambda told: f"{told['requests']:,}"),
+        ("failed", lambda told: f"{told['failed']:,}"),
+        ("outputs as without pressure", lambda told: f"{told['equal']:,}"),
+        ("tokens generated", lambda told: f"{told['tokens']:,}"),
+        ("tokens per second", lambda told: f"{told['tokens'] / told['seconds']:,.1f}"),
+        ("seconds to the first token, median", lambda told: f"{_middle(told['first_token_s']):.2f}"),
+        ("preemptions", lambda told: f"{told['preemptions']:,}"),
+        ("recalls", lambda told: f"{told['memory']['recalls']:,}"),
+        ("given back", lambda told: f"{told['memory']['given_back_bytes'] / MIB:,.0f} MiB"),
+        ("grown", lambda told: f"{told['memory']['grown_bytes'] / MIB:,.0f} MiB"),
+    ):
+        rows.append((name, [value(told) for told in tide.engines]))
+    print()
+    for title, cells in rows:
+        print(f"  {title:<36}" + "".join(f"{cell:>14}" for cell in cells))
+    most = max(sum(sample.other) + sum(sample.kv) + sample.stranger for sample in tide.samples)
+    print(f"\n  the stranger took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit")
+    print(f"  held at most {most / MIB:,.0f} of {tide.capacity / MIB:,.0f} MiB")
+    whole = all(told["failed"] == 0 and told["equal"] == told["requests"] for told in tide.engines)
+    return 0 if whole else 1
+
+
+def _middle(values: Sequence[float]) -> float:
+    return values[len(values) // 2]
+
+
+def _pyplot() -> Any:
+    """matplotlib's, drawing into files."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit('the picture needs matplotlib: pip install "pagetide[examples]"') from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "tide", "font.family": "DejaVu Sans", "font.size": 9}
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def draw(tide: Tide, prefix: Path) -> None:
+    """PREFIX.png and PREFIX.svg: the bytes that each held, one above the other, over time."""
+    pyplot = _pyplot()
+    samples = tide.samples[:: max(1, len(tide.samples) // MOST_POINTS)]
+    times = [sample.at_s for sample in samples]
+    other = _calm([sum(sample.other) / MIB for sample in samples])
+    kv = [[sample.kv[number] / MIB for sample in samples] for number in range(len(NAMES))]
+    stranger = [sample.stranger / MIB for sample in samples]
+    bottom, top = min(other) - 70, tide.capacity / MIB
+    figure, (sea, beach) = pyplot.subplots(
+        2, 1, figsize=(9.2, 5.2), sharex=True, height_ratios=(1, 0.13), gridspec_kw={"hspace": 0.06}
+    )
+    bands = [other, *kv, stranger]
+    areas = sea.stackplot(times, *bands, colors=COLOURS, step="post", linewidth=0)
+    for area in areas[1:]:
+        area.set_edgecolor("white")
+        area.set_linewidth(0.6)
+    sea.axhline(top, color=INK, linewidth=1)
+    sea.axhline((tide.capacity - tide.headroom) / MIB, color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
+    sea.set_ylim(bottom, top + 12)
+    sea.set_xlim(0, max(times))
+    for name, edge, below in (("capacity", top, 6), ("headroom: for whoever comes", top - tide.headroom / MIB, -3)):
+        sea.text(max(times) * 0.995, edge - abs(below), name, ha="right", va="top", color=INK, fontsize=8)
+    _label(sea, times, bands, bottom)
+    _mark_recalls(sea, tide, times, bands)
+    _draw_arrivals(beach, tide)
+    sea.set_ylabel("MiB held")
+    sea.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    sea.set_title("Two engines and a stranger on one device", loc="left", fontsize=12, color=INK, pad=10)
+    for axes in (sea, beach):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, colors=INK)
+    sea.tick_params(labelbottom=False)
+    for kind in ("png", "svg"):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(f"{prefix}.{kind}", dpi=170, bbox_inches="tight", facecolor="white", metadata=metadata)
+    pyplot.close(figure)
+
+
+MOST_POINTS = 600
+INK = "#3b4654"
+COLOURS = ("#dfe4ea", "#3f7cac", "#7fb7a6", "#e3a368")  # programs, engine A, engine B, the stranger
+DARK = ("#6b7683", "#ffffff", "#12362e", "#5a3410")  # words on them
+
+
+def _label(sea: Any, times: list[float], bands: list[list[float]], bottom: float) -> None:
+    """Each band's name where the band is thickest."""
+    names = ("programs and weights of both engines (axis is cut)", "KV of engine A", "KV of engine B", "stranger")
+    for number, name in enumerate(names):
+        upper = [sum(sums) for sums in zip(*bands[: number + 1], strict=True)]
+        lower = (
+            [max(bottom, top - band) for top, band in zip(upper, bands[number], strict=True)] if number else [bottom]
+        )
+        if number == 0:
+            sea.text(
+                times[-1] / 2, (bottom + min(upper)) / 2, name, ha="center", va="center", color=DARK[0], fontsize=9
+            )
+            continue
+        reach = len(times) * len(name) // 200  # half of what the words take
+        places = range(reach, len(times) - reach)
+        room = {i: (max(lower[i - reach : i + reach]), min(upper[i - reach : i + reach])) for i in places}
+        place = max(places, key=lambda i, room=room: room[i][1] - room[i][0])
+        under, over = room[place]
+        if over - under > 12:
+            sea.text(times[place], (under + over) / 2, name, ha="center", va="center", color=DARK[number], fontsize=9)
+
+
+def _calm(values: list[float]) -> list[float]:
+    """The median of each value and its neighbours: a process and its pool are not measured at the same instant."""
+    return [sorted(values[max(0, i - 4) : i + 5])[len(values[max(0, i - 4) : i + 5]) // 2] for i in range(len(values))]
+
+
+def _mark_recalls(sea: Any, tide: Tide, times: list[float], bands: list[list[float]]) -> None:
+    """A triangle at the upper edge of the engine's band where it was recalled."""
+    import bisect
+
+    for number, told in enumerate(tide.engines):
+        points = []
+        for at_s, _ in told["recalls"]:
+            place = min(len(times) - 1, bisect.bisect(times, at_s - 0.1))
+            points.append((at_s, sum(band[place] for band in bands[: number + 2])))
+        if points:
+            sea.scatter(
+                *zip(*points, strict=True), marker="v", s=26, color=INK, edgecolor="white", linewidth=0.6, zorder=3,
+                label="recall" if number == 0 else None,
+            )  # fmt: skip
+    if any(told["recalls"] for told in tide.engines):
+        sea.scatter([], [], marker="v", s=26, color=INK, edgecolor="white", linewidth=0.6, label="memory recalled")
+        handles, labels = sea.get_legend_handles_labels()
+        sea.legend(
+            handles[-1:], labels[-1:], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8,
+            labelcolor=INK, handletextpad=0.1,
+        )  # fmt: skip
+
+
+def _draw_arrivals(beach: Any, tide: Tide) -> None:
+    """A stroke for each request."""
+    for number, told in enumerate(tide.engines):
+        beach.vlines(
+            told["arrivals"], 0.56 - 0.5 * number, 0.96 - 0.5 * number, color=COLOURS[1 + number], linewidth=0.7
+        )
+    beach.set_ylim(0, 1)
+    beach.set_yticks([0.76, 0.26], ["requests to A", "to B"])
+    beach.set_xlabel("seconds", color=INK)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["engine"]:
+        serve()
+    else:
+        sys.exit(main())

@@ -1,0 +1,68 @@
+"""A device of our own and a stranger on it: real processes, a real broker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from monitors import wait_until
+
+from pagetide.allocator.lease import Lease
+from pagetide.monitor.errors import MonitorFailed
+from pagetide.monitor.runtime_dir import VARIABLE, own_dir
+from pagetide.monitor.units import MIB
+from pagetide.monitor.watching import watch
+from pagetide.pressure import PrivateDevice, Stranger
+
+
+def test_the_stranger_holds_what_it_is_told() -> None:
+    with Stranger() as stranger:
+        process = psutil.Process(stranger.pid)
+        before = process.memory_info().rss
+        for wanted, held in ((8, 8), (24, 24), (12, 24), (8, 8), (0, 0)):  # whole pieces: of 8 and 16 MiB
+            stranger.hold(wanted * MIB)
+            assert stranger.held_bytes == held * MIB
+            assert abs(process.memory_info().rss - before - held * MIB) < MIB
+    assert not process.is_running()
+
+
+def test_a_stranger_that_was_killed_is_told() -> None:
+    with Stranger() as stranger:
+        psutil.Process(stranger.pid).kill()
+        with pytest.raises((ChildProcessError, BrokenPipeError)):
+            stranger.hold(MIB)
+
+
+def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/somewhere/else")
+    capacity, headroom = 4096 * MIB, 64 * MIB
+    with Stranger() as stranger, PrivateDevice(capacity, headroom, stranger) as device:
+        folder = Path(device.environ[VARIABLE])
+        assert own_dir(os.environ | device.environ).path == folder
+        with device.here(), watch() as watched:
+            assert watched.directory.path == folder
+            (info,) = watched.devices()
+            pid = watched.monitor_pid
+            mine = psutil.Process().memory_info().rss
+            lease = Lease.register(
+                device.socket, name="mine", device_uuid=info.uuid, min_bytes=mine + 64 * MIB, max_bytes=None, weight=1.0,
+                priority=0, granule_bytes=MIB, held_bytes=mine,
+            )  # fmt: skip
+            try:
+                assert lease.wait_granted(mine + 64 * MIB, 30)
+                assert [(view.name, view.pid) for view in device.leases()] == [("mine", os.getpid())]
+                stranger.hold(32 * MIB)
+                wait_until(lambda: device.free_bytes() < capacity - mine - 16 * MIB, "the stranger was measured")
+            finally:
+                lease.close()
+        assert os.environ[VARIABLE] == "/somewhere/else"
+        assert psutil.pid_exists(pid)
+    assert not folder.parent.exists()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_device_that_cannot_be_says_why() -> None:
+    with Stranger() as stranger, pytest.raises(MonitorFailed, match="at least 1 byte"):
+        PrivateDevice(0, 0, stranger)
