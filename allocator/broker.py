@@ -103,7 +103,7 @@ class Broker:
         self._listener = listen(self._path, gid=self._gid)
         self._identity = os.stat(self._path)
         if succeeds:
-            self._books.trust_from_ns = self._clock() + int(self._grace_s * 1e9)
+            self._books.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info("a broker was here before; its engines have %g s to come back", self._grace_s)
         self._loop = asyncio.get_running_loop()
         self._resume_accepting()

@@ -88,7 +88,7 @@ class Books:
     ) -> None:
         """See `Broker`."""
         self.epoch = secrets.randbits(53)
-        self.trust_from_ns = 0  # before this, engines that are not registered yet may look like strangers
+        self.decide_from_ns = 0  # before this, engines that are not back yet look like strangers
         self.entries: dict[int, Entry] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
@@ -239,8 +239,7 @@ class Books:
                 for entry in entries
                 if entry.connection is not None
             }
-            trusted = memory.at_ns >= self.trust_from_ns
-            ledger.measured(memory.total_bytes, memory.free_bytes, bounds, memory.at_ns, trusted=trusted)
+            ledger.measured(memory.total_bytes, memory.free_bytes, bounds, memory.at_ns)
             book.measured_ns = memory.at_ns
         for entry in entries:
             entry.readings.append((now_ns, sums[entry.lease_id]))
@@ -279,7 +278,7 @@ class Books:
         for entry in self._entries_of(book):
             self._read(entry)
         now_ns = self._clock()
-        return () if now_ns < self.trust_from_ns else book.ledger.settle(now_ns)
+        return () if now_ns < self.decide_from_ns else book.ledger.settle(now_ns)
 
     def _publish(self) -> None:
         """Renew the views, and say once of a recall that it is overdue."""

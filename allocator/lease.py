@@ -290,7 +290,8 @@ class Lease:
     def answer_unmapped(self, keep_bytes: int) -> None:
         """No more than `keep_bytes` are held, nor will be without a new grant. The answer to a recall, or of one's own will.
 
-        Below the minimum the grant does not fall. Raises ValueError while more is held.
+        Below the minimum the grant does not fall. Without a recall it takes back the last ask too. Raises ValueError while
+        more is held.
         """
         with self._lock:
             self._check_open()

@@ -101,8 +101,13 @@ class Ledger:
         self.state.tenants[lease_id].free_bytes = free_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
-        """The lease holds so much now, and no more until a new grant: its grant falls, though not below its minimum."""
+        """The lease holds so much now, and no more until a new grant: its grant falls, though not below its minimum.
+
+        Who gives back without a recall does not want what he asked for any more.
+        """
         tenant = self.state.tenants[lease_id]
+        if not tenant.recalls:
+            tenant.demand = None
         tenant.granted_bytes = min(tenant.granted_bytes, max(held_bytes, tenant.min_bytes))
         tenant.held_bytes = min(tenant.held_bytes, tenant.granted_bytes)
         tenant.recalls = tuple(recall for recall in tenant.recalls if recall.target_bytes < tenant.granted_bytes)
@@ -182,13 +187,8 @@ class Ledger:
 
     # ---- what is measured -----------------------------------------------------------------------
 
-    def measured(
-        self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], at_ns: int, *, trusted: bool = True
-    ) -> None:
-        """The device was measured at `at_ns`, and each lease held what its bounds say at that instant.
-
-        Not `trusted`: engines that are not registered yet may look like strangers, so nobody is recalled for them.
-        """
+    def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], at_ns: int) -> None:
+        """The device was measured at `at_ns`, and each lease held what its bounds say at that instant."""
         state = self.state
         state.capacity_bytes, state.used_bytes = capacity_bytes, capacity_bytes - free_bytes
         for tenant in state.tenants.values():
@@ -199,11 +199,10 @@ class Ledger:
         self._measured_ns = at_ns
         self._shrink_reaped()
         foreign = max(0, state.used_bytes - sum(tenant.upper_bytes for tenant in state.tenants.values()))
-        state.foreign_bytes = min(foreign, self._previous_foreign or 0) if trusted else 0
-        self._previous_foreign = foreign if trusted else None
+        state.foreign_bytes = min(foreign, self._previous_foreign or 0)
+        self._previous_foreign = foreign
         state.base_bytes = min(state.base_bytes, foreign)
-        if trusted:
-            self._add_peak(at_ns, state.foreign_bytes)
+        self._add_peak(at_ns, state.foreign_bytes)
 
     def unmeasured(self) -> None:
         """The device does not say how much is free: nothing is decided until it does."""

@@ -222,11 +222,11 @@ class _Pressure:
             yield "half is recalled"
 
     def _filled(self) -> bool:
-        """Whether more blocks are in use than will be left, or none any more."""
+        """Whether more blocks are in use than will be left, or nobody is there any more who could use them."""
         stats = self._llm.stats()
         self._largest = self._smallest = max(self._largest, stats["memory"]["kv_bytes"])
         live = stats["blocks"]["live"]
-        return bool(live > FILLED * self._most_blocks or not stats["running"])
+        return bool(live > FILLED * self._most_blocks or not (stats["running"] or stats["waiting"]))
 
     def _memory(self) -> dict[str, Any]:
         memory: dict[str, Any] = self._llm.stats()["memory"]

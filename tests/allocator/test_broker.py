@@ -193,6 +193,21 @@ async def test_what_an_engine_unmaps_is_granted_without_a_new_measurement(bench:
 
 
 @on_a_bench
+async def test_a_measurement_from_before_a_lease_says_nothing_about_it(bench: Bench) -> None:
+    """What is used may all be a stranger's: on a test device the engine is counted from now on."""
+    a = await bench.engine("a")
+    bench.numbers.used = 300
+    await bench.tick()
+    bench.numbers.age_ns = 10_000_000
+    bench.clock.advance(0.015)
+    await bench.engine("b", held_bytes=300)
+    await a.say(wire.Ask(880, 600_000))
+    assert view(bench, "a").granted_bytes == 280
+    await bench.tick()
+    assert view(bench, "a").granted_bytes == 580  # it was b's
+
+
+@on_a_bench
 async def test_the_source_of_numbers_is_told_whose_memory_is_an_engines(bench: Bench) -> None:
     a = await bench.engine("a")
     assert bench.engines[-1] == {os.getpid()}
@@ -311,7 +326,8 @@ async def test_an_engine_that_was_cut_off_goes_on_with_what_it_holds(bench: Benc
 async def test_an_engine_may_be_back_before_its_old_sockets_end_is_read(bench: Bench) -> None:
     old = await bench.engine("a", 800, held_bytes=800)
     new = Channel(bench.path)
-    new.send(wire.Register("a", DEVICE, 800, None, 1.0, 0, 10, 800))  # read first: the loop goes by descriptor
+    await bench.pump()
+    new.send(wire.Register("a", DEVICE, 800, None, 1.0, 0, 10, 800))  # read first, since it came first
     old.close()
     await bench.pump()
     assert [type(message) for message in new.receive()] == [wire.Registered]

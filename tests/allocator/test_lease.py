@@ -174,31 +174,13 @@ def test_no_more_is_held_than_granted(folder: Path) -> None:
         assert a.held_bytes == 100
 
 
-def test_waiting_threads_are_woken_by_events_and_by_the_end(folder: Path) -> None:
-    with broker_thread(folder / "broker", Numbers()):
-        a, seen = lease(folder / "broker"), []
-
-        def wait() -> None:
-            try:
-                while True:
-                    seen.extend(a.wait(600))
-            except LeaseClosed as error:
-                seen.append(error)
-
-        threads = [threading.Thread(target=wait) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for target in (10, 20, 30):
-            a.ask(target, expires_s=600)
-            wait_until(lambda target=target: Granted(target) in seen, "the grant")
-        assert select.select([a], [], [], 0)[0] == []
-        before = len(os.listdir("/proc/self/fd"))
-        a.close()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        assert [type(event) for event in seen[-2:]] == [LeaseClosed, LeaseClosed]
-        assert len(os.listdir("/proc/self/fd")) <= before - 2
+def test_the_minimum_stays_granted(folder: Path) -> None:
+    with broker_thread(folder / "broker", Numbers()) as broker, lease(folder / "broker", low=100) as a:
+        a.ask(500)
+        assert a.wait_granted(500, 30)
+        a.answer_unmapped(0)
+        assert a.granted_bytes == 100
+        wait_until(lambda: broker.leases()[0].granted_bytes == 100, "the ledger's fall")
 
 
 def test_the_descriptor_tells_when_to_poll(folder: Path) -> None:
@@ -344,6 +326,49 @@ def test_a_report_is_sent_once(folder: Path, false_broker: FalseBroker) -> None:
         assert [false_broker.hear(), false_broker.hear()] == [wire.Report({"kv": 10}, 5), wire.Report({"kv": 10}, 6)]
         with pytest.raises(ValueError, match=r"report.held.kv must be"):
             a.report({"kv": -1}, 0)
+
+
+def test_waiting_threads_are_woken_by_events_and_by_the_end(folder: Path, false_broker: FalseBroker) -> None:
+    a, seen = engine_of(false_broker, folder), []
+
+    def wait() -> None:
+        try:
+            while True:
+                seen.extend(a.wait(600))
+        except LeaseClosed as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(101, 110):
+        false_broker.say(wire.Grant(1, generation(number), number))
+        wait_until(lambda number=number: Granted(number) in seen, "the grant")
+    before = len(os.listdir("/proc/self/fd"))
+    a.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert [type(event) for event in seen[-2:]] == [LeaseClosed, LeaseClosed]
+    assert len(os.listdir("/proc/self/fd")) <= before - 2
+
+
+def test_a_map_that_runs_while_the_broker_changes_is_bracketed_in_the_new_record(
+    folder: Path, false_broker: FalseBroker
+) -> None:
+    with engine_of(false_broker, folder) as a:
+        with a.bracket(100):
+            pass
+        with a.bracket(400):
+            false_broker.socket.close()
+            wait_for(a, Lost)
+            thread = threading.Thread(target=false_broker.serve, args=(400,))
+            thread.start()
+            wait_for(a, Rejoined)
+            thread.join()
+            assert false_broker.request.held_bytes == 400
+            assert bounds_between(false_broker.record.read(), false_broker.record.read()) == (100, 400)
+        assert bounds_between(false_broker.record.read(), false_broker.record.read()) == (400, 400)
 
 
 @pytest.mark.parametrize("harm", [b"\0\0\0\4null", b"\x7f\0\0\0", wire.to_frame(wire.Done())], ids=repr)

@@ -402,6 +402,24 @@ def test_recalls_are_cumulative_and_the_grant_falls_by_answers_alone() -> None:
     assert device.granted(1) == 0
 
 
+def test_who_gives_back_unasked_does_not_want_it_any_more() -> None:
+    device = Device()
+    device.lease(1)
+    device.lease(2)
+    device.ask(1, 500)
+    device.run(2)
+    device.unmap(1, 200)
+    assert device.run(5) == []
+    device.ask(1, 880)
+    device.run(2)
+    device.ask(2, 440)
+    device.run(1)  # a recall, served at once: it wants the rest still
+    device.ledger.ask(2, 0, 0)
+    device.unmap(2, 0)
+    device.run(5)
+    assert device.grants() == {1: 880, 2: 0}
+
+
 def test_a_grant_does_not_fall_below_the_minimum() -> None:
     device = Device()
     device.lease(1, low=300)
@@ -684,6 +702,7 @@ def test_a_limit_below_use_is_deferred_and_the_grant_follows_the_answers() -> No
     device.unmap(1, 600)
     assert device.run(10) == [] and device.granted(1) == 600
     device.unmap(1, 450)
+    device.ask(1, 5000)
     assert device.run(10) == [Grant(1, 500, 50)]
     assert device.ledger.limit(1, 10_000) == 0
     device.run(10)
@@ -739,6 +758,18 @@ def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() ->
     assert device.run(200) == []
     device.stranger = 100
     assert device.run(200) == [Grant(1, 780, 300)]
+
+
+def test_a_reservation_is_not_for_strangers_who_have_left() -> None:
+    device = Device()
+    device.stranger = 100
+    device.lease(1)
+    device.run(3)
+    device.ledger.reserve(7, 300)
+    device.stranger = 0
+    device.ask(1, 5000)
+    device.run(200)
+    assert device.granted(1) == 580
 
 
 def test_a_reservation_that_can_never_be_is_refused_with_the_numbers() -> None:
