@@ -29,7 +29,7 @@ _TRAINING = "python train.py --config finetune.yaml --bf16 --resume"
 _TENANTS = (
     (40961, 62.4, "compute", "ada", "python serve.py --model llama-3.1-8b", "llama-8b"),
     (41877, 21.0, "compute", "grace", _TRAINING, None),
-    (52340, 0.6, "graphics", "root", "/usr/lib/xorg/Xorg -core :0 -seat seat0 -auth /run/lightdm/root/:0", None),
+    (52340, 0.6, "graphics", "root", "/usr/lib/xorg/Xorg -core :0 -seat seat0 -auth /run/lightdm/:0", None),
 )
 _LIGHTER = (
     (40988, 104.5, "compute", "ada", "python serve.py --model qwen3-32b", "qwen3-32b"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,3 +196,14 @@ def test_the_live_line_is_rewritten_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     silent.update(Still(), 1, 16, 1.0)  # type: ignore[arg-type]
     silent.end(Still(), 1, 16, 1.0)  # type: ignore[arg-type]
     assert terminal.getvalue() == text
+
+
+def test_in_a_process_of_its_own_the_pool_is_recalled_and_grows_again() -> None:
+    command = [sys.executable, "-P", "-m", "pagetide", "demo", "--device", "cpu", *SMALLER, "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["recalls of the pool's memory"] >= 1
+    assert 0 < told["pool, KiB after it"] < told["pool, KiB before the recall"]
+    assert told["given back, KiB"] > 0 and told["grown again, KiB"] > 0
+    assert told["tokens equal to an unpressured run"] is True
