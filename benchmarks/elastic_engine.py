@@ -81,7 +81,7 @@ class Rig:
             if missing > 0:
                 self._have_granted(missing * self.extent_bytes)
             began = time.perf_counter()
-            moved = scheduler.grow(missing) if missing > 0 else scheduler.give_back_idle(-missing)
+            moved = scheduler.grow(missing) if missing > 0 else scheduler.give_back(-missing)
             self.core.step()
             took = time.perf_counter() - began
             assert moved == abs(missing) and len(self.engine.arena.mapped_extents) == num_extents, "no such pool"

@@ -41,3 +41,16 @@ class BlockTables:
     def of(self, row: int) -> Int32:
         """The blocks of `row`: a view, valid until the row changes."""
         return self.blocks[row, : self.lengths[row]]
+
+    def entries(self, rows: Index) -> tuple[Index, Index]:
+        """The row and the slot of every entry that `rows` have, in their order."""
+        lengths = self.lengths[rows]
+        of_rows = np.repeat(rows, lengths)
+        return of_rows, np.arange(len(of_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+    def of_all(self, rows: Index) -> Int32:
+        """The blocks of `rows`, one row's behind another's."""
+        if len(rows) == 1:
+            return self.of(int(rows[0]))
+        blocks: Int32 = self.blocks[self.entries(rows)]
+        return blocks

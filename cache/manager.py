@@ -154,11 +154,16 @@ class CacheManager:
         copies = BlockCopies(np.array(sources, np.int32), fresh) if rest else None
         return Extension(tuple(updates), copies)
 
-    def release(self, row: int) -> None:
-        """Give up the blocks of `row` and empty its tables."""
+    def held_blocks(self, rows: Index) -> Index:
+        """Blocks in the tables of each of `rows`, all groups together. Read-only."""
+        held: Index = sum((table.lengths[rows] for table in self.tables), np.zeros(len(rows), np.int64))
+        return held
+
+    def release(self, rows: Index) -> None:
+        """Give up the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
-            self.allocator.release(table.of(row))
-            table.lengths[row] = 0
+            self.allocator.release(table.of_all(rows))
+            table.lengths[rows] = 0
 
     def grow(self, extents: Iterable[int]) -> None:
         """`extents` have memory now. Raises BlockMisuse unless all were unmapped."""
@@ -217,10 +222,7 @@ def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> Tabl
 
 def _moved(table: BlockTables, places: Int32) -> TableUpdate:
     """Let every entry whose block moved name its new place."""
-    holding = np.flatnonzero(table.lengths)
-    lengths = table.lengths[holding]
-    rows = np.repeat(holding, lengths)  # a row and a slot for every entry there is
-    slots = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    rows, slots = table.entries(np.flatnonzero(table.lengths))
     blocks = places[table.blocks[rows, slots]]
     hits = np.flatnonzero(blocks)
     rows, slots, blocks = rows[hits], slots[hits], blocks[hits]

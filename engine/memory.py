@@ -29,8 +29,8 @@ from ..scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 16 * MIB  # mapped, or moved, in one step while requests run: milliseconds on a host
-UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds too
+SLICE_BYTES = 16 * MIB  # mapped, or moved, in the first step that does so while requests run; see `Slice` for the next
+UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds
 _LOOK_S = 0.02  # how often demand is worked out while blocks are short
 _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
@@ -48,6 +48,27 @@ class MemoryStats:
     given_back_bytes: int = 0
     refused: int = 0
     lost_brokers: int = 0
+
+
+class Slice:
+    """Bytes that one step may copy, or map, while requests run: as many as take most of the time that a step takes without.
+
+    So a step takes less than twice as long for them, and what is done in slices not much more than twice as long as at once,
+    whatever a step and a copy take on this machine. It learns from steps that had a whole slice to do.
+    """
+
+    SHARE = 0.75  # of a step's own time
+
+    def __init__(self, least_bytes: int) -> None:
+        self.num_bytes = SLICE_BYTES
+        self._least_bytes = least_bytes
+
+    def took(self, num_bytes: int, step_s: float, plain_s: float) -> None:
+        """A step with so much to do took `step_s`, where one without takes `plain_s`."""
+        if num_bytes < self.num_bytes // 2 or not plain_s:
+            return
+        aim = self.num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8)
+        self.num_bytes = int(max(self._least_bytes, self.num_bytes / 2, min(aim, self.num_bytes * 2)))
 
 
 class EngineMemory:
@@ -97,10 +118,12 @@ class EngineMemory:
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._grow_at = 0.0
         self._needed_at = clock()  # when all that is mapped was needed last
-        self._settled_at = -math.inf  # when the last step ended
+        self._began_at = self._settled_at = -math.inf  # of the last step
         self._alone = True  # nobody made steps before the one that is prepared
-        self._preempting = 1  # extents that were taken from who runs in the last step of a recall
-        self._moved_blocks = 0  # of the scheduler's counter, when they were
+        self._plain_s = 0.0  # what a step takes that has nothing to copy or map; 0 while there was none
+        self._moved_blocks = 0  # of the scheduler's counter, after the last step
+        self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
+        self._mapping = Slice(arena.extent_bytes)
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
         self._report()
 
@@ -108,7 +131,7 @@ class EngineMemory:
 
     def prepare(self) -> None:
         """Decide what the next plan maps and unmaps."""
-        now = self._clock()
+        now = self._began_at = self._clock()
         self._alone = now - self._settled_at >= _ALONE_S
         self._listen()
         scheduler = self._scheduler()
@@ -206,7 +229,6 @@ class EngineMemory:
         """Serve a recall: a slice of it while requests run. Returns whether there is one to serve."""
         over = self._over_recall(scheduler)
         if over <= 0:
-            self._preempting, self._moved_blocks = 1, scheduler.stats.moved_blocks
             return False
         assert self.lease is not None and self.lease.recall is not None
         if self._trimmed_for != self.lease.recall.target_bytes:  # first what nobody notices
@@ -216,15 +238,14 @@ class EngineMemory:
             over = self._over_recall(scheduler)
             if over <= 0:  # that was enough
                 return False
-        given = scheduler.give_back_idle(min(over, self._idle_slice(scheduler)))
-        if given < over and not scheduler.idle_extents:  # the rest is in use
-            scheduler.give_back(min(over - given, self._preempting_slice(scheduler)))
+        scheduler.make_idle(over)
+        scheduler.give_back(min(over, self._unmap_slice(scheduler)))
         return True
 
     def _shed_excess(self, scheduler: Scheduler) -> bool:
         """Above a limit: what is idle goes, nobody is preempted, and the rest goes as requests end."""
-        over = min(self._excess(scheduler), self._slice(scheduler))
-        return over > 0 and scheduler.give_back_idle(over) > 0
+        over = min(self._excess(scheduler), self._unmap_slice(scheduler))
+        return over > 0 and scheduler.give_back(over) > 0
 
     def _excess(self, scheduler: Scheduler) -> int:
         """Extents above a limit, or above the grant, where the process has outgrown it by whole extents beside its pool.
@@ -239,39 +260,23 @@ class EngineMemory:
             excess = min(excess, scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks()))
         return excess
 
-    def _slice(self, scheduler: Scheduler) -> int:
-        """Extents that may move in the next step: all, where nobody waits for its end."""
+    def _map_slice(self, scheduler: Scheduler) -> int:
+        """Extents that may be mapped in the next step: all, where nobody waits for its end."""
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
-        return max(1, SLICE_BYTES // self._extent_bytes)
+        return max(1, self._mapping.num_bytes // self._extent_bytes)
 
-    def _idle_slice(self, scheduler: Scheduler) -> int:
+    def _unmap_slice(self, scheduler: Scheduler) -> int:
         """Extents, of those that nobody needs, that may go in the next step: as many as have no more than a slice to move."""
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
         allocator = scheduler.cache.allocator
         plan = allocator.plan_drain(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = self._slice_blocks(scheduler)
+        most = max(1, self._copying.num_bytes * allocator.blocks_per_extent // self._extent_bytes)
         if len(plan.moves) <= most:
-            return len(plan.extents)
+            return max(1, len(plan.extents))
         too_far = plan.moves[most] // allocator.blocks_per_extent  # moves stand in the order of the extents
         return max(1, plan.extents.tolist().index(too_far))
-
-    def _preempting_slice(self, scheduler: Scheduler) -> int:
-        """Extents that the next step may take from who runs. What will have to move then is known only afterwards: twice as
-        many as last time, while little had to.
-        """
-        if self._alone or not scheduler.num_running:
-            return self._arena.num_extents
-        moved, self._moved_blocks = scheduler.stats.moved_blocks - self._moved_blocks, scheduler.stats.moved_blocks
-        most = max(1, UNMAP_SLICE_BYTES // self._extent_bytes)
-        little = moved <= self._slice_blocks(scheduler)
-        self._preempting = min(most, 2 * self._preempting) if little else max(1, self._preempting // 2)
-        return self._preempting
-
-    def _slice_blocks(self, scheduler: Scheduler) -> int:
-        """Blocks that may move in the next step."""
-        return max(1, SLICE_BYTES * scheduler.cache.blocks_per_extent // self._extent_bytes)
 
     def _short(self, scheduler: Scheduler) -> bool:
         """Whether blocks may soon be short: somebody waits, or fewer are free than there are sequences."""
@@ -287,7 +292,7 @@ class EngineMemory:
             return
         room = self._allowed_extents() - scheduler.num_extents
         if room > 0 and now >= self._grow_at:
-            scheduler.grow(min(missing, room, self._slice(scheduler)))
+            scheduler.grow(min(missing, room, self._map_slice(scheduler)))
         if missing > room and self.lease is not None and now >= self._ask_at:
             self._ask_at = now + _ASK_S
             self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
@@ -298,7 +303,7 @@ class EngineMemory:
         spare = scheduler.num_extents - wanted
         if spare <= 0:
             self._needed_at = now
-        elif not scheduler.give_back_idle(min(spare, self._slice(scheduler))):
+        elif not scheduler.give_back(min(spare, self._unmap_slice(scheduler))):
             self._needed_at = now  # nothing of it is idle: look again after another while
 
     def _wanted_extents(self, scheduler: Scheduler) -> int:
@@ -318,6 +323,7 @@ class EngineMemory:
         mapped = self._arena.mapped_bytes
         now = self._settled_at = self._clock()
         changed = mapped != self._mapped_bytes
+        self._learn(now - self._began_at, max(0, mapped - self._mapped_bytes), changed)
         if changed:
             self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
             self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)
@@ -329,6 +335,20 @@ class EngineMemory:
             self._base_at = now + _BASE_S
             self._report()
         self._answer()
+
+    def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
+        """What the step's copying and mapping cost, for the size of the next slices."""
+        moved = self._scheduler().stats.moved_blocks - self._moved_blocks
+        self._moved_blocks += moved
+        if self._alone:
+            return
+        if moved:
+            moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
+            self._copying.took(moved_bytes, step_s, self._plain_s)
+        elif grown_bytes:
+            self._mapping.took(grown_bytes, step_s, self._plain_s)
+        elif not changed:
+            self._plain_s += (step_s - self._plain_s) / (8 if self._plain_s else 1)
 
     def _report(self) -> None:
         """Tell the broker what is held, by class, and how much of it could go at once."""

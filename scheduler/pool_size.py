@@ -54,6 +54,11 @@ class PoolSize:
         """Extents that `give_back` would have if nobody held a block."""
         return len(self._growing) + len(self.cache.drainable_extents)
 
+    def missing_blocks(self, num_extents: int) -> int:
+        """Blocks that somebody has to give up before `give_back` has so many extents, no more than are removable."""
+        from_pool = num_extents - len(self._growing)
+        return 0 if from_pool <= 0 else from_pool * self.cache.blocks_per_extent - self.cache.available
+
     def grow(self, num_extents: int) -> int:
         """Ask for up to `num_extents` more, as far as the limit and the reserved pool go. Returns how many."""
         allowed = max(0, min(num_extents, self.most_extents - self.num_extents))

@@ -12,7 +12,7 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
   place in the queue and is computed again. The last one running ends, with reason "length", when the pool may not hold
   what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only small at the moment it waits too.
-- Between steps the pool can grow and give extents back (pool_size.py): idle ones first, then by preempting as above.
+- Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
 `schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
 """
@@ -148,6 +148,7 @@ class Scheduler:
         self._plan: Plan | None = None
         self._blocked = False  # nothing changed since the head of the queue was last refused
         self._admits = True  # False for the step after somebody was preempted to give his blocks back
+        self._withheld = 0  # free blocks that no newcomer may have in the next step: they are to be given back
         self._numbers = itertools.count()
         self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
@@ -272,7 +273,7 @@ class Scheduler:
 
     @property
     def idle_extents(self) -> int:
-        """Extents that `give_back_idle` would have. Read-only."""
+        """Extents that `give_back` would have. Read-only."""
         return self._size.idle_extents
 
     def running_blocks(self) -> int:
@@ -301,10 +302,10 @@ class Scheduler:
         self._check_turn(num_extents)
         grown = self._size.grow(num_extents)
         if grown:  # what was on its way out can be had at once
-            self._blocked, self._admits = False, True
+            self._blocked, self._admits, self._withheld = False, True, 0
         return grown
 
-    def give_back_idle(self, num_extents: int) -> int:
+    def give_back(self, num_extents: int) -> int:
         """Let the next plan unmap up to `num_extents` extents that nobody needs. Returns how many it will.
 
         Empty extents go first; then those with the fewest live blocks, which move into holes elsewhere.
@@ -314,25 +315,24 @@ class Scheduler:
         given, moved = self._size.give_back(num_extents)
         if moved:
             self._changes.tables.append(moved)
+        self._withheld = max(0, self._withheld - given * self.cache.blocks_per_extent)
         return given
 
-    def give_back(self, num_extents: int) -> int:
-        """As `give_back_idle`; where that is not enough, whoever is last in order is preempted until it is.
+    def make_idle(self, num_extents: int) -> None:
+        """Preempt whoever is last in order until `give_back` would have `num_extents`, or nobody runs.
 
-        Returns how many: fewer only where the pool has no more, or blocks are in the middle of a move. Where somebody was
-        preempted the next step admits nobody, so that a pool which is given back slice by slice does not compute for a step
-        what it preempts in the next.
+        No newcomer has these in the next step, so that a pool can be given back slice by slice; where somebody was preempted
+        it admits nobody at all, not to compute for a step what the next call preempts.
         """
         self._check_turn(num_extents)
         self._end_marked()
         due = min(num_extents, self._size.removable_extents)
-        victims, preemptions = sorted(self._running.values()), self.stats.preemptions
-        while victims and self._size.idle_extents < due:
-            self._preempt(victims.pop())
-        given = self.give_back_idle(due)
-        if given and self.stats.preemptions > preemptions:
+        while self._running and (missing := self._size.missing_blocks(due)) > 0:
+            victims = sorted(self._running.values(), reverse=True)
+            held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
+            self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
             self._admits = False
-        return given
+        self._withheld = due * self.cache.blocks_per_extent
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
@@ -350,6 +350,8 @@ class Scheduler:
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
         if self._waiting and not self._blocked and settled and self._admits:
             chunks += self._admit(budget)
+        if self._withheld:
+            self._withheld, self._blocked = 0, False
         self._admits = True
         self._plan = self._build(decodes, chunks)
         return self._plan
@@ -418,7 +420,7 @@ class Scheduler:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
-                self._preempt(victim)  # alone it waits for the pool to grow
+                self._preempt([victim])  # alone it waits for the pool to grow
             else:
                 self._end(victim, "length")  # the pool may not: this is as long as it can get
         return short
@@ -462,14 +464,14 @@ class Scheduler:
             return False
         if not self._running or not self.limits.forecast:
             return True
-        usable = min(self.cache.usable, self.limit_blocks)
+        usable = min(self.cache.usable - self._withheld, self.limit_blocks)
         return self._peak([sequence]) <= usable - self.cache.counts().in_flight
 
     @property
     def _room(self) -> int:
-        """Blocks that a newcomer can have: free ones, as far as the limit is above what is in use."""
+        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above what is in use."""
         available = self.cache.available
-        return min(available, self.limit_blocks - (self.cache.usable - available))
+        return min(available - self._withheld, self.limit_blocks - (self.cache.usable - available))
 
     def _peak(self, newcomers: list[_Sequence]) -> int:
         """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time."""
@@ -573,14 +575,14 @@ class Scheduler:
             self._prefilling = [s for s in self._prefilling if s not in done]
             self._decoding = np.append(self._decoding, np.array([s.row for s in done]))
 
-    def _preempt(self, sequence: _Sequence) -> None:
-        """Take row and blocks back; the sequence waits at its old place, with its tokens, to be computed again."""
-        self.stats.preemptions += 1
-        assert sequence.row is not None
-        self.stats.recomputed_tokens += int(self.rows.computed[sequence.row])
-        sequence.preemptions += 1
-        sequence.tokens = self._leave_row(sequence)
-        heapq.heappush(self._waiting, sequence)
+    def _preempt(self, victims: list[_Sequence]) -> None:
+        """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
+        self.stats.preemptions += len(victims)
+        self.stats.recomputed_tokens += int(self.rows.computed[[s.row for s in victims]].sum())
+        self._leave_rows(victims)
+        for sequence in victims:
+            sequence.preemptions += 1
+            heapq.heappush(self._waiting, sequence)
 
     def _end_if_due(self, sequence: _Sequence, token: int) -> None:
         sampling, row = sequence.request.sampling, sequence.row
@@ -599,7 +601,7 @@ class Scheduler:
     def _end(self, sequence: _Sequence, reason: FinishReason, error: str | None = None) -> None:
         request = sequence.request
         if sequence.row is not None:
-            sequence.tokens = self._leave_row(sequence)
+            self._leave_rows([sequence])
         elif sequence in self._aside:
             self._aside.remove(sequence)
         else:
@@ -613,19 +615,19 @@ class Scheduler:
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
         self._changes.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
 
-    def _leave_row(self, sequence: _Sequence) -> Int32:
-        row = sequence.row
-        assert row is not None
-        self.cache.release(row)
+    def _leave_rows(self, sequences: list[_Sequence]) -> None:
+        """Give up rows and blocks; the sequences keep their tokens."""
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        self.cache.release(np.array(rows))
         self._blocked = False
-        del self._running[row]
-        self._changes.released.append(row)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-        else:
-            self._decoding = self._decoding[self._decoding != row]
-        sequence.row = None
-        return self.rows.leave(row)
+        self._changes.released += rows
+        self._decoding = self._decoding[~np.isin(self._decoding, rows)]
+        for sequence, row in zip(sequences, rows, strict=True):
+            del self._running[row]
+            sequence.tokens = self.rows.leave(row)
+            sequence.row = None
+        if self._prefilling:
+            self._prefilling = [s for s in self._prefilling if s.row is not None]
 
 
 def _merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:

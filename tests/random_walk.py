@@ -97,10 +97,11 @@ def turn(world: World, rng: np.random.Generator) -> None:
         scheduler.grow(max(0, most - scheduler.num_extents))
     elif kind < 0.65:
         preemptions, idle = scheduler.stats.preemptions, scheduler.idle_extents
-        assert min(n, idle) <= scheduler.give_back_idle(n) <= n
+        assert min(n, idle) <= scheduler.give_back(n) <= n
         assert scheduler.stats.preemptions == preemptions
     elif kind < 0.8:
         before = scheduler.num_extents
+        scheduler.make_idle(n)
         assert scheduler.give_back(n) == before - scheduler.num_extents <= n
     elif kind < 0.9:
         scheduler.limit_blocks = int(rng.integers(0, world.cache.capacity + 5))

@@ -27,7 +27,7 @@ def test_extend_covers_tokens_by_whole_blocks():
     )
     assert len(cache.extend(rows(2), rows(64)).tables[0].blocks) == 0
     assert cache.extend(rows(2), rows(65)).tables[0].slots.tolist() == [4]
-    cache.release(2)
+    cache.release(np.array([2]))
     assert cache.counts().live == 0
 
 
@@ -63,7 +63,7 @@ def test_groups_have_tables_of_their_own():
     assert (len(first), len(second), len(set(first + second))) == (2, 2, 4)
     assert cache.blocks_for(6) == 4
     assert cache.extend(rows(1), rows(9)) is None
-    cache.release(0)
+    cache.release(np.array([0]))
     assert cache.available == 8
 
 
@@ -79,10 +79,10 @@ def test_fork_shares_full_blocks_and_copies_the_last():
     assert cache.allocator.references(parent).tolist() == [3, 3, 1]
     assert cache.counts().live == 5
     cache.check_invariants()
-    cache.release(0)
+    cache.release(np.array([0]))
     assert (cache.counts().live, cache.allocator.references(parent[:2]).tolist()) == (4, [2, 2])
-    cache.release(1)
-    cache.release(2)
+    cache.release(np.array([1]))
+    cache.release(np.array([2]))
     assert cache.counts().live == 0
 
 
@@ -106,7 +106,7 @@ def test_conservation_under_fuzz(seed):
     for _ in range(5_000):
         row, kind = int(rng.integers(num_rows)), rng.random()
         if row in tables and kind < 0.3:
-            cache.release(row)
+            cache.release(np.array([row]))
             del tables[row], tokens[row]
         elif row in tables and kind < 0.5 and len(tables) < num_rows:
             child = next(r for r in range(num_rows) if r not in tables)
@@ -128,7 +128,7 @@ def test_conservation_under_fuzz(seed):
         cache.check_invariants()
         assert {r: cache.tables[0].of(r).tolist() for r in tables} == tables
     for row in list(tables):
-        cache.release(row)
+        cache.release(np.array([row]))
     assert cache.counts().free == 32
 
 
@@ -149,7 +149,7 @@ def test_shrink_moves_shared_blocks_in_every_table():
     cache.extend(rows(0), rows(12))  # blocks 1 .. 3
     cache.extend(rows(1), rows(10))  # blocks 4 .. 6
     cache.fork(1, 2, 10)  # shares 4 and 5, copies 6 to 7
-    cache.release(0)
+    cache.release(np.array([0]))
     shrink = cache.shrink(2)
     assert (shrink.extents.tolist(), shrink.copies) == ([3, 2], None)
     shrink = cache.shrink(1)
@@ -157,7 +157,7 @@ def test_shrink_moves_shared_blocks_in_every_table():
     cache.keep([2])
     assert cache.shrink(1).extents.tolist() == [2]
     cache.unmapped([2, 3])
-    cache.release(2)  # block 7 goes, 4 and 5 are row 1's alone
+    cache.release(np.array([2]))  # block 7 goes, 4 and 5 are row 1's alone
     cache.fork(1, 2, 8)
     shrink = cache.shrink(1)
     assert shrink.extents.tolist() == [1]
@@ -183,7 +183,7 @@ def test_shrink_moves_blocks_of_every_group():
     cache = CacheManager(12, 4, 2, 64, num_groups=2, blocks_per_extent=3)
     cache.extend(rows(0), rows(12))  # blocks 1 .. 3 and 4 .. 6
     cache.extend(rows(1), rows(4))  # 7 and 8
-    cache.release(0)
+    cache.release(np.array([0]))
     shrink = cache.shrink(3)
     assert (shrink.extents.tolist(), shrink.copies.sources.tolist()) == ([3, 1, 2], [7, 8])
     assert [update.rows.tolist() for update in shrink.tables] == [[1], [1]]
@@ -270,7 +270,7 @@ class Elastic(RuleBasedStateMachine):
     @rule(row=st.integers(0, 4))
     def release(self, row):
         if self.tokens.pop(row, None) is not None:
-            self.cache.release(row)
+            self.cache.release(np.array([row]))
             self.writes = [write for write in self.writes if write[0] != row]
 
     @rule(n=st.integers(1, 8))

@@ -137,7 +137,7 @@ def test_resizing_at_random_changes_no_token(family):
         assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling)
         all_stats.append(engine.scheduler.stats)
         engine.arena.full = engine.arena.stubborn = False
-        engine.scheduler.give_back_idle(ALL)
+        engine.scheduler.give_back(ALL)
         engine.core.step()
         assert engine.arena.mapped_extents == {0}
         engine.check_memory()
@@ -152,9 +152,10 @@ def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, F
         n = int(rng.integers(1, 6))
         match rng.integers(6):
             case 0:
+                engine.scheduler.make_idle(n)
                 engine.scheduler.give_back(n)
             case 1 | 2:
-                engine.scheduler.give_back_idle(n)
+                engine.scheduler.give_back(n)
             case 3 | 4:
                 engine.scheduler.grow(n)
         engine.arena.full, engine.arena.stubborn = rng.random() < 0.05, rng.random() < 0.05
@@ -171,7 +172,7 @@ def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, F
 )
 def test_memory_comes_before_the_copies_and_goes_after_them(kept, order, monkeypatch):
     engine = half_done()
-    assert 0 < engine.scheduler.give_back_idle(3) < 5
+    assert 0 < engine.scheduler.give_back(3) < 5
     engine.scheduler.grow(kept)  # what was to go stays then, but for its blocks, which move all the same
     del engine.arena.order[:]
     runner = engine.core.runner
@@ -198,7 +199,7 @@ def half_done() -> ElasticEngine:
 
 def test_an_idle_engine_is_resized_by_a_step_without_chunks():
     engine = ElasticEngine(model(), num_mapped=16)
-    engine.scheduler.give_back_idle(ALL)
+    engine.scheduler.give_back(ALL)
     assert engine.core.has_work
     assert engine.core.step().tokens == []
     assert not engine.core.has_work
@@ -222,6 +223,7 @@ def test_what_the_device_refuses_is_told_and_stops_nothing():
     assert results[-1].refused == "OutOfDeviceMemory: asked for 32,768 bytes of memory, 0 bytes are free"
     engine.check_memory()
     engine.arena.full, engine.arena.stubborn = False, True
+    engine.scheduler.make_idle(3)
     given = engine.scheduler.give_back(3)
     engine.core.step()
     assert (given, results[-1].unmapped.tolist()) == (3, [results[-1].unmapped.min()])
@@ -234,7 +236,7 @@ def test_what_the_device_refuses_is_told_and_stops_nothing():
 @pytest.mark.parametrize("what", ["the copies fail", "books and arena differ", "an interrupt"])
 def test_a_step_that_breaks_while_it_moves_memory_ends_all_and_the_engine_goes_on(what, monkeypatch, caplog):
     engine = half_done()
-    assert engine.scheduler.give_back_idle(3) > 0
+    assert engine.scheduler.give_back(3) > 0
     assert engine.scheduler.grow(5) > 0
     error = {"the copies fail": RuntimeError, "an interrupt": KeyboardInterrupt}.get(what, BlockMisuse)
     if what == "books and arena differ":

@@ -97,7 +97,7 @@ def test_an_idle_pool_goes_and_comes_back():
     world.add("a", 30, max_new=6)
     world.run()
     assert world.scheduler.idle_extents == 9
-    assert world.scheduler.give_back_idle(100) == 9
+    assert world.scheduler.give_back(100) == 9
     assert world.cache.available == 3, "from now on nothing is allocated there"
     assert world.cache.counts().draining == 36
     world.step()
@@ -119,7 +119,7 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
     world.add("b", 9, max_new=1, arrival=1.0)
     world.step()
     assert world.used == 5
-    assert world.scheduler.give_back_idle(1) == 1
+    assert world.scheduler.give_back(1) == 1
     world.step()
     assert (resized(world), world.plans[-1].copies) == (([], [3]), None)
     world.add("c", 17, max_new=2, arrival=2.0)  # 6 and 7, then extent 2
@@ -127,7 +127,7 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
     world.step()
     world.step()
     assert world.scheduler.num_running == 1
-    assert world.scheduler.give_back_idle(3) == 1, "6 blocks of 11 are live: one extent's worth is free"
+    assert world.scheduler.give_back(3) == 1, "6 blocks of 11 are live: one extent's worth is free"
     plan = world.schedule()
     assert (plan.resize.unmap.tolist(), plan.copies) == ([2], None)
     world.finish(plan)
@@ -138,7 +138,7 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
 def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
     world = half_done()
     assert world.scheduler.idle_extents == 3, "15 blocks are free"
-    assert world.scheduler.give_back_idle(2) == 2
+    assert world.scheduler.give_back(2) == 2
     assert world.cache.available == 15 - 8
     plan = world.schedule()
     assert len(plan.copies.sources) == 2, "each of the two has one live block"
@@ -155,7 +155,7 @@ def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
 
 def test_a_request_may_end_while_its_blocks_are_moved():
     world = half_done()
-    world.scheduler.give_back_idle(7)
+    world.scheduler.give_back(7)
     for name in ("r0", "r4", "r6"):
         world.scheduler.abort(name)
     world.add("new", 20, max_new=4)
@@ -175,9 +175,11 @@ def test_giving_back_preempts_the_last_in_order_and_no_more_than_it_must():
         world.add(f"r{i}", 21, max_new=20, arrival=float(i), priority=priority)  # 6 blocks each
     world.step()
     assert (world.used, world.cache.available, world.scheduler.idle_extents) == (24, 7, 1)
+    world.scheduler.make_idle(3)
     assert world.scheduler.give_back(3) == 3
     assert world.scheduler.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
     assert world.cache.available == 1
+    world.scheduler.make_idle(1)
     assert world.scheduler.give_back(1) == 1
     assert world.scheduler.waiting_ids == ["r3", "r1"]
     world.step()
@@ -194,6 +196,7 @@ def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
     world.add("a", 21, max_new=20, arrival=0.0)  # 6 blocks
     world.add("b", 41, max_new=20, arrival=1.0)  # 11 blocks
     world.step()
+    world.scheduler.make_idle(4)
     assert world.scheduler.give_back(4) == 4
     world.add("c", 5, max_new=2, arrival=2.0)
     world.step()
@@ -206,12 +209,49 @@ def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
     world.check_outputs()
 
 
+def test_what_was_made_idle_goes_slice_by_slice_and_to_no_newcomer():
+    world = elastic(8)
+    world.add("a", 21, max_new=30, arrival=0.0)  # 6 blocks of 31
+    world.step()
+    world.add("b", 37, max_new=2, arrival=1.0)  # 10 blocks, of which 9 are left in the end
+    for left in (4, 3, 2, 1):
+        world.scheduler.make_idle(left)
+        assert world.scheduler.give_back(1) == 1
+        world.step()
+        assert world.scheduler.waiting_ids == ["b"], "it would be computed for one step, and preempted in the next"
+    assert world.scheduler.stats.preemptions == 0
+    assert world.scheduler.idle_extents == 2
+    world.add("first", 9, max_new=2, priority=-1)
+    world.step()
+    assert world.scheduler.waiting_ids == ["b"]
+    assert "first" in world.started
+    world.scheduler.grow(4)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_what_was_made_idle_and_not_given_back_can_be_had_a_step_later():
+    world = elastic(8)
+    world.add("a", 21, max_new=30, arrival=0.0)
+    world.step()
+    world.add("b", 61, max_new=2, arrival=1.0)  # 16 blocks of the 25 that are free
+    world.scheduler.make_idle(5)
+    world.step()
+    assert world.scheduler.waiting_ids == ["b"]
+    world.step()
+    assert world.scheduler.waiting_ids == [], "it is not forgotten that it may fit now"
+    world.run()
+    world.check_outputs()
+
+
 def test_all_can_be_given_back_but_the_null_blocks_extent():
     world = elastic(5)
     for i in range(3):
         world.add(f"r{i}", 21, max_new=20, arrival=float(i))
     for _ in range(3):
         world.step()
+    world.scheduler.make_idle(5)
     assert world.scheduler.give_back(5) == 4
     world.step()
     assert (world.cache.counts().mapped, world.scheduler.num_running) == (3, 0)
@@ -229,6 +269,7 @@ def test_aborted_requests_blocks_are_given_back_before_anyone_is_preempted():
     world.add("b", 33, max_new=20, arrival=1.0)
     world.step()
     world.scheduler.abort("b")
+    world.scheduler.make_idle(3)
     assert world.scheduler.give_back(3) == 3
     assert world.scheduler.stats.preemptions == 0
     world.run()
@@ -238,7 +279,7 @@ def test_aborted_requests_blocks_are_given_back_before_anyone_is_preempted():
 def test_what_the_device_does_not_take_back_stays_in_use():
     world = elastic(4)
     world.runner.refuses_unmap = True
-    assert world.scheduler.give_back_idle(3) == 3
+    assert world.scheduler.give_back(3) == 3
     world.step()
     assert world.runner.mapped == {0, 3}, "the fake refuses the last one"
     assert (world.cache.usable, world.cache.counts().draining) == (7, 0)
@@ -252,7 +293,8 @@ def test_a_fixed_pool_is_never_resized():
     world = World(usable=15, block_size=4)
     world.add("a", 20, max_new=10)
     world.step()
-    assert world.scheduler.give_back(3) == world.scheduler.give_back_idle(3) == world.scheduler.grow(3) == 0
+    world.scheduler.make_idle(3)
+    assert world.scheduler.give_back(3) == world.scheduler.grow(3) == 0
     assert world.scheduler.stats.preemptions == 0
     assert not world.schedule().moves_memory
 
@@ -263,17 +305,17 @@ def test_a_fixed_pool_is_never_resized():
 def test_growth_that_was_not_planned_yet_is_called_off_first():
     world = elastic(6, num_mapped=4)
     world.scheduler.grow(2)
-    assert world.scheduler.give_back_idle(3) == 3
+    assert world.scheduler.give_back(3) == 3
     world.step()
     assert resized(world) == ([], [3])
     world.scheduler.grow(1)
-    world.scheduler.give_back_idle(1)
+    world.scheduler.give_back(1)
     assert not world.scheduler.has_work
 
 
 def test_extents_on_their_way_out_are_kept_first():
     world = half_done()
-    assert world.scheduler.give_back_idle(3) == 3
+    assert world.scheduler.give_back(3) == 3
     assert world.scheduler.grow(2) == 2
     assert world.cache.usable == 31 - 4
     plan = world.schedule()
@@ -287,11 +329,11 @@ def test_extents_on_their_way_out_are_kept_first():
 def test_the_pool_is_resized_between_steps_only():
     world = elastic(4)
     plan = world.schedule()
-    for call in (world.scheduler.grow, world.scheduler.give_back_idle, world.scheduler.give_back):
+    for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
         with pytest.raises(OutOfTurn, match="plan 0 is out"):
             call(1)
     world.finish(plan)
-    for call in (world.scheduler.grow, world.scheduler.give_back_idle, world.scheduler.give_back):
+    for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
         with pytest.raises(ValueError, match="-1 extents"):
             call(-1)
 
@@ -312,6 +354,7 @@ def test_plans_that_resize_cross_a_process_border():
     execute = world.runner.execute
     world.runner.execute = lambda plan: pickle.loads(pickle.dumps(execute(pickle.loads(pickle.dumps(plan)))))
     while world.scheduler.has_work:
+        world.scheduler.make_idle(3)
         world.scheduler.give_back(3)
         world.step()
         world.scheduler.grow(3)
@@ -373,7 +416,7 @@ def test_limit_below_use():
     world.add("late", 9, max_new=5, arrival=9.0)
     while world.scheduler.excess_extents:
         spare = (world.cache.usable - world.scheduler.running_blocks()) // 4
-        world.scheduler.give_back_idle(min(world.scheduler.excess_extents, max(0, spare)))
+        world.scheduler.give_back(min(world.scheduler.excess_extents, max(0, spare)))
         world.step()
         assert "late" not in world.started or world.used <= 11
         assert world.scheduler.stats.preemptions == 0
