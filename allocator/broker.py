@@ -270,6 +270,8 @@ class Broker:
                 self._books.report(self._lease(connection), message)
             case wire.Unmapped():
                 self._books.unmapped(self._lease(connection), message)
+            case wire.LowerMin():
+                self._books.lower_min(self._lease(connection), message)
             case wire.Release():
                 self._books.end(self._lease(connection), "it was released", may_return=False)
             case wire.ListLeases():

@@ -23,7 +23,7 @@ from .broker_views import DeviceView, device_view, lease_view, named, user_name
 from .errors import LeaseRefused, NotPermitted, UnknownEngine
 from .lease_record import Bounds, RecordOwner, Sums, bounds_between
 from .ledger import Ledger, Terms
-from .policy import Grant, Order, Ready, Rules
+from .policy import Grant, Order, Ready, Rules, Withdraw
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +148,10 @@ class Books:
         self._books[entry.device_uuid].ledger.unmapped(entry.lease_id, message.held_bytes)
         entry.overdue_told = False
 
+    def lower_min(self, entry: Entry, message: wire.LowerMin) -> None:
+        """The engine needs less at least than it was promised. Raises LeaseRefused for more."""
+        self._books[entry.device_uuid].ledger.lower_min(entry.lease_id, message.min_bytes)
+
     def limit(self, entry: Entry, max_bytes: int) -> wire.LimitSet:
         """Somebody sets the engine's max. Raises LeaseRefused."""
         ledger = self._books[entry.device_uuid].ledger
@@ -270,6 +274,9 @@ class Books:
             if isinstance(order, Grant):
                 entry.generation = generation
                 entry.connection.send(wire.Grant(order.lease_id, generation, order.granted_bytes))
+            elif isinstance(order, Withdraw):
+                entry.overdue_told = False
+                entry.connection.send(wire.Withdraw(order.lease_id, generation))
             else:
                 deadline_ms = wire.milliseconds(order.deadline_s)
                 entry.connection.send(wire.Recall(order.lease_id, generation, order.target_bytes, deadline_ms))

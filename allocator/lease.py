@@ -63,6 +63,11 @@ class Recalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """What was recalled nobody needs any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limited:
     """The max is another now: admit nothing that leads above it, and shrink to it as requests end."""
 
@@ -90,7 +95,7 @@ class Denied:
     error: LeaseRefused
 
 
-Event: TypeAlias = Granted | Recalled | Limited | Lost | Rejoined | Denied
+Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
 
 
 class Lease:
@@ -191,7 +196,7 @@ class Lease:
 
     @property
     def min_bytes(self) -> int:
-        """As registered."""
+        """As registered, or lowered since."""
         return self._request.min_bytes
 
     @property
@@ -286,6 +291,15 @@ class Lease:
         with self._lock:
             self._check_open()
             self._send(wire.Ask(target_bytes, wire.milliseconds(expires_s)))
+
+    def lower_min(self, min_bytes: int) -> None:
+        """No more than `min_bytes` are needed at least. Raises InvalidLease for more than was promised."""
+        with self._lock:
+            self._check_open()
+            if min_bytes > self._request.min_bytes:
+                raise InvalidLease(f"the min of {self.name!r} is {self._request.min_bytes:,} bytes, not {min_bytes:,}")
+            self._request = replace(self._request, min_bytes=min_bytes)
+            self._send(wire.LowerMin(min_bytes))
 
     def answer_unmapped(self, keep_bytes: int) -> None:
         """No more than `keep_bytes` are held, nor will be without a new grant. The answer to a recall, or of one's own will.
@@ -414,6 +428,9 @@ class Lease:
             case wire.Recall(lease_id, generation, target_bytes, deadline_ms) if self._is_news(lease_id, generation):
                 self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
                 return self._recall
+            case wire.Withdraw(lease_id, generation) if self._is_news(lease_id, generation):
+                self._recall = None
+                return Withdrawn()
             case wire.Limit(lease_id, max_bytes) if lease_id == self._lease_id:
                 self._max_bytes = max_bytes
                 return Limited(max_bytes)
@@ -422,7 +439,7 @@ class Lease:
                 if not self._registered:
                     raise error
                 return Denied(error)
-            case wire.Grant() | wire.Recall() | wire.Limit():
+            case wire.Grant() | wire.Recall() | wire.Withdraw() | wire.Limit():
                 return None
             case _:
                 raise ProtocolViolation(f"the broker said {type(message).__name__} unasked")

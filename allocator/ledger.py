@@ -28,10 +28,14 @@ from .policy import (
     Reservation,
     Rules,
     Tenant,
+    Withdraw,
     decide,
 )
 
 _SETTLED_NS = 100_000_000  # of a process that is gone: when nothing came back for so long, nothing more does
+_UNAWARE_NS = (
+    1_000_000_000  # so long an engine may go on to map what it was granted before it sees that its socket was cut
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,16 @@ class Ledger:
         tenant.held_bytes = min(tenant.held_bytes, tenant.granted_bytes)
         tenant.recalls = tuple(recall for recall in tenant.recalls if recall.target_bytes < tenant.granted_bytes)
 
+    def lower_min(self, lease_id: int, min_bytes: int) -> None:
+        """The lease needs no more than this at least. Raises InvalidLease for more than it was promised."""
+        tenant = self.state.tenants[lease_id]
+        if min_bytes > tenant.min_bytes:
+            raise InvalidLease(
+                f"{tenant.name!r} was promised {format_bytes(tenant.min_bytes)}; its min can be lowered, not raised to "
+                f"{format_bytes(min_bytes)}. Start it again with a higher min"
+            )
+        tenant.min_bytes = min_bytes
+
     def limit(self, lease_id: int, max_bytes: int) -> int:
         """Let the lease grow no further than this, nor than it was registered with.
 
@@ -168,17 +182,19 @@ class Ledger:
     def end(self, lease_id: int, now_ns: int, *, may_return: bool = False) -> None:
         """The lease has ended, its memory is not back yet. It stays, reaping, until `reaped` names it.
 
-        `may_return`: nobody knows yet whether the engine is gone, so its memory is waited for as long as the rules say.
-        Say it again once it is.
+        `may_return`: nobody knows yet whether the engine is gone, so its memory is waited for as long as the rules say, and
+        what it was granted counts for as long as it may not know. Say it again once it is.
         """
         tenant = self.state.tenants[lease_id]
         if not tenant.ended:
             tenant.ended = True
             tenant.demand, tenant.recalls = None, ()
-            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # the rest it can never map
             self._reaping[lease_id] = _Reaping(now_ns, may_return, tenant.granted_bytes, now_ns)
-        elif (reaping := self._reaping[lease_id]).may_return and not may_return:
+        reaping = self._reaping[lease_id]
+        if reaping.may_return and not may_return:
             reaping.may_return, reaping.level_ns = False, now_ns
+        if not reaping.may_return:
+            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # the rest it can never map
 
     def drop(self, lease_id: int) -> None:
         """Forget the lease: it goes on as another one, or is reaped."""
@@ -243,6 +259,8 @@ class Ledger:
                 tenant.recalls = (*tenant.recalls, recall)
                 if for_growth:
                     tenant.gave_for_growth_ns = now_ns
+            case Withdraw(lease_id):
+                self.state.tenants[lease_id].recalls = ()
             case Ready(reservation_id):
                 self.state.reservations[reservation_id].ready = True
 
@@ -277,6 +295,9 @@ class Ledger:
             tenant = self.state.tenants[lease_id]
             remains = min(tenant.granted_bytes, left)
             left -= remains
+            tenant.lower_bytes = remains
+            if reaping.may_return and self._measured_ns - reaping.ended_ns < _UNAWARE_NS:
+                continue
             tenant.granted_bytes = tenant.upper_bytes = remains
             if remains <= reaping.level_bytes - tenant.granule_bytes:
                 reaping.level_bytes, reaping.level_ns = remains, self._measured_ns

@@ -149,6 +149,12 @@ class DeviceState:
         """The leases that have not ended."""
         return [tenant for tenant in self.tenants.values() if not tenant.ended]
 
+    @property
+    def promised_bytes(self) -> int:
+        """What is granted: to the living, and of the ended what they may still map, not having seen that they ended."""
+        living = sum(tenant.granted_bytes for tenant in self.living())
+        return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.tenants.values() if t.ended)
+
     def off_the_top(self, foreign_bytes: int) -> int:
         """What strangers hold, and what is reserved for them; memory that a reservation was made for counts once."""
         return max(foreign_bytes, self.base_bytes + self.reserved_bytes if self.reservations else 0)
@@ -160,9 +166,8 @@ class DeviceState:
 
     def room_bytes(self) -> int:
         """What may be granted on the way to a minimum; negative where too much is granted. Needs a measurement."""
-        granted = sum(tenant.granted_bytes for tenant in self.living())
         foreign = self.off_the_top(self.foreign_at_most_bytes)
-        return self.capacity_bytes - self.rules.headroom_bytes - granted - foreign
+        return self.capacity_bytes - self.rules.headroom_bytes - self.promised_bytes - foreign
 
     def growth_room_bytes(self, now_ns: int) -> int:
         """What may be granted above the minimums: it stays below the high mark, and below the strangers' peak."""
@@ -190,26 +195,40 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """What was recalled of the lease, and is overdue, nobody needs any more."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """What was reserved is free."""
 
     reservation_id: int
 
 
-Order: TypeAlias = Grant | Recall | Ready
+Order: TypeAlias = Grant | Recall | Withdraw | Ready
 
 
 def decide(state: DeviceState, now_ns: int) -> tuple[Order, ...]:
     """What to do now; nothing while the device is not measured. Read-only.
 
     A lease with a pending recall gets nothing. One whose recall is overdue counts as immovable: the others are served
-    from what it leaves. So that another may grow a lease gives once, and then rests; for strangers, reservations and
-    minimums it gives whenever it must. No recall goes below a minimum.
+    from what it leaves; once nobody waits and there is room for what it kept, its recalls are withdrawn. So that another may
+    grow a lease gives once, and then rests; for strangers, reservations and minimums it gives whenever it must. No recall
+    goes below a minimum.
     """
     if state.used_bytes is None:
         return ()
     targets = fair_targets(state, now_ns)
-    return (*_ready(state), *_grants(state, targets, now_ns), *_recalls(state, targets, now_ns))
+    grants = tuple(_grants(state, targets, now_ns))
+    return (
+        *_ready(state),
+        *grants,
+        *_recalls(state, targets, now_ns),
+        *_withdrawals(state, grants, now_ns),
+    )
 
 
 def fair_targets(state: DeviceState, now_ns: int) -> dict[int, int]:
@@ -310,8 +329,7 @@ def _order_of_growth(tenant: Tenant, has_bytes: int) -> tuple[int, float, int]:
 
 def _ready(state: DeviceState) -> Iterable[Ready]:
     """Those for which there is room, in the order in which they came: a small one does not pass a big one."""
-    granted = sum(tenant.granted_bytes for tenant in state.living())
-    left = state.capacity_bytes - state.rules.headroom_bytes - granted
+    left = state.capacity_bytes - state.rules.headroom_bytes - state.promised_bytes
     reserved = sum(reservation.num_bytes for reservation in state.reservations.values() if reservation.ready)
     for reservation in state.reservations.values():
         if not reservation.ready:
@@ -370,6 +388,20 @@ def _recalls(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterab
     for tenant in rested:
         if tenant.lease_id in more:
             yield _recall(state, tenant, more[tenant.lease_id], for_growth=True)
+
+
+def _withdrawals(state: DeviceState, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
+    """For those who kept what was recalled, when there is room for it and nobody waits for more than he has."""
+    overdue = [tenant for tenant in state.living() if tenant.overdue(now_ns)]
+    if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
+        return
+    added = {grant.lease_id: grant.added_bytes for grant in grants}
+    if state.growth_room_bytes(now_ns) < sum(added.values()):
+        return
+    for tenant in _movable(state, now_ns):
+        if _could_use(state, tenant, now_ns) > tenant.granted_bytes + added.get(tenant.lease_id, 0):
+            return
+    yield from (Withdraw(tenant.lease_id) for tenant in overdue)
 
 
 def _take(tenants: Iterable[Tenant], surplus: dict[int, int], needed: int) -> dict[int, int]:

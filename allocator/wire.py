@@ -3,8 +3,8 @@
     frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
     payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
 
-    engine    hello ──► register ──────────────► ask ──────► report   unmapped ──► release
-    broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, limit      ◄── refused
+    engine    hello ──► register ──────────────► ask ──────► report   unmapped, lower_min ──► release
+    broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, withdraw, limit    ◄── refused
 
 The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. All
 others are strict: a key too many, one missing, or a value out of its range is a ProtocolViolation, and the connection
@@ -178,6 +178,13 @@ class Unmapped:
 
 
 @dataclass(frozen=True, slots=True)
+class LowerMin:
+    """The engine needs no more than `min_bytes` at least: it is loaded, and took less than it was promised."""
+
+    min_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The lease ends; the connection may stay."""
 
@@ -252,6 +259,14 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """What was recalled nobody needs any more: the engine may keep what it was granted."""
+
+    lease_id: Count
+    generation: Order
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """The engine's max is another now. Above it, it admits nothing new and shrinks as its requests end."""
 
@@ -319,10 +334,10 @@ class Reserved:
 
 
 FromClient = (
-    Hello | Register | Ask | Report | Unmapped | Release | ListLeases | SetLimit | RecallBytes | Reserve
+    Hello | Register | Ask | Report | Unmapped | LowerMin | Release | ListLeases | SetLimit | RecallBytes | Reserve
 )  # fmt: skip
 FromBroker = (
-    Welcome | Registered | Grant | Recall | Limit | Refused | LeaseView | Done | LimitSet | Recalling | Reserved
+    Welcome | Registered | Grant | Recall | Withdraw | Limit | Refused | LeaseView | Done | LimitSet | Recalling | Reserved
 )  # fmt: skip
 Message = FromClient | FromBroker
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..allocator.arena import Arena
-from ..allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined
+from ..allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ..monitor.units import GIB, MIB, format_bytes
 from ..scheduler.scheduler import Scheduler
 
@@ -125,6 +125,9 @@ class EngineMemory:
         self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
         self._mapping = Slice(arena.extent_bytes)
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
+        if lease is not None:  # the promise covered what loading might have taken
+            least = self._planned_bytes + min_extents * self._extent_bytes
+            lease.lower_min(min(lease.min_bytes, least))
         self._report()
 
     # ---- before a step --------------------------------------------------------------------------
@@ -188,6 +191,8 @@ class EngineMemory:
                 )  # fmt: skip
             elif isinstance(event, Granted):
                 log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
+            elif isinstance(event, Withdrawn):
+                log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
             elif isinstance(event, Limited):
                 log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
             elif isinstance(event, Lost):

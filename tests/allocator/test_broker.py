@@ -261,6 +261,37 @@ async def test_an_overdue_recall_is_seen_and_others_are_served(bench: Bench) -> 
 
 
 @on_a_bench
+async def test_an_overdue_recall_that_nobody_needs_any_more_is_withdrawn(bench: Bench) -> None:
+    a = await bench.engine("a", 100)
+    await a.say(wire.Ask(800, 600_000))
+    b = await bench.engine("b", 500)
+    assert [type(message) for message in await a.hear()] == [wire.Recall]
+    await bench.tick(1.5)
+    assert view(bench, "a").state == "overdue"
+    await b.say(wire.Release())
+    await bench.tick()
+    (withdrawn,) = await a.hear()
+    assert isinstance(withdrawn, wire.Withdraw) and withdrawn.lease_id == a.lease_id
+    assert (view(bench, "a").state, view(bench, "a").recall_target_bytes) == ("ok", None)
+    await a.say(wire.Ask(880, 600_000))
+    await bench.tick(3.0)
+    assert view(bench, "a").granted_bytes == 880, "it is an engine like any other again"
+
+
+@on_a_bench
+async def test_a_minimum_can_be_lowered_and_others_may_have_the_difference(bench: Bench) -> None:
+    a = await bench.engine("a", 600)
+    assert await a.say(wire.LowerMin(300)) == []
+    assert view(bench, "a").min_bytes == 300
+    await bench.engine("b", 500)
+    (recall,) = await a.hear()
+    assert isinstance(recall, wire.Recall) and 300 <= recall.target_bytes <= 400
+    (answer,) = await a.say(wire.LowerMin(301))
+    assert isinstance(answer, wire.Refused) and "lowered, not raised" in answer.message
+    assert view(bench, "a").min_bytes == 300
+
+
+@on_a_bench
 async def test_an_overdue_recall_is_logged_once(bench: Bench) -> None:
     with logged() as lines:
         a = await bench.engine("a", 100)
@@ -302,6 +333,8 @@ async def test_a_cut_lease_is_reaped_as_its_memory_is_measured_back(bench: Bench
     assert (view(bench, "a").state, view(bench, "a").granted_bytes) == ("reaping", 600)
     bench.numbers.used = 250
     await bench.tick()
+    assert view(bench, "a").granted_bytes == 600, "its process lives, and may not have seen yet that it was cut"
+    await bench.tick(1.0)
     assert view(bench, "a").granted_bytes == 250
     bench.numbers.used = 0
     await bench.tick()

@@ -40,7 +40,7 @@ from pagetide.allocator.errors import (
     MinimumsExceedCapacity,
     ProtocolMismatch,
 )
-from pagetide.allocator.lease import Denied, Granted, Lease, Limited, Lost, Recalled, Rejoined
+from pagetide.allocator.lease import Denied, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.allocator.lease_record import RecordOwner, bounds_between
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
@@ -259,6 +259,7 @@ def generation(counter: int, epoch: int = 7) -> wire.Generation:
         wire.Grant(1, generation(101, epoch=6), 900),  # of another broker
         wire.Grant(2, generation(101), 900),  # of another lease: the one that ended on this connection
         wire.Recall(1, generation(100), 0, 100),
+        wire.Withdraw(1, generation(99)),
         wire.Limit(2, 5),
     ],
     ids=repr,
@@ -317,6 +318,33 @@ def test_the_record_brackets_what_is_done(folder: Path, false_broker: FalseBroke
         assert bounds() == (190, 190)
         a.report({"kv": 150, "torch": 30}, 0)
         assert bounds() == (180, 180)
+
+
+def test_a_recall_can_be_withdrawn(folder: Path, false_broker: FalseBroker) -> None:
+    with engine_of(false_broker, folder) as a:
+        false_broker.say(wire.Recall(1, generation(101), 200, 1000))
+        assert [type(event) for event in a.wait(30)] == [Recalled]
+        false_broker.say(wire.Withdraw(1, generation(102)))
+        assert a.wait(30) == (Withdrawn(),)
+        assert (a.recall, a.granted_bytes, a.generation) == (None, 500, generation(102))
+
+
+def test_a_minimum_is_lowered_for_the_next_broker_too(folder: Path, false_broker: FalseBroker) -> None:
+    with engine_of(false_broker, folder, low=400) as a:
+        a.lower_min(300)
+        assert (a.min_bytes, false_broker.hear()) == (300, wire.LowerMin(300))
+        with pytest.raises(InvalidLease, match="300 bytes, not 301"):
+            a.lower_min(301)
+        a.answer_unmapped(0)
+        assert a.granted_bytes == 300
+        false_broker.socket.close()
+        assert [type(event) for event in a.wait(30)] == [Lost]
+        thread = threading.Thread(target=false_broker.serve)
+        thread.start()
+        while not a.connected:
+            a.wait(1)
+        thread.join()
+        assert false_broker.request.min_bytes == 300
 
 
 def test_a_report_is_sent_once(folder: Path, false_broker: FalseBroker) -> None:

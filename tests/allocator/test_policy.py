@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
 from pagetide.allocator.lease_record import Bounds, Sums, bounds_between
 from pagetide.allocator.ledger import Ledger, Terms
-from pagetide.allocator.policy import Grant, Order, Ready, Recall, Rules, decide, water_fill
+from pagetide.allocator.policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 
 MS = 1_000_000
 CAPACITY = 1000
@@ -450,6 +450,88 @@ def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> 
     assert not tenant.overdue(device.now_ns)
     device.run(50)
     assert {lease_id: device.granted(lease_id) // 10 for lease_id in (2, 3)} == {2: 28, 3: 30}
+
+
+def overdue_for_a_stranger() -> Device:
+    """Engine 1 has kept 600 of which a stranger of 400 wanted some."""
+    device = Device()
+    device.lease(1, low=50)
+    device.ask(1, 600)
+    device.obey(device.settle())
+    device.stranger = 400
+    assert [type(order) for order in [*device.tick(), *device.tick()]] == [Recall]
+    device.tick(ms=1001)
+    assert device.ledger.state.tenants[1].overdue(device.now_ns)
+    return device
+
+
+def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
+    device = overdue_for_a_stranger()
+    device.stranger = 300
+    device.tick(ms=3000)
+    assert device.tick() == [], "within the band it is better kept"
+    device.stranger = 0
+    assert device.run(5) == [], "the stranger may be back"
+    assert device.tick(ms=3000) == [Withdraw(1)]
+    assert (device.granted(1), device.ledger.state.tenants[1].recalls) == (600, ())
+    device.ask(1, 800)
+    assert device.tick() == [Grant(1, 800, 200)]
+
+
+def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
+    device = overdue_for_a_stranger()
+    device.stranger = 0
+    device.lease(2, low=50)
+    device.ask(2, 900)
+    device.run(200)
+    assert device.ledger.state.tenants[1].recalls and device.granted(2) == 280, "all but what the other keeps"
+    device.ask(2, 200)
+    device.unmap(2, 200)
+    assert Withdraw(1) in device.run(2)
+
+
+def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
+    device = overdue_for_a_stranger()
+    device.stranger = 0
+    device.ledger.reserve(7, 500)
+    assert not [order for order in device.run(200) if isinstance(order, Withdraw | Ready)]
+    device.ledger.unreserve(7)
+    assert Withdraw(1) in device.run(2)
+
+
+def test_a_lowered_minimum_is_what_is_promised_from_then_on() -> None:
+    device = Device()
+    device.lease(1, low=500)
+    device.run(1)
+    assert device.granted(1) == 500
+    device.ledger.lower_min(1, 200)
+    with pytest.raises(InvalidLease, match="lowered, not raised"):
+        device.ledger.lower_min(1, 201)
+    device.lease(2, low=600)
+    device.unmap(1, 0)
+    assert device.granted(1) == 200
+    device.run(2)
+    assert device.grants() == {1: 200, 2: 600}
+
+
+def test_who_was_cut_off_may_map_what_he_was_granted_until_he_sees_it() -> None:
+    device = Device()
+    device.lease(1)
+    device.lease(2)
+    device.ask(1, 600)
+    device.settle()
+    device.hold(1, 100)
+    device.ask(2, 280)
+    device.obey(device.tick())
+    assert device.grants() == {1: 600, 2: 280}
+    device.ledger.end(1, device.now_ns, may_return=True)
+    device.ask(2, 5000)
+    assert device.tick() == [], "he holds 100 of it, and it is not the others' yet"
+    device.held[1] = 600  # he maps it, and is measured
+    device.run(20)
+    assert device.grants() == {1: 600, 2: 280}
+    device.held[1] = 100
+    assert device.tick(ms=700) == [Grant(2, 780, 500)]
 
 
 def test_a_lease_rests_between_recalls_for_the_growth_of_others() -> None:

@@ -22,6 +22,7 @@ VIEW = wire.LeaseView(
 )  # fmt: skip
 SAMPLES: list[wire.Message] = [
     wire.Hello(1), REGISTER, wire.Ask(5, 100), wire.Report({"kv": 1}, 0), wire.Unmapped(7, wire.Generation(1, 2)),
+    wire.LowerMin(4), wire.Withdraw(1, wire.Generation(1, 6)),
     wire.Release(), wire.ListLeases(), wire.SetLimit("chat", 5), wire.RecallBytes("77", 5), wire.Reserve("GPU-1", 9),
     wire.Welcome(1, 2, 3), wire.Registered(1, wire.Generation(2**53, 3), 0), wire.Grant(1, wire.Generation(1, 4), 10),
     wire.Recall(1, wire.Generation(1, 5), 0, 1000), wire.Limit(1, 5), wire.Refused("unknown", "no engine 'ä'"), VIEW,

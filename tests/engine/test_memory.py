@@ -16,7 +16,7 @@ from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.errors import GrantExceeded, LeaseRefused
 from pagetide.allocator.host_arena import HostArena
-from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined
+from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.engine.memory import SLICE_BYTES, EngineMemory, Slice
 from pagetide.scheduler.request import Request, Sampling
@@ -100,6 +100,14 @@ class ScriptedLease:
     def ask(self, target_bytes: int, *, expires_s: float) -> None:
         assert expires_s > 0
         self.asked.append(target_bytes)
+
+    def lower_min(self, min_bytes: int) -> None:
+        assert min_bytes <= self.min_bytes, "it cannot be raised"
+        self.min_bytes = min_bytes
+
+    def withdraw(self) -> None:
+        self.recall_now = None
+        self._events.append(Withdrawn())
 
     def answer_unmapped(self, keep_bytes: int) -> None:
         assert keep_bytes >= self.held_bytes, "more is held"
@@ -292,6 +300,49 @@ def test_an_idle_recall_is_served_at_once_and_answered() -> None:
     assert engine.lease.granted_bytes == total(5)
     assert engine.trims == 1
     assert (engine.memory.stats.recalls, engine.core.scheduler.stats.preemptions) == (1, 0)
+
+
+def test_a_recall_that_trimming_alone_satisfies_takes_no_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heaps keep pages for later: they go before anything that the pool holds."""
+    engine = grown()
+    size = engine.size
+    engine.base = BASE + 3 * EXTENT
+    engine.step(1.0)
+    assert engine.lease.held_bytes == total(size + 3)
+    monkeypatch.setattr(engine.memory, "_trim", lambda: setattr(engine, "base", BASE))
+    engine.lease.recall_to(total(size))
+    engine.steps(3)
+    assert (engine.size, engine.lease.recall, engine.lease.granted_bytes) == (size, None, total(size))
+
+
+def test_once_loaded_no_more_is_promised_than_is_needed() -> None:
+    """What is registered before the weights are read covers what loading may take; a pool within that could not be recalled."""
+    engine = Engine(mapped=4)
+    least = total(engine.minimum)
+    engine.lease.min_bytes += 5 * EXTENT
+    EngineMemory(
+        lambda: engine.core.scheduler, engine.host, min_extents=engine.minimum, base_bytes=lambda: BASE - 10,
+        reserve_bytes=10, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
+    )  # fmt: skip
+    assert engine.lease.min_bytes == least
+    engine.lease.min_bytes = least - EXTENT
+    EngineMemory(
+        lambda: engine.core.scheduler, engine.host, min_extents=engine.minimum, base_bytes=lambda: BASE,
+        reserve_bytes=0, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
+    )  # fmt: skip
+    assert engine.lease.min_bytes == least - EXTENT, "a promise is never raised"
+
+
+def test_after_a_recall_was_withdrawn_the_pool_grows_again() -> None:
+    engine = grown()
+    engine.base = BASE + 6 * EXTENT  # beside which the target cannot be met
+    engine.lease.recall_to(total(3))
+    engine.keep()
+    assert engine.size == 1 and engine.lease.recall is not None, "all that can go went"
+    engine.lease.withdraw()
+    engine.add("b", 300)
+    engine.run()
+    assert engine.size > 5
 
 
 def test_a_recall_that_is_met_already_is_answered_without_a_step() -> None:
