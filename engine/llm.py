@@ -23,6 +23,7 @@ from ..scheduler.scheduler import Finished, FinishReason
 from .build import Engine, build
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .errors import EngineClosed
+from .fair_lock import FairLock
 from .outputs import RequestOutput, StreamChunk, Timings
 from .text import TextStream
 
@@ -93,7 +94,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
         )
         self._engine: Engine | None = build(self.config)
-        self._lock = threading.Lock()
+        self._lock = FairLock()
         self._tickets: dict[str, _Ticket] = {}
         self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
         self._abandoned: deque[_Ticket] = deque()  # of streams that were forgotten; ended by the next step

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 ALREADY_MONITORED_STATUS = 3  # how a monitor says that another was first
 GUARD_S = 1.0  # how often a user looks whether its monitor is alive
+OTHERS_FIRST_S = 3.0  # how long a dead monitor is left to whoever else may start it again
 FIRST_ANSWER_S = 1.0
 
 
@@ -118,10 +119,16 @@ def _drop(users: FileLock | None, closed: threading.Event) -> None:
 
 
 def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event) -> None:
-    """Start another monitor when ours has died, as long as somebody watches. The reader finds the successor by itself."""
+    """Start another monitor when ours has died, as long as somebody watches. The reader finds the successor by itself.
+
+    Whoever else looks after the monitor, as systemd does after a daemon, has some time to start it again first.
+    """
+    live_at = time.monotonic()
     while not closed.wait(GUARD_S):
         try:
-            if not reader.is_live() and not _is_held(directory):
+            if reader.is_live() or _is_held(directory):
+                live_at = time.monotonic()
+            elif time.monotonic() - live_at >= OTHERS_FIRST_S:
                 log.warning("the monitor has died; another one is started")
                 _started(directory, time.monotonic() + 10 * GUARD_S).close()
         except RecordError:  # closed

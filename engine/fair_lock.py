@@ -1,0 +1,68 @@
+"""A lock whose holders come in the order in which they asked.
+
+`threading.Lock` goes to whoever is quickest, which is the thread that has just released it: one that makes a step after
+another would keep the rest out for as long as it has work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class FairLock:
+    """As `threading.Lock`, first come first served. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()  # of the fields below; held for moments
+        self._held = False
+        self._waiting: deque[threading.Lock] = deque()  # each locked, until it is its turn
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was.
+
+        The latter may be called in the middle of any other call, as a collector does.
+        """
+        if not self._mutex.acquire(blocking):
+            return False
+        try:
+            if not self._held:
+                self._held = True
+                return True
+            if not blocking:
+                return False
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        finally:
+            self._mutex.release()
+        try:
+            return turn.acquire()
+        except BaseException:  # an interrupt: nobody may wait for this turn to end
+            self._give_up(turn)
+            raise
+
+    def release(self) -> None:
+        """Hand the lock to the next in line."""
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().release()  # held still, by the next one
+            else:
+                self._held = False
+
+    def _give_up(self, turn: threading.Lock) -> None:
+        with self._mutex:
+            waits = turn in self._waiting
+            if waits:
+                self._waiting.remove(turn)
+        if not waits:
+            self.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

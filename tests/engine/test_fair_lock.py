@@ -1,0 +1,128 @@
+"""A fair lock: in the order asked, never two at a time, nothing lost by an interrupt or a collector."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+from monitors import wait_until
+
+from pagetide.engine.fair_lock import FairLock
+
+
+def asking(lock: FairLock, name: int, order: list[int]) -> threading.Thread:
+    """A thread that is in line when this returns."""
+    before = len(lock._waiting)
+
+    def run() -> None:
+        with lock:
+            order.append(name)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: len(lock._waiting) == before + 1, "a thread to wait")
+    return thread
+
+
+def test_who_asked_first_is_served_first() -> None:
+    lock, order = FairLock(), []
+    with lock:
+        threads = [asking(lock, i, order) for i in range(20)]
+        assert not lock.acquire(blocking=False)
+    for thread in threads:
+        thread.join()
+    assert order == list(range(20))
+    assert lock.acquire(blocking=False)
+    lock.release()
+
+
+def test_who_releases_and_asks_again_comes_after_those_who_wait() -> None:
+    lock, order = FairLock(), []
+    lock.acquire()
+    thread = asking(lock, 1, order)
+    lock.release()
+    with lock:
+        order.append(2)
+    thread.join()
+    assert order == [1, 2]
+
+
+def test_one_at_a_time_under_contention() -> None:
+    lock, total, inside = FairLock(), 0, 0
+
+    def run() -> None:
+        nonlocal total, inside
+        for _ in range(2000):
+            with lock:
+                inside += 1
+                assert inside == 1
+                total += 1
+                inside -= 1
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total == 12_000 and not lock._held and not lock._waiting
+
+
+def test_an_interrupt_while_waiting_leaves_the_line() -> None:
+    lock, order = FairLock(), []
+    lock.acquire()
+
+    def interrupt() -> None:
+        wait_until(lambda: len(lock._waiting) == 1, "the main thread to wait")
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    thread.join()
+    assert not lock._waiting
+    late = asking(lock, 1, order)
+    lock.release()
+    late.join()
+    assert order == [1]
+
+
+def test_a_turn_that_came_with_the_interrupt_goes_on_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, order = FairLock(), []
+    lock.acquire()
+    next_one = []
+
+    class Turn:
+        """A lock that is handed over in the moment in which its waiter is interrupted."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def acquire(self) -> bool:
+            self.calls += 1
+            if self.calls == 2:
+                monkeypatch.undo()
+                next_one.append(asking(lock, 1, order))
+                lock.release()
+                raise KeyboardInterrupt
+            return True
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(threading, "Lock", Turn)
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    next_one[0].join()
+    assert order == [1]
+
+
+def test_a_collector_in_the_middle_of_a_call_does_not_wait() -> None:
+    lock = FairLock()
+    with lock._mutex:
+        assert not lock.acquire(blocking=False)
+    assert lock.acquire(blocking=False)
