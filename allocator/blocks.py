@@ -1,37 +1,48 @@
 """The block allocator: which blocks of a pool are free, who refers to the others, which of them a copy still needs.
 
-Three facts about a block are independent: references (block tables that hold it), a hash (it can be found as a prefix)
-and pins (unfinished copies that read or write it). This class keeps references and pins; blocks gain hashes with the
-prefix index, so `cached` is zero until then.
+Three facts about a block are independent: references (block tables that hold it), whether it is findable (the prefix index
+has a hash of it) and pins (unfinished copies that read or write it). From them follows exactly one state:
 
-    free ── allocate ──► live ── release, last reference ──► free      in an extent that drains: draining
-                          │ pin                        no pins ▲
-                          ▼                                    │
-                        live ── release, last reference ──► in flight ── unpin, last pin
+    state      references  findable  pins
+    free       0           no        0      in an extent that drains: draining
+    live       >= 1        any       any
+    cached     0           yes       0      in an extent that drains too, until it is moved or forgotten
+    in flight  0           any       >= 1
+
+    call              what it asks of each block     what becomes of it
+    allocate          free                           live
+    retain            live, or findable              live: a prefix hit, even while a copy reads the block or brings it
+    release           live                           without a reference: in flight, cached or free (or draining), as above
+    publish           live, not findable             the same, findable
+    forget            findable                       not findable: a cached one is free (or draining)
+    pin               live, cached or in flight      a cached one is in flight
+    unpin             pinned                         without pins and references: cached or free (or draining)
+    move, the source  live or cached, without pins   in flight, not findable: free (or draining) when unpinned
+    move, the target  free                           live or in flight, and findable, as its source was; pinned
 
 Blocks lie in extents (extents.py), which come (`map`) and go (`drain`, `unmap`) while others are in use. Each block is
-taken from the extent that has the fewest free ones, so that others run empty; and what is live in an extent can be moved
-(`move`) into the holes of others, so that N free blocks always give N blocks' bytes back, up to one extent. Why it is so:
-docs/decisions/0012-elastic-blocks.md.
+taken from the extent that has the fewest free ones, so that others run empty; and what is live or cached in an extent can
+be moved (`move`) into the holes of others, so that N free blocks always give N blocks' bytes back, up to one extent; where
+they are too few, cached blocks can be forgotten for it (drain.py). Why it is so: docs/decisions/0012-elastic-blocks.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .drain import BlockIds as BlockIds
+from .drain import BlockIndex, DrainPlan, Worth, occupied, plan_drain
 from .errors import BlockMisuse, NoFreeBlocks
 from .extents import DRAINING, OPEN, ExtentIds, Extents
 
-BlockIds = npt.NDArray[np.int32]
-BlockIndex = npt.NDArray[np.int64]  # the same, as numpy indexes fastest
 NULL_BLOCK = 0
 _FIXED_EXTENT = 1024  # blocks of an extent where nobody asks: what is free in one is found in 2 us
-_NONE = np.empty(0, np.int64)
+_NONE: BlockIndex = np.empty(0, np.int64)
+_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 _ONE = np.uint32(1)  # of the type of `room`: np.add.at is ten times slower when it has to convert
 
 
@@ -44,14 +55,6 @@ class Counts(NamedTuple):
     cached: int
     in_flight: int
     mapped: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrainPlan:
-    """Extents that can be given back, the cheapest first, once the live blocks `moves` in them have been moved."""
-
-    extents: ExtentIds
-    moves: BlockIds
 
 
 class BlockAllocator:
@@ -84,9 +87,10 @@ class BlockAllocator:
         self.blocks_per_extent = per
         self._references = np.zeros(num_blocks, np.int32)
         self._pins = np.zeros(num_blocks, np.int32)
+        self._findable = np.zeros(num_blocks, np.bool_)
         self._mark = np.empty(num_blocks, np.int32)  # scratch, to see an id given twice without sorting
         self._extents = Extents(num_extents, num_extents if fixed else 1, at_start)
-        self._free = np.zeros(num_extents * per, np.bool_)  # free or draining: mapped, without references and pins
+        self._free = np.zeros(num_extents * per, np.bool_)  # or draining: mapped, not in use, not findable
         self._by_extent = self._free.reshape(num_extents, per)
         self._by_extent[at_start] = True
         self._free[NULL_BLOCK] = False
@@ -98,13 +102,23 @@ class BlockAllocator:
         self._extent_at_hand = 0
         self._mapped = self._usable = self._num_free = int(self._extents.room.sum())
         self._num_draining = 0
+        self._num_findable = 0
+        self._num_cached = 0
         self._in_flight = 0
         self._num_pinned = 0
 
     @property
-    def available(self) -> int:
+    def num_free(self) -> int:
         """Blocks that `allocate` can give at once."""
         return self._num_free
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give once all cached ones are forgotten, as far as those do not drain."""
+        cached = self._num_cached
+        if cached and self._extents.num_draining:
+            cached -= len(self._cached_of(occupied(self._extents.draining, self._by_extent)))
+        return self._num_free + cached
 
     @property
     def capacity(self) -> int:
@@ -142,12 +156,19 @@ class BlockAllocator:
 
     def counts(self) -> Counts:
         """Blocks by state. Read-only."""
-        live = self._mapped - self._num_free - self._num_draining - self._in_flight
-        return Counts(self._num_free, self._num_draining, live, 0, self._in_flight, self._mapped)
+        live = self._mapped - self._num_free - self._num_draining - self._num_cached - self._in_flight
+        return Counts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """How many block tables hold each of `ids`. Read-only."""
         return self._references[self._checked(ids)]
+
+    def occupied(self, extents: Iterable[int]) -> BlockIds:
+        """The blocks of `extents` that are live, cached or in flight, in the order of the extents. Read-only.
+
+        Raises BlockMisuse unless all drain.
+        """
+        return occupied(self._extents.checked(extents, DRAINING), self._by_extent)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -170,17 +191,30 @@ class BlockAllocator:
         self._num_free -= n
         return ids.astype(np.int32)
 
-    def retain(self, ids: Iterable[int] | BlockIds) -> None:
-        """Add a reference to each of `ids`, which must be live. Raises BlockMisuse."""
+    def retain(self, ids: Iterable[int] | BlockIds) -> BlockIds:
+        """Add a reference to each of `ids`, which must be live or findable. Returns those that had none before.
+
+        Raises BlockMisuse for others.
+        """
         ids, times = self._counted(ids)
-        if (self._references[ids] == 0).any():
-            raise BlockMisuse(f"blocks without a reference cannot be shared: {_some(ids[self._references[ids] == 0])}")
+        idle = self._references[ids] == 0
+        if not idle.any():
+            self._references[ids] += times
+            return _NO_BLOCKS
+        first: BlockIndex = ids[idle]
+        if not self._findable[first].all():
+            raise BlockMisuse(f"blocks without a reference cannot be shared: {_some(first[~self._findable[first]])}")
+        in_flight = int((self._pins[first] > 0).sum())
+        self._in_flight -= in_flight
+        self._num_cached -= len(first) - in_flight
         self._references[ids] += times
+        return first.astype(np.int32)
 
-    def release(self, ids: Iterable[int] | BlockIds) -> None:
-        """Drop a reference from each of `ids`; blocks without one become free, or in flight while pinned.
+    def release(self, ids: Iterable[int] | BlockIds) -> BlockIds:
+        """Drop a reference from each of `ids`; blocks without one become free, in flight while pinned, else cached if findable.
 
-        Raises BlockMisuse for the null block, an id outside the pool, or more releases of a block than it has references.
+        Returns the findable ones that have no reference any more, in the order given where each is given once. Raises
+        BlockMisuse for the null block, an id outside the pool, or more releases of a block than it has references.
         """
         ids, times = self._counted(ids)
         left = self._references[ids] - times
@@ -188,19 +222,48 @@ class BlockAllocator:
             raise BlockMisuse(f"blocks released more often than they are held: {_some(ids[left < 0])}")
         self._references[ids] = left
         gone = ids[left == 0]
+        findable = gone[self._findable[gone]].astype(np.int32) if self._num_findable else _NO_BLOCKS
         if self._num_pinned:
             pinned = self._pins[gone] > 0
             self._in_flight += int(pinned.sum())
             gone = gone[~pinned]
-        self._become_free(gone)
+        self._come_to_rest(gone)
+        return findable
+
+    def publish(self, ids: Iterable[int] | BlockIds) -> None:
+        """`ids` (live, distinct) can be found as prefixes from now on. Raises BlockMisuse, also for those that can already."""
+        ids, times = self._counted(ids)
+        wrong = (self._references[ids] == 0) | self._findable[ids] | (times != 1)
+        if wrong.any():
+            raise BlockMisuse(
+                f"blocks not live, findable already or named twice cannot be published: {_some(ids[wrong])}"
+            )
+        self._findable[ids] = True
+        self._num_findable += len(ids)
+
+    def forget(self, ids: Iterable[int] | BlockIds) -> None:
+        """`ids` (findable, distinct) cannot be found any more: cached ones are free. Raises BlockMisuse for others."""
+        ids, times = self._counted(ids)
+        wrong = ~self._findable[ids] | (times != 1)
+        if wrong.any():
+            raise BlockMisuse(f"blocks that are not findable or named twice cannot be forgotten: {_some(ids[wrong])}")
+        cached = self._cached_of(ids)
+        self._findable[ids] = False
+        self._num_findable -= len(ids)
+        self._num_cached -= len(cached)
+        self._become_free(cached)
 
     def pin(self, ids: Iterable[int] | BlockIds) -> None:
-        """Keep `ids` (live or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
+        """Keep `ids` (live, cached or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
         ids, times = self._counted(ids)
-        idle = (self._references[ids] == 0) & (self._pins[ids] == 0)
-        if idle.any():
-            raise BlockMisuse(f"free blocks cannot be pinned: {_some(ids[idle])}")
-        self._num_pinned += int((self._pins[ids] == 0).sum())
+        first = self._pins[ids] == 0
+        idle = ids[first & (self._references[ids] == 0)]
+        if len(idle):
+            if not self._findable[idle].all():
+                raise BlockMisuse(f"free blocks cannot be pinned: {_some(idle[~self._findable[idle]])}")
+            self._num_cached -= len(idle)
+            self._in_flight += len(idle)
+        self._num_pinned += int(first.sum())
         self._pins[ids] += times
 
     def unpin(self, ids: Iterable[int] | BlockIds) -> None:
@@ -214,24 +277,28 @@ class BlockAllocator:
         self._num_pinned -= len(unpinned)
         landed = unpinned[self._references[unpinned] == 0]
         self._in_flight -= len(landed)
-        self._become_free(landed)
+        self._come_to_rest(landed)
 
     def move(self, sources: Iterable[int] | BlockIds) -> BlockIds:
-        """Give the references of `sources` (live, distinct, without pins) to as many free blocks. Returns these.
+        """Give what refers to `sources` (live or cached, distinct, without pins) to as many free blocks. Returns these.
 
-        Both sides are pinned once, for the copy that the caller owes: `unpin` them when it is done. Until then the sources
-        are in flight. Raises NoFreeBlocks, or BlockMisuse for a block that cannot move.
+        References and findability go over. Both sides are pinned once, for the copy that the caller owes: `unpin` them when
+        it is done. Until then the sources, and the targets of cached ones, are in flight. Raises NoFreeBlocks, or
+        BlockMisuse for a block that cannot move.
         """
         ids, times = self._counted(sources)
-        stuck = (self._references[ids] == 0) | (self._pins[ids] > 0) | (times != 1)
+        references, findable = self._references[ids], self._findable[ids]
+        stuck = ((references == 0) & ~findable) | (self._pins[ids] > 0) | (times != 1)
         if stuck.any():
             raise BlockMisuse(f"blocks that are free, pinned or named twice cannot move: {_some(ids[stuck])}")
         targets = self.allocate(len(ids))
-        self._references[targets] = self._references[ids]
-        self._references[ids] = 0
+        cached = int((references == 0).sum())
+        self._references[targets], self._references[ids] = references, 0
+        self._findable[targets], self._findable[ids] = findable, False
         self._pins[ids] = self._pins[targets] = 1
         self._num_pinned += 2 * len(ids)
-        self._in_flight += len(ids)
+        self._num_cached -= cached
+        self._in_flight += len(ids) + cached
         return targets
 
     # -- extents -------------------------------------------------------------------------------------------------
@@ -247,21 +314,33 @@ class BlockAllocator:
         self._usable += blocks
         self._num_free += blocks
 
-    def plan_drain(self, num_extents: int) -> DrainPlan:
+    def plan_drain(self, num_extents: int, worth: Worth | None = None) -> DrainPlan:
         """The cheapest way to give back up to `num_extents` extents without taking a block from anybody. Read-only.
 
-        Extents with the fewest live blocks come first; of equals the highest, so that the mapped ones stay together. With F
-        free blocks it is `F // blocks_per_extent` extents, or all that can be asked for if they are fewer: that many
-        extents' live blocks always fit into the holes of the others, and no choice of more would. Extents with a pinned
-        block cannot go, nor can extent 0.
+        With F free blocks, `F // blocks_per_extent` extents can go whichever they are: what is live or cached in them fits
+        into the holes of the others. If that is enough, those with the least to move come first, of equals the highest, so
+        that the mapped ones stay together. If it is not, and `worth` [num_blocks] says which cached blocks to keep longer
+        (the higher; the entries of others mean nothing), as many cached blocks are evicted as holes are lacking, and no more.
+        Then extents with the fewest live blocks come first; of equals those whose dearest cached block is worth least; of
+        equals the highest. Evicted is what is worth least in these extents, and elsewhere only where that is too little.
+        Extents with a pinned block cannot go, nor can extent 0.
+
+        The caller forgets the evictions, and whatever cannot be found without them; drains the extents; and moves what is
+        still `occupied` in them. Then no block in them is findable.
         """
         if num_extents < 0:
             raise ValueError(f"cannot give back {num_extents} extents")
-        per = self.blocks_per_extent
-        extents = self.drainable_extents[::-1]
-        extents = extents[np.argsort(per - self._extents.room[extents], kind="stable")]
-        extents = extents[: min(num_extents, self._num_free // per)]
-        return DrainPlan(extents, self._at(extents, np.flatnonzero(~self._by_extent[extents])).astype(np.int32))
+        cached = _NONE
+        worth_of_cached: Worth = np.empty(0)
+        if worth is not None:
+            if worth.shape != (self.num_blocks,):
+                raise ValueError(f"worth has the shape {worth.shape}, and there are {self.num_blocks} blocks")
+            cached = self._cached_of(np.flatnonzero(self._findable))
+            cached = cached[self._extents.are_open(cached // self.blocks_per_extent)]
+            worth_of_cached = worth[cached]
+            if np.isnan(worth_of_cached).any():
+                raise ValueError(f"worth is no number for cached blocks {_some(cached[np.isnan(worth_of_cached)])}")
+        return plan_drain(num_extents, self.drainable_extents, self._by_extent, self._num_free, cached, worth_of_cached)
 
     def drain(self, extents: Iterable[int]) -> None:
         """Allocate nothing in `extents` any more: what is free in them, or becomes free, is draining.
@@ -288,9 +367,9 @@ class BlockAllocator:
     def unmap(self, extents: Iterable[int]) -> None:
         """The memory of `extents` is gone. Raises BlockMisuse unless all drain and no block in them is in use."""
         ids = self._extents.checked(extents, DRAINING)
-        used = np.flatnonzero(~self._by_extent[ids])
+        used = occupied(ids, self._by_extent)
         if len(used):
-            raise BlockMisuse(f"blocks in use cannot lose their memory: {_some(self._at(ids, used))}")
+            raise BlockMisuse(f"blocks in use cannot lose their memory: {_some(used)}")
         self._extents.unmap(ids)
         self._by_extent[ids] = False
         blocks = len(ids) * self.blocks_per_extent
@@ -299,41 +378,50 @@ class BlockAllocator:
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def check_invariants(self, tables: Iterable[BlockIds] | None = None) -> None:
-        """Recompute every derived fact; with `tables`, also that references equal the tables that hold each block.
+    def check_invariants(self, tables: Iterable[BlockIds] | None = None, findable: BlockIds | None = None) -> None:
+        """Recompute every derived fact. With `tables`, also that references equal the tables that hold each block; with
+        `findable`, the blocks that the prefix index knows, also that just these can be found.
 
         Raises AssertionError naming what does not hold.
         """
         assert (self._references >= 0).all() and (self._pins >= 0).all(), "a negative count"
-        assert self._references[NULL_BLOCK] == 0 and self._pins[NULL_BLOCK] == 0, "the null block is in use"
         extent_of = np.arange(self.num_blocks) // self.blocks_per_extent
         mapped = np.isin(extent_of, self.mapped_extents)
         draining = np.isin(extent_of, self._extents.draining)
+        referenced, pinned = self._references > 0, self._pins > 0
+        used = referenced | pinned | self._findable
+        assert not used[NULL_BLOCK], "the null block is in use"
         mapped[NULL_BLOCK] = False
-        idle = (self._references == 0) & (self._pins == 0)
-        wrong = np.flatnonzero(~mapped & ~idle)
+        wrong = np.flatnonzero(~mapped & used)
         assert not len(wrong), f"blocks without memory are in use: {_some(wrong)}"
-        wrong = np.flatnonzero(self._free[: self.num_blocks] != (mapped & idle))
+        wrong = np.flatnonzero(self._free[: self.num_blocks] != (mapped & ~used))
         assert not len(wrong), f"blocks are wrongly free, or wrongly not: {_some(wrong)}"
-        room = np.bincount(extent_of[mapped & idle & ~draining], minlength=self.num_extents)
+        room = np.bincount(extent_of[mapped & ~used & ~draining], minlength=self.num_extents)
         assert (room == self._extents.room).all(), "an extent has another number of free blocks"
         if len(self._at_hand):
             fullest = self._extents.fullest()
             at_hand = np.flatnonzero(self._by_extent[fullest]) + fullest * self.blocks_per_extent
             assert fullest == self._extent_at_hand, "the blocks at hand are not of the fullest extent"
             assert np.array_equal(self._at_hand, at_hand), "the blocks at hand are not those of the fullest extent"
-        assert self._num_pinned == int((self._pins > 0).sum()), f"{self._num_pinned} blocks counted as pinned"
+        assert self._num_pinned == int(pinned.sum()), f"{self._num_pinned} blocks counted as pinned"
+        assert self._num_findable == int(self._findable.sum()), f"{self._num_findable} blocks counted as findable"
+        cached = self._findable & ~referenced & ~pinned
         found = Counts(
             free=int(room.sum()),
-            draining=int((mapped & idle & draining).sum()),
-            live=int((self._references > 0).sum()),
-            cached=0,
-            in_flight=int(((self._references == 0) & (self._pins > 0)).sum()),
+            draining=int((mapped & ~used & draining).sum()),
+            live=int(referenced.sum()),
+            cached=int(cached.sum()),
+            in_flight=int((pinned & ~referenced).sum()),
             mapped=int(mapped.sum()),
         )
         assert found == self.counts(), f"there are {found}, counted {self.counts()}"
         assert sum(found[:-1]) == found.mapped, f"a block is in no state, or in two: {found}"
         assert self._usable == int((mapped & ~draining).sum()), f"{self._usable} blocks counted as usable"
+        available = found.free + int((cached & ~draining).sum())
+        assert available == self.available, f"{available} blocks are available, counted {self.available}"
+        if findable is not None:
+            wrong = np.setxor1d(findable, np.flatnonzero(self._findable))
+            assert not len(wrong), f"blocks are findable here or in the index, not in both: {_some(wrong)}"
         if tables is not None:
             held = np.zeros(self.num_blocks, np.int64)
             for table in tables:
@@ -362,8 +450,23 @@ class BlockAllocator:
         blocks: BlockIndex = extents[which] * self.blocks_per_extent + offsets
         return blocks
 
+    def _cached_of(self, ids: BlockIndex | BlockIds) -> BlockIndex:
+        """Those of `ids` that are cached."""
+        cached: BlockIndex = ids[self._findable[ids] & (self._references[ids] == 0) & (self._pins[ids] == 0)]
+        return cached
+
+    def _come_to_rest(self, ids: BlockIndex) -> None:
+        """Blocks that nobody holds or pins any more are cached where they are findable, free or draining where not."""
+        if self._num_findable:
+            findable = self._findable[ids]
+            self._num_cached += int(np.count_nonzero(findable))
+            ids = ids[~findable]
+        self._become_free(ids)
+
     def _become_free(self, ids: BlockIndex) -> None:
-        """Blocks that nobody holds or pins any more are free, or draining where their extent drains."""
+        """Blocks that are not in use any more, nor findable, are free, or draining where their extent drains."""
+        if not len(ids):
+            return
         self._free[ids] = True
         extents = ids // self.blocks_per_extent
         if self._extents.num_draining:

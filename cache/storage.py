@@ -82,14 +82,7 @@ class Storage:
         own size where a target is a source too. Raises BlockMisuse, with nothing copied, for the null block or
         a repetition among the targets and for ids outside the pool.
         """
-        if sources.shape != targets.shape or sources.ndim != 1:
-            raise BlockMisuse(f"{sources.shape} sources cannot be copied to {targets.shape} targets")
-        self._check(sources)
-        self._check(targets)
-        if (targets == _NULL_BLOCK).any():
-            raise BlockMisuse("the null block is no target of copies")
-        if len(np.unique(targets)) != len(targets):
-            raise BlockMisuse("a block is the target of two copies")
+        self._check_copies(self, sources, targets)
         apart = not np.isin(targets, sources).any()
         if apart and self.device.type == "cpu":  # five times as fast as through staging, which leaves the caches
             blocks = self.blocks.numpy()
@@ -101,6 +94,39 @@ class Storage:
         for start in range(0, len(sources), step):
             part = slice(start, start + step)
             self._words.index_copy_(0, write[part], self._words.index_select(0, read[part]))
+
+    def copy_from(self, other: Storage, sources: BlockIds, targets: BlockIds) -> None:
+        """Copy block `sources[i]` of another pool to block `targets[i]` of this one: a swap, in or out.
+
+        What travels is `block_bytes`. Where the pools have the same stride, what are neighbours on both sides is one copy,
+        the padding in between included, in whatever order they are given. Between host pools the calling thread copies,
+        without the GIL, and is done on return. With a device, copies stand in the order of its current stream, and go on
+        beside the caller where the host's memory is pinned. Raises, with nothing copied, BlockMisuse for the null block or a
+        repetition among the targets and for ids outside the pools; ValueError where the layouts differ or the pool is the same.
+        """
+        if other.blocks.data_ptr() == self.blocks.data_ptr():
+            raise ValueError("blocks of one pool are copied by `copy`, which minds targets that are sources too")
+        if other.geometry.layout_id != self.geometry.layout_id:
+            raise ValueError(f"blocks laid out as {other.geometry.layout_id} are none of {self.geometry.layout_id}")
+        self._check_copies(other, sources, targets)
+        read, write = other.geometry.block_stride, self.geometry.block_stride
+        if read == write:
+            sources, targets, lengths = _runs(sources, targets)
+        else:
+            lengths = np.ones(len(sources), np.int64)
+        pieces = []
+        for source, target, length in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
+            first, second = source * read, target * write
+            num_bytes = (length - 1) * read + self.geometry.payload_bytes
+            pieces.append((slice(first, first + num_bytes), slice(second, second + num_bytes)))
+        theirs, ours = other.blocks.view(-1), self.blocks.view(-1)
+        if self.device.type == other.device.type == "cpu":
+            from_bytes, to_bytes = theirs.numpy(), ours.numpy()
+            for source_bytes, target_bytes in pieces:
+                to_bytes[target_bytes] = from_bytes[source_bytes]
+        else:
+            for source_bytes, target_bytes in pieces:
+                ours[target_bytes].copy_(theirs[source_bytes], non_blocking=True)
 
     def clear(self, blocks: Sequence[int] | BlockIds) -> None:
         """Fill whole blocks with zero bytes; the null block too, should padding have been written to it."""
@@ -123,6 +149,16 @@ class Storage:
 
     def _index(self, ids: BlockIds) -> torch.Tensor:
         return torch.from_numpy(np.array(ids, np.int64)).to(self.device)
+
+    def _check_copies(self, other: Storage, sources: BlockIds, targets: BlockIds) -> None:
+        if sources.shape != targets.shape or sources.ndim != 1:
+            raise BlockMisuse(f"{sources.shape} sources cannot be copied to {targets.shape} targets")
+        other._check(sources)
+        self._check(targets)
+        if (targets == _NULL_BLOCK).any():
+            raise BlockMisuse("the null block is no target of copies")
+        if len(np.unique(targets)) != len(targets):
+            raise BlockMisuse("a block is the target of two copies")
 
     def _check(self, ids: BlockIds) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
@@ -189,6 +225,15 @@ class TensorArena:
             raise BlockMisuse("the arena is closed")
         if len(extents):
             raise BlockMisuse(f"extents {list(extents)} are {why}")
+
+
+def _runs(sources: BlockIds, targets: BlockIds) -> tuple[BlockIds, BlockIds, BlockIds]:
+    """The copies as stretches that are neighbours on both sides, by source: where each starts, and how many blocks it is."""
+    order = np.argsort(sources, kind="stable")
+    sources, targets = sources[order], targets[order]
+    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    starts = np.flatnonzero(np.concatenate(([True], apart)))[: len(sources)]
+    return sources[starts], targets[starts], np.diff(starts, append=len(sources))
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:

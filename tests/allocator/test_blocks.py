@@ -6,11 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagetide.allocator.blocks import NULL_BLOCK, BlockAllocator, Counts
+from pagetide.allocator.drain import DrainPlan
 from pagetide.allocator.errors import AllocatorError, BlockMisuse, NoFreeBlocks
 
 
@@ -123,6 +124,12 @@ def test_exhaustion_and_misuse_are_different_errors():
         lambda pool: pool._extents.room.__setitem__(2, 1),
         lambda pool: pool._extents._states.__setitem__(1, 2),
         lambda pool: setattr(pool, "_at_hand", np.array([7])),
+        lambda pool: pool._findable.__setitem__(0, True),
+        lambda pool: pool._findable.__setitem__(7, True),
+        lambda pool: pool._findable.__setitem__(10, True),
+        lambda pool: setattr(pool, "_num_findable", 1),
+        lambda pool: setattr(pool, "_num_cached", 1),
+        lambda pool: pool.publish([1]) or pool.release([1, 2]) is None or pool._free.__setitem__(1, True),
     ],
 )
 def test_invariants_notice_damage(damage):
@@ -271,6 +278,215 @@ def test_what_cannot_move_stays(sources):
     pool.check_invariants()
 
 
+# -- findable blocks ---------------------------------------------------------------------------------------------------
+
+
+def test_findable_blocks_stay_when_nobody_holds_them():
+    pool = BlockAllocator(9)
+    ids = pool.allocate(4)
+    pool.retain([2])
+    pool.publish([3, 1, 2])
+    assert pool.release([4, 3, 2, 1]).tolist() == [3, 1], "4 is not findable, 2 still held"
+    assert pool.counts() == Counts(free=5, draining=0, live=1, cached=2, in_flight=0, mapped=8)
+    assert (pool.num_free, pool.available) == (5, 7)
+    with pytest.raises(NoFreeBlocks, match="asked for 6 blocks, 5 are available"):
+        pool.allocate(6)
+    assert pool.allocate(5).tolist() == [4, 5, 6, 7, 8], "cached blocks are not handed out"
+    assert pool.retain([2, 3, 3]).tolist() == [3]
+    assert pool.references(ids).tolist() == [0, 2, 2, 1]
+    pool.forget([1, 2])
+    assert pool.counts() == Counts(free=1, draining=0, live=7, cached=0, in_flight=0, mapped=8)
+    assert pool.release([2, 2]).tolist() == [], "it could no longer be found"
+    assert pool.release([3, 3]).tolist() == [3]
+    assert pool.allocate(2).tolist() == [1, 2]
+    pool.check_invariants(findable=np.array([3]))
+
+
+@pytest.mark.parametrize(
+    ("call", "ids", "message"),
+    [
+        ("publish", [4], "cannot be published: 4"),
+        ("publish", [3, 2], "cannot be published: 2"),
+        ("publish", [1], "cannot be published: 1"),
+        ("publish", [3, 3], "cannot be published: 3"),
+        ("publish", [0], "not blocks to use"),
+        ("forget", [1, 3], "cannot be forgotten: 3"),
+        ("forget", [1, 1], "cannot be forgotten: 1"),
+        ("forget", [9], "not blocks to use"),
+        ("release", [1], "released more often"),
+        ("retain", [1, 4], "cannot be shared: 4"),
+        ("pin", [1, 4], "cannot be pinned: 4"),
+        ("move", [1, 4], "cannot move: 4"),
+        ("move", [1, 1], "cannot move: 1"),
+    ],
+)
+def test_wrong_calls_on_findable_blocks_raise_and_change_nothing(call, ids, message):
+    pool = BlockAllocator(9)
+    pool.allocate(3)
+    pool.publish([1, 2])
+    pool.release([1])
+    before = pool.counts()
+    with pytest.raises(BlockMisuse, match=message):
+        getattr(pool, call)(ids)
+    assert pool.counts() == before == Counts(free=5, draining=0, live=2, cached=1, in_flight=0, mapped=8)
+    pool.check_invariants([np.array([2, 3])], findable=np.array([1, 2]))
+
+
+def test_pins_keep_cached_blocks_from_being_reused():
+    pool = BlockAllocator(5)
+    pool.allocate(4)
+    pool.publish([1, 2, 3])
+    pool.pin([1])
+    assert pool.release([1, 2, 3]).tolist() == [1, 2, 3], "a pin is no reference"
+    pool.pin([2, 2])
+    assert pool.counts() == Counts(free=0, draining=0, live=1, cached=1, in_flight=2, mapped=4)
+    assert pool.available == 1, "forgetting 1 and 2 would not make them free"
+    pool.forget([2])
+    pool.unpin([1, 2])
+    assert pool.counts() == Counts(free=0, draining=0, live=1, cached=2, in_flight=1, mapped=4)
+    pool.unpin([2])
+    assert pool.counts() == Counts(free=1, draining=0, live=1, cached=2, in_flight=0, mapped=4)
+    pool.pin([3])
+    assert pool.retain([3]).tolist() == [3], "a hit on what a copy reads"
+    assert pool.counts() == Counts(free=1, draining=0, live=2, cached=1, in_flight=0, mapped=4)
+    assert pool.release([3]).tolist() == [3]
+    pool.unpin([3])
+    pool.check_invariants([np.array([4])], findable=np.array([1, 3]))
+
+
+def test_a_cached_block_moves_and_stays_findable():
+    pool = BlockAllocator(12, blocks_per_extent=4)
+    pool.allocate(6)
+    pool.publish([3, 4, 5])
+    pool.release([1, 2, 3, 5, 6])
+    plan = pool.plan_drain(3)
+    assert (plan.extents.tolist(), plan.moves.tolist(), plan.evictions.tolist()) == ([2, 1], [4, 5], [])
+    pool.drain([1, 2])
+    assert (pool.num_free, pool.available) == (2, 3), "5 drains: to forget it would not make it free"
+    assert pool.counts().cached == 2
+    assert pool.occupied([2, 1]).tolist() == [4, 5]
+    assert pool.move([5, 4]).tolist() == [1, 2]
+    assert pool.references([1, 2, 4, 5]).tolist() == [0, 1, 0, 0]
+    assert pool.counts() == Counts(free=0, draining=6, live=1, cached=1, in_flight=3, mapped=11)
+    assert pool.retain([1]).tolist() == [1], "a hit on what the copy brings"
+    pool.release([1])
+    pool.check_invariants(findable=np.array([1, 2, 3]))
+    pool.unpin([1, 2, 4, 5])
+    assert pool.counts() == Counts(free=0, draining=8, live=1, cached=2, in_flight=0, mapped=11)
+    pool.unmap([1, 2])
+    pool.check_invariants(findable=np.array([1, 2, 3]))
+
+
+def test_a_findable_block_keeps_its_extent_mapped():
+    pool = BlockAllocator(12, blocks_per_extent=4)
+    pool.allocate(6)
+    pool.publish([5, 4])
+    pool.drain([1])
+    pool.release(range(1, 7))
+    assert pool.counts() == Counts(free=7, draining=2, live=0, cached=2, in_flight=0, mapped=11)
+    with pytest.raises(BlockMisuse, match="blocks in use cannot lose their memory: 4, 5"):
+        pool.unmap([1])
+    with pytest.raises(BlockMisuse, match="are open, not draining"):
+        pool.occupied([2])
+    assert pool.available == 7
+    pool.undrain([1])
+    assert pool.available == 11
+    pool.drain([1])
+    pool.forget([4, 5])
+    pool.unmap([1])
+    assert pool.counts() == Counts(free=7, draining=0, live=0, cached=0, in_flight=0, mapped=7)
+
+
+# -- giving back with evictions ----------------------------------------------------------------------------------------
+
+
+def pool_of(per: int, extents: list[str]) -> tuple[BlockAllocator, np.ndarray]:
+    """A pool drawn block by block: "L" live, "." free, "5" cached and worth 5, "p" cached and pinned, "0" the null block."""
+    drawn = "".join(extents)
+    pool = BlockAllocator(len(drawn), blocks_per_extent=per)
+    pool.allocate(len(drawn) - 1)
+    kinds = dict(enumerate(drawn[1:], start=1))
+    pool.publish([b for b, kind in kinds.items() if kind not in "L."])
+    pool.release([b for b, kind in kinds.items() if kind != "L"])
+    pool.pin([b for b, kind in kinds.items() if kind == "p"])
+    worth = np.full(len(drawn), np.nan)
+    for block, kind in kinds.items():
+        worth[block] = float(kind) if kind.isdigit() else np.nan
+    return pool, worth
+
+
+@pytest.mark.parametrize(
+    ("extents", "asked", "plan"),
+    [
+        pytest.param(["0...", "55..", "6.7L", "88L."], 1, ([1], [4, 5], []), id="holes suffice"),
+        pytest.param(["0...", "55..", "6.7L", "88L."], 2, ([1, 2], [5, 8, 10, 11], [4]), id="one hole is lacking"),
+        pytest.param(["0LLL", "5555", "3333", "4444"], 1, ([2], [], [8, 9, 10, 11]), id="the least worth"),
+        pytest.param(["0LLL", "5555", "4444", "4444"], 1, ([3], [], [12, 13, 14, 15]), id="of equals the highest"),
+        pytest.param(["0LLL", "5555", "1119", "4444"], 1, ([3], [], [12, 13, 14, 15]), id="its dearest block counts"),
+        pytest.param(["0LLL", "9999", "111L", "11LL"], 1, ([1], [], [4, 5, 6, 7]), id="fewest live first"),
+        pytest.param(
+            ["0LLL", "9999", "111L", "11LL"], 3, ([1, 2], [11], [8, 9, 10, 12, 4, 5, 6, 7]), id="as many as go"
+        ),
+        pytest.param(["0.LL", "1LLL", "9278", "LLLL"], 1, ([2], [8], [9, 10, 11]), id="holes take the dearest"),
+        pytest.param(["05LL", "1LLL", "2LLL", "LLLL"], 1, ([], [], []), id="too little is cached"),
+        pytest.param(["05LL", "1LLL", "2LL4", "LLLL"], 1, ([2], [9, 10], [4, 8, 11, 1]), id="evicted elsewhere too"),
+        pytest.param(["05LL", "11LL", "3p.4", "6..."], 2, ([3, 1], [6, 7], [4, 5, 8, 12]), id="a pinned extent stays"),
+        pytest.param(
+            ["0777", "7777", "7777"], 2, ([2, 1], [], list(range(4, 12))), id="nothing moves, nothing more goes"
+        ),
+    ],
+)
+def test_what_is_evicted_for_whole_extents(extents, asked, plan):
+    pool, worth = pool_of(4, extents)
+    before = pool.counts()
+    got = pool.plan_drain(asked, worth)
+    assert (got.extents.tolist(), got.moves.tolist(), got.evictions.tolist()) == plan
+    assert pool.counts() == before, "planning changes nothing"
+    bare = pool.plan_drain(asked)
+    assert (len(bare.extents), len(bare.evictions)) == (min(asked, pool.num_free // 4), 0), "nothing said what may go"
+
+
+def test_whole_pages_come_back():
+    """Scenario I 64: 8 cached blocks over 3 pages of 4; to evict 4 frees a page, and not one with a used block."""
+    pool, worth = pool_of(4, ["0LLL", "1234", "78LL", "56LL"])
+    plan = pool.plan_drain(1, worth)
+    assert (plan.extents.tolist(), plan.moves.tolist(), plan.evictions.tolist()) == ([1], [], [4, 5, 6, 7])
+    pool.forget(plan.evictions)
+    pool.drain(plan.extents)
+    pool.unmap(plan.extents)
+    assert pool.counts() == Counts(free=0, draining=0, live=7, cached=4, in_flight=0, mapped=11)
+
+
+def test_more_forgotten_than_planned_leaves_less_to_move():
+    pool, worth = pool_of(4, ["0..L", "1LLL", "92L8"])
+    plan = pool.plan_drain(1, worth)
+    assert (plan.extents.tolist(), plan.moves.tolist(), plan.evictions.tolist()) == ([2], [8, 10], [9, 11])
+    pool.forget([*plan.evictions, 8])  # say, what was cached behind 9
+    pool.drain(plan.extents)
+    assert pool.move(pool.occupied(plan.extents)).tolist() == [1]
+    pool.check_invariants(findable=np.array([4]))
+
+
+def test_what_drains_already_is_not_counted_upon():
+    pool, worth = pool_of(4, ["0LLL", "1111", "6LLL"])
+    pool.drain([1])
+    assert len(pool.plan_drain(1, worth).extents) == 0, "to forget 4 .. 7 would make no hole"
+    pool.undrain([1])
+    assert pool.plan_drain(1, worth).evictions.tolist() == [4, 5, 6, 7]
+
+
+def test_worth_is_checked():
+    pool, worth = pool_of(4, ["0L.L", "5LLL"])
+    with pytest.raises(ValueError, match=r"worth has the shape \(4,\), and there are 8 blocks"):
+        pool.plan_drain(1, worth[:4])
+    worth[4] = np.nan
+    with pytest.raises(ValueError, match="worth is no number for cached blocks 4"):
+        pool.plan_drain(1, worth)
+
+
+# -- against a naive allocator -----------------------------------------------------------------------------------------
+
+
 class Naive:
     """The allocator on dictionaries, block by block. A pool of one extent that is never given back, without `per`."""
 
@@ -280,10 +496,19 @@ class Naive:
         self.open, self.draining = set(mapped), set()
         self.references: dict[int, int] = {}
         self.pins: dict[int, int] = {}
+        self.findable: set[int] = set()
 
     @property
     def busy(self) -> set[int]:
-        return set(self.references) | set(self.pins)
+        return set(self.references) | set(self.pins) | self.findable
+
+    @property
+    def cached(self) -> set[int]:
+        return self.findable - set(self.references) - set(self.pins)
+
+    @property
+    def evictable(self) -> set[int]:
+        return self.cached & self.blocks(self.open)
 
     def blocks(self, extents) -> set[int]:
         return {block for e in extents for block in range(e * self.per, (e + 1) * self.per)} - {0}
@@ -295,6 +520,10 @@ class Naive:
     def num_free(self) -> int:
         return sum(len(self.free(e)) for e in self.open)
 
+    @property
+    def drainable(self) -> list[int]:
+        return [e for e in sorted(self.open - {0}) if not self.blocks([e]) & set(self.pins)]
+
     def allocate(self, n: int) -> list[int]:
         ids = []
         for _ in range(n):
@@ -303,23 +532,71 @@ class Naive:
             self.references[ids[-1]] = 1
         return ids
 
+    def move(self, sources: list[int]) -> list[int]:
+        before = {block: self.references.pop(block, 0) for block in sources}
+        self.pins.update(dict.fromkeys(sources, 1))  # what moved away is busy while the others are placed
+        targets = self.allocate(len(sources))
+        for (source, references), target in zip(before.items(), targets, strict=True):
+            self.references[target] = references
+            self.findable ^= {source, target} if source in self.findable else set()
+        self.references = {i: n for i, n in self.references.items() if n}
+        self.pins.update(dict.fromkeys(targets, 1))
+        return targets
+
     def counts(self) -> Counts:
         mapped = self.blocks(self.open | self.draining)
-        live, in_flight = len(self.references), len(set(self.pins) - set(self.references))
-        draining = len(self.blocks(self.draining) - self.busy)
-        return Counts(len(mapped) - live - in_flight - draining, draining, live, 0, in_flight, len(mapped))
+        live, cached = len(self.references), len(self.cached)
+        in_flight, draining = len(set(self.pins) - set(self.references)), len(self.blocks(self.draining) - self.busy)
+        return Counts(
+            len(mapped) - live - cached - in_flight - draining, draining, live, cached, in_flight, len(mapped)
+        )
 
-    def best_drain(self, most: int) -> tuple[int, int]:
-        """(extents, blocks to move) of the best choice there is, by trying all."""
-        found = (0, 0)
-        may = [e for e in self.open if e and not self.blocks([e]) & set(self.pins)]
-        for size in range(1, min(most, len(may)) + 1):
-            for choice in itertools.combinations(may, size):
-                moves = len(self.blocks(choice) & set(self.references))
-                holes = sum(len(self.free(e)) for e in self.open - set(choice))
-                if moves <= holes and (-size, moves) < (-found[0], found[1]):
-                    found = (size, moves)
-        return found
+
+def check_plan(naive: Naive, most: int, worth: np.ndarray | None, plan: DrainPlan) -> None:
+    """The plan is the documented one, and no other choice wins more extents; or evicts fewer blocks; or copies fewer."""
+    extents, moves, evictions = plan.extents.tolist(), plan.moves.tolist(), plan.evictions.tolist()
+    evictable = set() if worth is None else naive.evictable
+    assert len(extents) == min(most, (naive.num_free + len(evictable)) // naive.per, len(naive.drainable))
+    used = {e: len(naive.blocks([e]) & naive.busy) for e in naive.drainable}
+    live = {e: len(naive.blocks([e]) & set(naive.references)) for e in naive.drainable}
+    inside = naive.blocks(extents)
+    if evictions:
+        dearest = {e: max((worth[b] for b in evictable & naive.blocks([e])), default=-1) for e in used}
+        order = sorted(used, key=lambda e: (live[e], dearest[e], -e))
+        least = sorted(evictable, key=lambda b: (b not in inside, worth[b], b))[: len(evictions)]
+        assert evictions == sorted(least, key=lambda b: (worth[b], b not in inside, b))
+    else:
+        order = sorted(used, key=lambda e: (used[e], -e))
+    assert extents == order[: len(extents)]
+    assert moves == [b for e in extents for b in sorted(naive.blocks([e]) & naive.busy - set(evictions))]
+
+    possible = []  # (extents, fewest blocks to evict, the choice)
+    for size in range(min(most, len(used)) + 1):
+        for choice in itertools.combinations(used, size):
+            lacking = sum(used[e] for e in choice) - sum(len(naive.free(e)) for e in naive.open - set(choice))
+            if lacking <= len(evictable):
+                possible.append((size, max(0, lacking), choice))
+    size = max(size for size, _, _ in possible)
+    fewest = min(lacking for n, lacking, _ in possible if n == size)
+    assert (len(extents), len(evictions)) == (size, fewest)
+    copied = live if evictions else used
+    choices = [choice for n, lacking, choice in possible if (n, lacking) == (size, fewest)]
+    assert sum(copied[e] for e in extents) == min(sum(copied[e] for e in choice) for choice in choices)
+
+
+def carry_out(pool: BlockAllocator, naive: Naive, plan: DrainPlan, others: set[int]) -> None:
+    """As the manager does: forget, drain, move what is left. `others` are forgotten too, as descendants are."""
+    gone, extents = set(plan.evictions.tolist()) | others, set(plan.extents.tolist())
+    pool.forget(sorted(gone))
+    naive.findable -= gone
+    pool.drain(plan.extents)
+    naive.open -= extents
+    naive.draining |= extents
+    left = pool.occupied(plan.extents).tolist()
+    assert left == [b for b in plan.moves.tolist() if b in naive.busy]
+    assert pool.move(left).tolist() == naive.move(left)
+    inside = naive.blocks(extents)
+    assert not inside & (naive.findable | set(naive.references)), "all of it can go when the copies are done"
 
 
 class AgainstNaive(RuleBasedStateMachine):
@@ -345,11 +622,12 @@ class AgainstNaive(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.integers(-1, 43), max_size=6), what=st.sampled_from(["retain", "release", "pin", "unpin"]))
     def touch(self, ids, what):
-        references, pins = dict(self.naive.references), dict(self.naive.pins)
+        naive = self.naive
+        references, pins = dict(naive.references), dict(naive.pins)
         legal = all(0 < i < self.pool.num_blocks for i in ids)
         for i in ids:
             if what in ("retain", "pin"):
-                legal &= i in self.naive.references if what == "retain" else i in self.naive.busy
+                legal &= i in (set(naive.references) | naive.findable if what == "retain" else naive.busy)
                 book = references if what == "retain" else pins
                 book[i] = book.get(i, 0) + 1
             else:
@@ -360,15 +638,58 @@ class AgainstNaive(RuleBasedStateMachine):
             with pytest.raises(BlockMisuse):
                 getattr(self.pool, what)(ids)
             return
-        getattr(self.pool, what)(ids)
-        self.naive.references = {i: n for i, n in references.items() if n}
-        self.naive.pins = {i: n for i, n in pins.items() if n}
+        told = getattr(self.pool, what)(ids)
+        if what == "retain":
+            assert set(told.tolist()) == set(ids) - set(naive.references)
+        if what == "release":
+            assert set(told.tolist()) == {i for i in ids if not references[i]} & naive.findable
+            assert len(set(ids)) < len(ids) or told.tolist() == [i for i in ids if i in told]
+        naive.references = {i: n for i, n in references.items() if n}
+        naive.pins = {i: n for i, n in pins.items() if n}
 
-    @rule(data=st.data())
-    def release_some(self, data):
+    @rule(ids=st.lists(st.integers(-1, 43), max_size=3), what=st.sampled_from(["publish", "forget", "move"]))
+    def find(self, ids, what):
+        naive = self.naive
+        may = {
+            "publish": set(naive.references) - naive.findable,
+            "forget": naive.findable,
+            "move": (set(naive.references) | naive.findable) - set(naive.pins),
+        }[what]
+        if not set(ids) <= may or len(set(ids)) < len(ids):
+            with pytest.raises(BlockMisuse):
+                getattr(self.pool, what)(ids)
+        elif what == "move":
+            if len(ids) > naive.num_free:
+                with pytest.raises(NoFreeBlocks):
+                    self.pool.move(ids)
+            else:
+                assert self.pool.move(ids).tolist() == naive.move(ids)
+        else:
+            getattr(self.pool, what)(ids)
+            naive.findable ^= set(ids)
+
+    @rule(data=st.data(), what=st.sampled_from(["release", "retain", "unpin", "publish", "publish", "forget"]))
+    def do_right(self, data, what):
         """Right calls more often than chance gives."""
-        if self.naive.references:
-            self.touch(data.draw(st.lists(st.sampled_from(sorted(self.naive.references)), unique=True)), "release")
+        naive = self.naive
+        may = {
+            "release": set(naive.references), "retain": naive.findable, "unpin": set(naive.pins),
+            "publish": set(naive.references) - naive.findable, "forget": naive.findable,
+        }[what]  # fmt: skip
+        if may:
+            ids = data.draw(st.lists(st.sampled_from(sorted(may)), unique=True))
+            (self.find if what in ("publish", "forget") else self.touch)(ids, what)
+
+    @rule(left=st.integers(0, 4), data=st.data())
+    def fill_with_cached(self, left, data):
+        """All blocks but `left` hold something, and much of it is cached, as in a pool that has been in use for long."""
+        naive = self.naive
+        n = max(0, naive.num_free - left)
+        taken = self.pool.allocate(n).tolist()
+        assert taken == naive.allocate(n)
+        self.find(taken, "publish")
+        held = data.draw(st.sets(st.sampled_from(taken), max_size=4)) if taken else set()
+        self.touch([b for b in taken if b not in held], "release")
 
     @rule(extents=st.lists(st.integers(-1, 7), max_size=3), what=st.sampled_from(["map", "drain", "undrain", "unmap"]))
     def change_extents(self, extents, what):
@@ -387,42 +708,28 @@ class AgainstNaive(RuleBasedStateMachine):
         naive.open -= set(extents) if what == "drain" else set()
         naive.draining -= set(extents) if what in ("undrain", "unmap") else set()
 
-    @rule(most=st.integers(0, 8), carry_out=st.booleans())
-    def compact(self, most, carry_out):
-        naive = self.naive
-        plan = self.pool.plan_drain(most)
-        extents, moves = plan.extents.tolist(), plan.moves.tolist()
-        assert (len(extents), len(moves)) == naive.best_drain(most)
-        assert [block // naive.per for block in moves] == [
-            e for e in extents for block in moves if block // naive.per == e
-        ]
-        assert set(moves) == naive.blocks(extents) & naive.busy
-        unpinned = [e for e in naive.open - {0} if not naive.blocks([e]) & set(naive.pins)]
-        assert len(extents) == min(most, naive.num_free // naive.per, len(unpinned)), "N free blocks give N blocks back"
-        held = {e: len(naive.blocks([e]) & naive.busy) for e in unpinned}
-        assert extents == sorted(unpinned, key=lambda e: (held[e], -e))[: len(extents)]
-        if not carry_out:
-            return
-        self.pool.drain(plan.extents)
-        naive.open -= set(extents)
-        naive.draining |= set(extents)
-        targets = self.pool.move(plan.moves).tolist()
-        before = {block: naive.references.pop(block) for block in moves}
-        naive.pins.update(dict.fromkeys(moves, 1))  # what moved away is busy while the others are placed
-        assert targets == naive.allocate(len(moves))
-        naive.references.update(dict(zip(targets, before.values(), strict=True)))
-        naive.pins.update(dict.fromkeys(targets, 1))
+    @rule(data=st.data(), most=st.integers(0, 8), evicting=st.booleans(), carries_out=st.booleans())
+    def give_back(self, data, most, evicting, carries_out):
+        size, naive = self.pool.num_blocks, self.naive
+        worth = np.array(data.draw(st.lists(st.floats(0, 5), min_size=size, max_size=size))) if evicting else None
+        plan = self.pool.plan_drain(most, worth)
+        check_plan(naive, most, worth, plan)
+        if carries_out:
+            others = data.draw(st.sets(st.sampled_from(sorted(naive.findable)))) if len(plan.evictions) else set()
+            carry_out(self.pool, naive, plan, others)
 
     @invariant()
     def same(self):
         if not hasattr(self, "pool"):
             return
-        assert self.pool.counts() == self.naive.counts()
+        naive = self.naive
+        assert self.pool.counts() == naive.counts()
         assert sum(self.pool.counts()[:-1]) == self.pool.counts().mapped
-        assert self.pool.available == self.naive.num_free
-        assert self.pool.usable == len(self.naive.blocks(self.naive.open))
-        assert self.pool.mapped_extents.tolist() == sorted(self.naive.open | self.naive.draining) or not self.elastic
-        self.pool.check_invariants(np.full(n, i) for i, n in self.naive.references.items())
+        assert (self.pool.num_free, self.pool.available) == (naive.num_free, naive.num_free + len(naive.evictable))
+        assert self.pool.usable == len(naive.blocks(naive.open))
+        assert self.pool.mapped_extents.tolist() == sorted(naive.open | naive.draining) or not self.elastic
+        tables = (np.full(n, i) for i, n in naive.references.items())
+        self.pool.check_invariants(tables, np.array(sorted(naive.findable), np.int32))
 
     @property
     def elastic(self) -> bool:
@@ -431,3 +738,23 @@ class AgainstNaive(RuleBasedStateMachine):
 
 TestAgainstNaive = AgainstNaive.TestCase
 TestAgainstNaive.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), per=st.integers(1, 5), num_extents=st.integers(2, 6), most=st.integers(0, 6))
+def test_no_choice_of_extents_is_better(data, per, num_extents, most):
+    """Pools of every kind, most of them full: plans that evict and move are compared with all that there are."""
+    kinds = data.draw(st.sampled_from(["L123", "LLL123.", "123456789", "12....", "LLL1", "LL1234567.p"]))
+    drawn = "0" + data.draw(st.text(kinds, min_size=per * num_extents - 1, max_size=per * num_extents - 1))
+    pool, worth = pool_of(per, [drawn])
+    naive = Naive(pool.num_blocks, per, set(range(num_extents)))
+    naive.references = {b: 1 for b, kind in enumerate(drawn) if kind == "L"}
+    naive.findable = {b for b, kind in enumerate(drawn) if b and kind not in "L."}
+    naive.pins = {b: 1 for b, kind in enumerate(drawn) if kind == "p"}
+    plan = pool.plan_drain(most, worth)
+    check_plan(naive, most, worth, plan)
+    others = data.draw(st.sets(st.sampled_from(sorted(naive.findable)))) if naive.findable else set()
+    carry_out(pool, naive, plan, others)
+    pool.unpin(sorted(naive.pins))
+    pool.unmap(plan.extents)
+    pool.check_invariants((np.array([b]) for b in naive.references), np.array(sorted(naive.findable), np.int32))

@@ -262,25 +262,97 @@ def test_clear_zeroes_whole_blocks(pool: Callable[..., Storage]) -> None:
     assert storage.blocks.any(1).tolist() == [block not in (0, 4) for block in range(storage.num_blocks)]
 
 
+def _dense(storage: Storage) -> Storage:
+    """A host pool of the same layout and another stride: more blocks share an extent's padding."""
+    geometry = storage.geometry.with_extents(1 << 20)
+    assert geometry.block_stride != storage.geometry.block_stride
+    assert geometry.layout_id == storage.geometry.layout_id
+    return Storage(geometry, _mapped(HostArena(1, geometry.extent_bytes)))
+
+
+def _alike(storage: Storage) -> Storage:
+    """A host pool of the same layout and stride."""
+    geometry = storage.geometry
+    return Storage(geometry, _mapped(HostArena(geometry.extents_for_blocks(storage.num_blocks), geometry.extent_bytes)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_block_goes_to_another_pool_and_comes_back_elsewhere(pool: Callable[..., Storage], dtype: str) -> None:
-    """Scenario D 33, between pools of different stride: what travels is `block_bytes`."""
+@pytest.mark.parametrize("host_pool", [_dense, _alike])
+def test_blocks_go_to_another_pool_and_come_back_elsewhere(
+    pool: Callable[..., Storage], host_pool: Callable[[Storage], Storage], dtype: str
+) -> None:
+    """Scenario D 33: ten blocks of a table swapped out and in to other places, bit by bit and in the table's order."""
     device = pool(MIXED, 4, dtype, 24)
-    dense = device.geometry.with_extents(1 << 20)  # more blocks share an extent's padding
-    host = Storage(dense, _mapped(HostArena(1, dense.extent_bytes)))
-    assert host.geometry.block_stride != device.geometry.block_stride
-    assert host.geometry.layout_id == device.geometry.layout_id
+    host = host_pool(device)
     device.blocks.random_(256)
-    before = [(_bytes(layer.key[1:11]), _bytes(layer.value[1:11])) for layer in map(device.layer, range(len(MIXED)))]
-    for block in range(1, 11):
-        host.block_bytes(block).copy_(device.block_bytes(block))
-    device.blocks[1:11] = SENTINEL
-    for block in range(1, 11):
-        device.block_bytes(block + 12).copy_(host.block_bytes(block))
-    for index, (key, value) in enumerate(before):
-        layer = device.layer(index)
-        assert np.array_equal(_bytes(layer.key[13:23]), key)
-        assert np.array_equal(_bytes(layer.value[13:23]), value)
+    host.blocks.fill_(SENTINEL)
+    table, slots = np.array([3, 4, 5, 9, 1, 2, 8, 12, 11, 10]), np.array([5, 6, 7, 1, 2, 3, 4, 10, 9, 8])
+    back = np.array([17, 18, 19, 20, 21, 13, 23, 22, 15, 14])
+    layers = [device.layer(index) for index in range(len(MIXED))]
+    before = [(_bytes(layer.key[table]), _bytes(layer.value[table])) for layer in layers]
+    untouched = _bytes(device.blocks[[0, 6, 7, 16]])
+    host.copy_from(device, table, slots)
+    if device.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert (host.blocks[11:] == SENTINEL).all() and (host.blocks[0] == SENTINEL).all()
+    device.blocks[table] = SENTINEL
+    device.copy_from(host, slots, back)
+    for layer, (key, value) in zip(layers, before, strict=True):
+        assert np.array_equal(_bytes(layer.key[back]), key)
+        assert np.array_equal(_bytes(layer.value[back]), value)
+    assert np.array_equal(_bytes(device.blocks[[0, 6, 7, 16]]), untouched)
+    assert (device.blocks[table] == SENTINEL).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.sampled_from([_alike, _dense]))
+def test_any_swap_copies_each_block_and_no_other(data: st.DataObject, other_pool: Callable[[Storage], Storage]) -> None:
+    geometry = Geometry(MIXED, 4, "float32").with_extents(0)
+    ours = Storage(geometry, _mapped(HostArena(geometry.extents_for_blocks(16), geometry.extent_bytes)))
+    theirs = other_pool(ours)
+    targets = data.draw(st.lists(st.integers(1, 15), unique=True))
+    shift = data.draw(st.integers(-1, 2))  # many neighbours go to neighbours
+    block = st.integers(0, 15)
+    sources = [data.draw(block) if data.draw(st.integers(0, 4)) == 0 else max(0, min(15, t + shift)) for t in targets]
+    ours.blocks.random_(256)
+    theirs.blocks.random_(256)
+    expected, payload = _expected(ours)[:, : geometry.payload_bytes], _expected(theirs)[:, : geometry.payload_bytes]
+    expected[targets] = payload[sources]
+    ours.copy_from(theirs, np.array(sources, np.int32), np.array(targets, np.int32))
+    assert np.array_equal(_bytes(ours.blocks)[:, : geometry.payload_bytes], expected)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "says"),
+    [
+        ([1], [0], "null block"),
+        ([1, 2], [3, 3], "two copies"),
+        ([-1], [1], "outside"),
+        ([99], [1], r"blocks \[99\] are outside the pool of 64"),
+        ([1], [200], r"blocks \[200\] are outside the pool of 128"),
+        ([1, 2], [3], "cannot be copied"),
+    ],
+)
+def test_wrong_swaps_change_nothing(sources: list[int], targets: list[int], says: str) -> None:
+    geometry = Geometry((LayerShape(1, 8, 8),), 4, "float32").with_extents(0)
+    ours, theirs = (Storage(geometry, _mapped(HostArena(n, geometry.extent_bytes))) for n in (8, 4))
+    assert (ours.num_blocks, theirs.num_blocks) == (128, 64)
+    ours.blocks.fill_(SENTINEL)
+    with pytest.raises(BlockMisuse, match=says):
+        ours.copy_from(theirs, np.array(sources), np.array(targets))
+    assert (ours.blocks == SENTINEL).all()
+
+
+def test_pools_of_different_layouts_exchange_nothing() -> None:
+    def storage(dtype: str) -> Storage:
+        geometry = Geometry((LayerShape(1, 8, 8),), 4, dtype).with_extents(0)
+        return Storage(geometry, _mapped(HostArena(4, geometry.extent_bytes)))
+
+    ours, one = storage("float32"), np.array([1])
+    with pytest.raises(ValueError, match=r"float16/.* are none of .*float32/"):
+        ours.copy_from(storage("float16"), one, one)
+    with pytest.raises(ValueError, match="copied by `copy`"):
+        ours.copy_from(ours, one, one + 1)
 
 
 def test_block_bytes_of_no_block_is_refused(pool: Callable[..., Storage]) -> None:
