@@ -163,6 +163,12 @@ class BlockAllocator:
         """How many block tables hold each of `ids`. Read-only."""
         return self._references[self._checked(ids)]
 
+    @property
+    def cached_blocks(self) -> BlockIds:
+        """The cached blocks of extents that do not drain: those that may be evicted. Looks at the whole pool. Read-only."""
+        cached = self._cached_of(np.flatnonzero(self._findable))
+        return cached[self._extents.are_open(cached // self.blocks_per_extent)].astype(np.int32)
+
     def occupied(self, extents: Iterable[int]) -> BlockIds:
         """The blocks of `extents` that are live, cached or in flight, in the order of the extents. Read-only.
 
@@ -335,8 +341,7 @@ class BlockAllocator:
         if worth is not None:
             if worth.shape != (self.num_blocks,):
                 raise ValueError(f"worth has the shape {worth.shape}, and there are {self.num_blocks} blocks")
-            cached = self._cached_of(np.flatnonzero(self._findable))
-            cached = cached[self._extents.are_open(cached // self.blocks_per_extent)]
+            cached = self.cached_blocks.astype(np.int64)
             worth_of_cached = worth[cached]
             if np.isnan(worth_of_cached).any():
                 raise ValueError(f"worth is no number for cached blocks {_some(cached[np.isnan(worth_of_cached)])}")

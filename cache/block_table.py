@@ -19,6 +19,11 @@ class TableUpdate:
     slots: Index
     blocks: Int32
 
+    def without(self, rows: list[int]) -> TableUpdate:
+        """The entries of all rows but `rows`."""
+        others = ~np.isin(self.rows, rows)
+        return TableUpdate(self.rows[others], self.slots[others], self.blocks[others])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopies:

@@ -2,19 +2,32 @@
 
 The only class of the cache that the scheduler sees. Rows are the scheduler's; a row's table covers its first
 `lengths * block_size` tokens. Calls are all or nothing.
+
+With a hasher, full blocks whose tokens are computed can be found by whoever begins with the same tokens (prefix_index.py):
+
+    lookup, admit    a row begins with what is found, and shares it
+    commit           what a row has computed can be found; where others computed the same first, the row takes theirs
+    release          what nobody refers to any more stays findable, until its place is needed (eviction.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator, Counts
+from ..allocator.blocks import BlockAllocator, BlockIds, Counts
+from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
+from .eviction import EvictionPolicy
+from .prefix_hash import Chain, PrefixHasher
+from .prefix_index import PrefixHit, PrefixIndex
+from .reuse_density import ReuseDensity
+
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +53,8 @@ class Shrink:
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks.
 
+    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes.
+
     The attribute `max_tokens` is what a row can really come to: no more than the whole pool holds when all of it is
     mapped. With `blocks_per_extent` the pool is elastic: the extents `mapped` (None: all) have memory at the start, others
     come by `grow` and go by `shrink`, which is over when the caller says so by `moved` and `unmapped`.
@@ -48,9 +63,15 @@ class CacheManager:
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
         blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
+        hasher: PrefixHasher | None = None, eviction: Callable[[int], EvictionPolicy] = ReuseDensity,
     ) -> None:  # fmt: skip
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
+        if hasher is not None and (num_groups > 1 or hasher.block_size != block_size):
+            raise ValueError(
+                f"prefixes are cached in one group of blocks as large as the hasher's ({hasher.block_size} tokens), "
+                f"not in {num_groups} of {block_size}"
+            )
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
@@ -58,6 +79,9 @@ class CacheManager:
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no place yet
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
+        self.index = None if hasher is None else PrefixIndex(hasher, num_blocks, eviction(num_blocks))
+        self._eviction = eviction
+        self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
 
     def renewed(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """An empty manager of the same pool, to go on with when this one's bookkeeping broke.
@@ -69,13 +93,24 @@ class CacheManager:
         else:
             extents = self.allocator.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
-            *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents
-        )
+            *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
+            hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
+        )  # fmt: skip
 
     @property
     def available(self) -> int:
-        """Blocks that can be had at once. Read-only."""
+        """Blocks that can be had at once: free ones, and those that can be evicted. Read-only."""
         return self.allocator.available
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had without evicting one. Read-only."""
+        return self.allocator.num_free
+
+    @property
+    def shared(self) -> int:
+        """Entries in tables of blocks that an entry of another row counts too. Read-only."""
+        return int(sum(table.lengths.sum() for table in self.tables)) - self.counts().live
 
     @property
     def capacity(self) -> int:
@@ -125,7 +160,7 @@ class CacheManager:
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
         totals = [int(need.sum()) for need in needs]
         try:
-            blocks = self.allocator.allocate(sum(totals))
+            blocks = self._allocate(sum(totals))
         except NoFreeBlocks:
             return None
         updates, first = [], 0
@@ -140,7 +175,7 @@ class CacheManager:
         """
         full, rest = divmod(num_tokens, self.block_size)
         try:
-            fresh = self.allocator.allocate(len(self.tables) if rest else 0)
+            fresh = self._allocate(len(self.tables) if rest else 0)
         except NoFreeBlocks:
             return None
         updates, sources = [], []
@@ -162,8 +197,91 @@ class CacheManager:
     def release(self, rows: Index) -> None:
         """Give up the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
-            self.allocator.release(table.of_all(rows))
+            blocks = table.of_all(rows)
+            parked = self.allocator.release(blocks)
+            if self.index is not None and len(parked):
+                self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
+        self._committed[rows] = 0
+
+    # -- prefixes ------------------------------------------------------------------------------------------------
+
+    def chain(self, tokens: Int32, salt: bytes | None) -> Chain | None:
+        """What `tokens` are looked up by, among those of the same `salt` (None: of no salt). None where nothing is cached."""
+        return None if self.index is None else self.index.hasher.chain(tokens, salt)
+
+    def lookup(self, chain: Chain | None, max_tokens: int) -> PrefixHit:
+        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is computed already. Read-only.
+
+        Valid until anything changes.
+        """
+        return NO_HIT if chain is None or self.index is None else self.index.lookup(chain, max_tokens)
+
+    def needed(self, upto: int, hit: PrefixHit) -> int:
+        """Blocks of those available that `admit` would use: new ones, and found ones that nobody refers to. Read-only."""
+        parked = np.count_nonzero(self.allocator.references(hit.blocks) == 0) if len(hit.blocks) else 0
+        return self.blocks_for(upto) - len(hit.blocks) + int(parked)
+
+    def admit(self, row: int, upto: int, hit: PrefixHit) -> Extension | None:
+        """Let the table of `row` (empty) begin with `hit` and cover `upto` tokens; None, and no change, if blocks are short."""
+        if self.needed(upto, hit) > self.available:
+            return None
+        one = np.array([row])
+        found: tuple[TableUpdate, ...] = ()
+        if self.index is not None and len(hit.blocks):
+            taken = self.allocator.retain(hit.blocks)
+            if len(taken):
+                self.index.take(taken)
+            self.index.accept(hit)
+            self._committed[row] = len(hit.blocks)
+            found = (_append(self.tables[0], one, np.array([len(hit.blocks)]), hit.blocks),)
+        extension = self.extend(one, np.array([upto]))
+        assert extension is not None, "enough blocks were available"
+        return Extension(merged([found, extension.tables]))
+
+    def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
+        """The first `num_tokens` of `row`, which are those of `chain`, are computed: full blocks of them can be found now.
+
+        Where others have computed the same tokens already the row takes their blocks. Returns the entries that changed.
+        """
+        full, first = num_tokens // self.block_size, int(self._committed[row])
+        if self.index is None or full <= first:
+            return ()
+        table = self.tables[0]
+        blocks = table.blocks[row, :full]
+        found = self.index.register(chain, blocks, first).blocks
+        own = blocks[first : first + len(found)]
+        known = np.flatnonzero(found != own)
+        self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
+        if not len(known):
+            self.allocator.publish(own)
+            return ()
+        self.allocator.publish(own[found == own])
+        theirs, slots = found[known], first + known
+        taken = self.allocator.retain(theirs)
+        if len(taken):
+            self.index.take(taken)
+        self.allocator.release(own[known])
+        table.blocks[row, slots] = theirs
+        return (TableUpdate(np.full(len(known), row), slots, theirs),)
+
+    def reset(self) -> None:
+        """Let no prefix be found any more. Rows go on with the blocks they have."""
+        if self.index is not None:
+            self.allocator.forget(self.index.reset().blocks)
+            self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
+            self._committed[self.tables[0].lengths == 0] = 0
+
+    def _allocate(self, n: int) -> BlockIds:
+        """`n` blocks, for which cached ones are evicted if need be. Raises NoFreeBlocks, and evicts nothing then."""
+        lacking = n - self.allocator.num_free
+        if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
+            while lacking > 0 and len(victims := self.index.victims(lacking)):
+                self.allocator.forget(self.index.evict(victims).blocks)
+                lacking = n - self.allocator.num_free  # what a copy still reads comes free later
+        return self.allocator.allocate(n)
+
+    # -- the pool's size -----------------------------------------------------------------------------------------
 
     def grow(self, extents: Iterable[int]) -> None:
         """`extents` have memory now. Raises BlockMisuse unless all were unmapped."""
@@ -173,20 +291,39 @@ class CacheManager:
         """Begin to give up to `num_extents` extents back, without taking a block from anybody; None, and no change, when
         not one can be had.
 
-        What is live in them moves into holes elsewhere: the tables name the new places at once, where the bytes are after the
-        copies. Until `moved`, the blocks of both places are pinned; until `unmapped`, `keep` undoes the draining.
+        Where holes do not suffice, what is cached is evicted. The rest moves into holes elsewhere: the tables name the new
+        places at once, where the bytes are after the copies.
+
+        Until `moved`, the blocks of both places are pinned; until `unmapped`, `keep` undoes the draining.
         """
-        plan = self.allocator.plan_drain(num_extents)
+        plan = self.plan_shrink(num_extents)
         if not len(plan.extents):
             return None
+        moves = plan.moves
+        if self.index is not None and len(plan.evictions):
+            self.allocator.forget(self.index.evict(plan.evictions).blocks)  # and what is behind them
         self.allocator.drain(plan.extents)
-        if not len(plan.moves):
+        if len(plan.evictions):
+            moves = self.allocator.occupied(plan.extents)
+        if not len(moves):
             return Shrink(plan.extents)
-        targets = self.allocator.move(plan.moves)
+        targets = self.allocator.move(moves)
+        if self.index is not None:
+            self.index.move(moves, targets)
         places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> where it moved; the null block: nowhere
-        places[plan.moves] = targets
+        places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
-        return Shrink(plan.extents, updates, BlockCopies(plan.moves, targets))
+        return Shrink(plan.extents, updates, BlockCopies(moves, targets))
+
+    def plan_shrink(self, num_extents: int) -> DrainPlan:
+        """What `shrink` would do. Read-only."""
+        plan = self.allocator.plan_drain(num_extents)
+        if self.index is None or len(plan.extents) == num_extents or not self.counts().cached:
+            return plan
+        cached = self.allocator.cached_blocks
+        worth = np.zeros(self.allocator.num_blocks)
+        worth[cached] = self.index.ranks(cached)
+        return self.allocator.plan_drain(num_extents, worth)
 
     def moved(self, copies: BlockCopies) -> None:
         """The copies of a shrink are done."""
@@ -202,7 +339,32 @@ class CacheManager:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
-        self.allocator.check_invariants(t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths))
+        findable = None
+        if self.index is not None:
+            every = np.arange(self.allocator.num_blocks, dtype=np.int32)
+            findable = every[self.index.findable(every)]
+        tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
+        self.allocator.check_invariants(tables, findable)
+        if self.index is not None:
+            self.index.check_invariants()
+
+
+def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
+    """One update a group, in the order they happened."""
+    updates = [update for update in updates if update]
+    if len(updates) <= 1:
+        return updates[0] if updates else ()
+    return tuple(
+        TableUpdate(*(np.concatenate([getattr(u, name) for u in group]) for name in ("rows", "slots", "blocks")))
+        for group in zip(*updates, strict=True)
+    )
+
+
+def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:
+    """`some` of `blocks` in the order in which they come there first."""
+    places = np.flatnonzero(np.isin(blocks, some))
+    _, first = np.unique(blocks[places], return_index=True)
+    return blocks[places[np.sort(first)]]
 
 
 def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> TableUpdate:

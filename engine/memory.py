@@ -275,17 +275,17 @@ class EngineMemory:
         """Extents, of those that nobody needs, that may go in the next step: as many as have no more than a slice to move."""
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
-        allocator = scheduler.cache.allocator
-        plan = allocator.plan_drain(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = max(1, self._copying.num_bytes * allocator.blocks_per_extent // self._extent_bytes)
+        cache = scheduler.cache
+        plan = cache.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
+        most = max(1, self._copying.num_bytes * cache.blocks_per_extent // self._extent_bytes)
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
-        too_far = plan.moves[most] // allocator.blocks_per_extent  # moves stand in the order of the extents
+        too_far = plan.moves[most] // cache.blocks_per_extent  # moves stand in the order of the extents
         return max(1, plan.extents.tolist().index(too_far))
 
     def _short(self, scheduler: Scheduler) -> bool:
         """Whether blocks may soon be short: somebody waits, or fewer are free than there are sequences."""
-        return bool(scheduler.num_waiting or scheduler.cache.available < scheduler.num_running)
+        return bool(scheduler.num_waiting or scheduler.cache.num_free < scheduler.num_running)
 
     def _grow(self, scheduler: Scheduler, now: float) -> None:
         """Map what is forecast to be needed, as far as it is granted; ask for the rest."""

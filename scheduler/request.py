@@ -128,13 +128,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt to continue. A lower `priority` goes first; equal ones go by `arrival` (seconds, any clock)."""
+    """One prompt to continue. A lower `priority` goes first; equal ones go by `arrival` (seconds, any clock).
+
+    Prefixes are shared with requests of the same `cache_salt` alone; None is a key space of its own.
+    """
 
     request_id: str
     prompt_token_ids: npt.NDArray[np.int32]
     sampling: Sampling
     priority: int = 0
     arrival: float = 0.0
+    cache_salt: bytes | None = None
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -8,6 +8,8 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the step and blocks last.
 - A request is admitted with the blocks of all its known tokens, when the forecast says the others can still grow
   (policy.py). The head of the queue is never passed over. Who waits does not push out who runs.
+- What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token. What a
+  sequence has computed can be found chunk by chunk of its prompt; what it generated, when it gives up its row.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
   it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
   place in the queue and is computed again. The last one running ends, with reason "length", when the pool may not hold
@@ -29,7 +31,9 @@ from typing import Literal
 import numpy as np
 
 from ..cache.block_table import Index, Int32, TableUpdate
-from ..cache.manager import CacheManager
+from ..cache.manager import CacheManager, merged
+from ..cache.prefix_hash import Chain
+from ..cache.prefix_index import PrefixHit
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
 from .plan import NO_ROWS, Admission, Bool, Plan, Result
 from .policy import OutputForecast, peak_blocks
@@ -96,15 +100,20 @@ class Stats:
     given_back_extents: int = 0
     moved_blocks: int = 0
     refused_resizes: int = 0
+    prefix_lookups: int = 0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 class _Sequence:
     """One request on its way: in a row, or waiting with the tokens known of it."""
 
-    __slots__ = ("key", "marked", "preemptions", "request", "row", "tokens")
+    __slots__ = ("chain", "computed", "key", "marked", "preemptions", "request", "row", "tokens")
 
-    def __init__(self, request: Request, number: int) -> None:
+    def __init__(self, request: Request, number: int, chain: Chain | None) -> None:
         self.request = request
+        self.chain = chain  # of the tokens that may be found or made findable; None where nothing is cached
+        self.computed = 0  # tokens when it was preempted
         self.key = (request.priority, request.arrival, number)
         self.tokens = request.prompt_token_ids  # current only while it waits
         self.row: int | None = None
@@ -205,7 +214,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
         self.check(request)
-        sequence = _Sequence(request, next(self._numbers))
+        chain = self.cache.chain(request.prompt_token_ids, request.cache_salt)
+        sequence = _Sequence(request, next(self._numbers), chain)
         self._sequences[request.request_id] = sequence
         heapq.heappush(self._waiting, sequence)
         self._blocked = self._blocked and self._waiting[0] is not sequence
@@ -369,7 +379,8 @@ class Scheduler:
         ended |= rows.may_stop(result.tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
         self._plan = None
-        if self._prefilling:
+        prefilled = self._prefilling
+        if prefilled:
             self._promote()
         for failure in result.failures:
             self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
@@ -377,6 +388,9 @@ class Scheduler:
             for i in np.flatnonzero(ended):
                 self._end_if_due(self._running[int(sampled[i])], int(result.tokens[i]))
         self._end_marked()
+        for sequence in prefilled:
+            if sequence.row is not None and sequence.chain is not None:
+                self._changes.tables.append(self._commit(sequence.row, sequence.chain))
         finished, self._changes.finished = tuple(self._changes.finished), []
         return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished)
 
@@ -445,12 +459,13 @@ class Scheduler:
             if self.cache.blocks_for(known) > self.limit_blocks:
                 self._aside.append(heapq.heappop(self._waiting))  # nobody waits for what may not come
                 continue
-            if not self._fits(sequence):
+            hit = self.cache.lookup(sequence.chain, known - 1)
+            if not self._fits(sequence, hit):
                 self._blocked = True
                 break
             heapq.heappop(self._waiting)
-            self._seat(sequence)
-            length = self._chunk(known, budget)
+            self._seat(sequence, hit)
+            length = self._chunk(known - hit.num_tokens, budget)
             chunks.append((sequence, length))
             budget -= length
         return chunks
@@ -458,14 +473,17 @@ class Scheduler:
     def _chunk(self, lacking: int, budget: int) -> int:
         return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
-    def _fits(self, sequence: _Sequence) -> bool:
+    def _fits(self, sequence: _Sequence, hit: PrefixHit) -> bool:
         """Whether the sequence's tokens fit now and, unless it would be alone, everybody's growth does as forecast."""
-        if self.cache.blocks_for(len(sequence.tokens)) > self._room:
+        known = len(sequence.tokens)
+        needed = self.cache.needed(known, hit)
+        if needed > self._room:
             return False
         if not self._running or not self.limits.forecast:
             return True
         usable = min(self.cache.usable - self._withheld, self.limit_blocks)
-        return self._peak([sequence]) <= usable - self.cache.counts().in_flight
+        shared = self.cache.blocks_for(known) - needed
+        return self._peak([sequence]) - shared <= usable - self.cache.counts().in_flight
 
     @property
     def _room(self) -> int:
@@ -485,25 +503,31 @@ class Scheduler:
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         to_come = self.forecast.to_come(generated, allowed)
         peak = peak_blocks(np.append(rows.known[running], known), to_come, self.cache.block_size)
-        return peak * len(self.cache.tables)
+        return peak * len(self.cache.tables) - self.cache.shared
 
     def _needed(self, newcomers: list[_Sequence]) -> int:
         """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
         known = [*self.rows.known[self._running_rows()].tolist(), *(len(s.tokens) for s in newcomers)]
         if not known:
             return 0
-        now = sum(self.cache.blocks_for(tokens) for tokens in known)
+        now = sum(self.cache.blocks_for(tokens) for tokens in known) - self.cache.shared
         return min(max(now, self._peak(newcomers)), self.cache.capacity)
 
     def _running_rows(self) -> Index:
         return np.fromiter(self._running, np.int64, len(self._running))
 
-    def _seat(self, sequence: _Sequence) -> None:
+    def _seat(self, sequence: _Sequence, hit: PrefixHit) -> None:
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
-        extension = self.cache.extend(np.array([row]), np.array([len(tokens)]))
+        extension = self.cache.admit(row, len(tokens), hit)
         assert extension is not None, "admitted without enough blocks"
+        self.rows.computed[row] = hit.num_tokens
+        if sequence.chain is not None:
+            self.stats.prefix_lookups += 1
+            self.stats.prefix_lookup_tokens += len(tokens)
+            self.stats.prefix_hit_tokens += hit.num_tokens
+        self.stats.recomputed_tokens -= min(sequence.computed, hit.num_tokens)
         sequence.row = row
         self._running[row] = sequence
         bisect.insort(self._prefilling, sequence)
@@ -527,7 +551,7 @@ class Scheduler:
             samples=samples,
             released=np.array(changes.released) if changes.released else NO_ROWS,
             admitted=tuple(changes.admitted),
-            tables=_merged(changes.tables),
+            tables=merged(changes.tables),
             copies=copies,
             resize=resize,
         )
@@ -578,10 +602,12 @@ class Scheduler:
     def _preempt(self, victims: list[_Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
         self.stats.preemptions += len(victims)
-        self.stats.recomputed_tokens += int(self.rows.computed[[s.row for s in victims]].sum())
-        self._leave_rows(victims)
         for sequence in victims:
             sequence.preemptions += 1
+            sequence.computed = int(self.rows.computed[sequence.row])
+            self.stats.recomputed_tokens += sequence.computed  # less what will be found
+        self._leave_rows(victims)
+        for sequence in victims:
             heapq.heappush(self._waiting, sequence)
 
     def _end_if_due(self, sequence: _Sequence, token: int) -> None:
@@ -601,7 +627,7 @@ class Scheduler:
     def _end(self, sequence: _Sequence, reason: FinishReason, error: str | None = None) -> None:
         request = sequence.request
         if sequence.row is not None:
-            self._leave_rows([sequence])
+            self._leave_rows([sequence], computed=error is None)
         elif sequence in self._aside:
             self._aside.remove(sequence)
         else:
@@ -615,12 +641,23 @@ class Scheduler:
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
         self._changes.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
 
-    def _leave_rows(self, sequences: list[_Sequence]) -> None:
-        """Give up rows and blocks; the sequences keep their tokens."""
+    def _commit(self, row: int, chain: Chain) -> tuple[TableUpdate, ...]:
+        """Let what `row` has computed be found. Returns the table entries that changed for it."""
+        computed = int(self.rows.computed[row])
+        if computed > chain.num_tokens:
+            chain.append(self.rows.tokens[row, chain.num_tokens : computed])
+        return self.cache.commit(row, chain, computed)
+
+    def _leave_rows(self, sequences: list[_Sequence], computed: bool = True) -> None:
+        """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        for sequence, row in zip(sequences, rows, strict=True):
+            if computed and sequence.chain is not None:
+                self._commit(row, sequence.chain)
         self.cache.release(np.array(rows))
         self._blocked = False
         self._changes.released += rows
+        self._changes.tables = [tuple(u.without(rows) for u in updates) for updates in self._changes.tables]
         self._decoding = self._decoding[~np.isin(self._decoding, rows)]
         for sequence, row in zip(sequences, rows, strict=True):
             del self._running[row]
@@ -628,13 +665,3 @@ class Scheduler:
             sequence.row = None
         if self._prefilling:
             self._prefilling = [s for s in self._prefilling if s.row is not None]
-
-
-def _merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
-    """One update a group, in the order they happened."""
-    if len(updates) <= 1:
-        return updates[0] if updates else ()
-    return tuple(
-        TableUpdate(*(np.concatenate([getattr(u, name) for u in group]) for name in ("rows", "slots", "blocks")))
-        for group in zip(*updates, strict=True)
-    )

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.plan import NO_EXTENTS, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Emissions, Finished, Limits, Scheduler
@@ -55,6 +56,7 @@ class FakeRunner:
         self.tables = np.zeros((num_rows, -(-max_tokens // block_size)), np.int32)
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.owner: dict[int, str] = {}
+        self.written = np.zeros(num_rows, np.int64)  # tokens of each row, what it found included
         self.fail: set[str] = set()
 
     def execute(self, plan: Plan) -> Result:
@@ -64,10 +66,11 @@ class FakeRunner:
             assert new.row not in self.owner, "a row was taken before it was released"
             self.owner[new.row] = new.request_id
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self.written[new.row] = plan.starts[plan.rows == new.row].item()
         for update in plan.tables:
             self.tables[update.rows, update.slots] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
-            self.pool[update.blocks] = POISON
+            self.pool[update.blocks[update.slots * self.block_size >= self.written[update.rows]]] = POISON
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in a step"
@@ -107,6 +110,7 @@ class FakeRunner:
                 assert block != 0, "wrote to the null block"
                 assert self.pool[block, offset] != UNMAPPED, "wrote to memory that is gone"
                 self.pool[block, offset] = self.tokens[row, position]
+            self.written[row] = start + length
             if plan.samples[i]:
                 read = self.pool[self.tables[row, : -(-(start + length) // self.block_size)]].ravel()[: start + length]
                 assert POISON not in read, "read what was never written"
@@ -127,13 +131,14 @@ class World:
     def __init__(
         self, usable: int, block_size: int = 16, *, max_seqs: int = 256, max_step_tokens: int = 8192,
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
-        blocks_per_extent: int | None = None, num_mapped: int | None = None,
+        blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
         self.cache = CacheManager(
             usable + 1, block_size, max_seqs, max_model_len,
             blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
+            hasher=PrefixHasher(block_size, b"seed") if caching else None,
         )  # fmt: skip
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits)
@@ -151,9 +156,12 @@ class World:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
 
     def add(
-        self, name: str, length: int, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0, **more
-    ) -> None:
-        request = Request(name, self.prompt(length), Sampling(max_new, **more), priority, arrival)
+        self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
+        salt: bytes | None = None, **more,
+    ) -> None:  # fmt: skip
+        """`prompt` is a number of random tokens, or the tokens."""
+        tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
+        request = Request(name, tokens, Sampling(max_new, **more), priority, arrival, salt)
         self.scheduler.add(request)
         self.requests[name] = request
 
@@ -211,5 +219,6 @@ class World:
 
     def check_empty(self) -> None:
         counts = self.cache.counts()
-        assert (counts.live, counts.free) == (0, self.cache.usable)
+        assert (counts.live, counts.free + counts.cached) == (0, self.cache.usable)
+        assert self.cache.index is not None or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0

@@ -1,6 +1,7 @@
 """Random life of a scheduler: requests come, steps run, some are aborted at any moment, some fail.
 
-In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then.
+In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
+caching, prompts begin alike, some with what another request has generated.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from fakes import VOCAB, World, continuation
 from pagetide.scheduler.errors import PromptTooLong
 
 
-def walk(seed: int, events: int) -> World:
+def walk(seed: int, events: int, caching: bool = False) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
-    return _walk(rng, events, usable=int(rng.integers(2, 24)))
+    return _walk(rng, events, usable=int(rng.integers(2, 24)), caching=caching)
 
 
-def elastic_walk(seed: int, events: int) -> World:
+def elastic_walk(seed: int, events: int, caching: bool = False) -> World:
     """The same over a pool of extents that come and go; in the end all of it is mapped."""
     rng = np.random.default_rng(seed)
     per, num_extents = int(rng.integers(1, 7)), int(rng.integers(3, 10))
     return _walk(
         rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
-        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)),
+        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching,
     )  # fmt: skip
 
 
@@ -57,8 +58,9 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
             arrival, priority = float(rng.integers(0, n + 1)), int(rng.integers(3))
             try:
                 world.add(
-                    f"r{n}", length, max_new=new, arrival=arrival, priority=priority, stop_token_ids=stops,
-                    min_new_tokens=int(rng.integers(0, 5)),
+                    f"r{n}", _alike(world, length), max_new=new, arrival=arrival, priority=priority,
+                    stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
+                    salt=None if rng.random() < 0.8 else b"tenant",
                 )  # fmt: skip
             except PromptTooLong:
                 assert length >= world.scheduler.limits.max_model_len or length > capacity
@@ -66,6 +68,8 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
             name = str(rng.choice(live))
             if world.scheduler.abort(name):
                 aborted.add(name)
+        elif kind < 0.255:
+            world.cache.reset()
         elif kind < 0.27 and live:
             world.runner.fail.add(str(rng.choice(live)))
         else:
@@ -84,6 +88,21 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
     for name, request in world.requests.items():
         check_end(world, name, request, name in aborted, least)
     return world
+
+
+def _alike(world: World, length: int) -> np.ndarray:
+    """A prompt of so many tokens; where prefixes are cached, one that mostly begins as others do."""
+    rng, prompt = world.rng, world.prompt(length)
+    if world.cache.index is None or rng.random() < 0.2:
+        return prompt
+    known = sorted(world.requests)[-6:]
+    like = np.arange(length, dtype=np.int32) % VOCAB
+    if known and rng.random() < 0.7:
+        other = world.requests[str(rng.choice(known))]
+        like = np.append(other.prompt_token_ids, np.array(world.emitted.get(other.request_id, []), np.int32))
+    same = min(len(like), int(rng.integers(0, length + 1)), length)
+    prompt[:same] = like[:same]
+    return prompt
 
 
 def turn(world: World, rng: np.random.Generator) -> None:

@@ -14,6 +14,24 @@ def test_any_seed(seed):
     walk(seed, events=120)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed_with_prefixes_cached(seed):
+    walk(seed, events=120, caching=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed_in_an_elastic_pool_with_prefixes_cached(seed):
+    elastic_walk(seed, events=120, caching=True)
+
+
+def test_the_walks_really_find_prefixes():
+    worlds = [some(seed, events=300, caching=True) for seed in range(8) for some in (walk, elastic_walk)]
+    assert sum(world.scheduler.stats.prefix_hit_tokens for world in worlds) > 1000
+    assert sum(world.scheduler.stats.preemptions for world in worlds) > 50
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_fixed_seeds_meet_pressure(seed):
     walk(seed, events=400)

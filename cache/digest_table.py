@@ -1,0 +1,116 @@
+"""Which node has a digest: a hash table of nodes in arrays, so that a prompt's 512 digests are looked up at once.
+
+    slot  = lower bits of the digest's first word             twice as many slots as nodes, or more
+    first[slot] ──► node ── next[node] ──► node ──► none      those whose digests fall into the same slot
+
+A dict of as many entries takes five times the memory, stops for half a second while it grows to a million, and misses the
+processor's cache one entry after the other where numpy's gathers overlap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .eviction import Nodes
+from .prefix_hash import Digests
+
+NONE = -1  # in arrays of node ids: no node
+
+
+class DigestTable:
+    """Digests of the nodes `0 .. capacity - 1`, as far as they have been inserted. All digests in it are distinct."""
+
+    def __init__(self, capacity: int) -> None:
+        num_slots = 1 << (2 * capacity - 1).bit_length()
+        self.digests = np.zeros((capacity, 2), np.uint64)  # mutated by `insert` alone
+        self._first = np.full(num_slots, NONE, np.int32)
+        self._next = np.empty(capacity, np.int32)
+        self._leaving = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE
+        self._lower = np.uint64(num_slots - 1)
+
+    def find(self, digests: Digests) -> Nodes:
+        """The node of each of `digests` [n, 2], NONE where there is none. Read-only."""
+        nodes = self._first[self._slots(digests)].astype(np.int64)
+        others = self._others(nodes, digests)
+        while len(others):
+            further = self._next[nodes[others]].astype(np.int64)
+            nodes[others] = further
+            others = others[self._others(further, digests[others])]
+        return nodes
+
+    def insert(self, nodes: Nodes, digests: Digests) -> None:
+        """`nodes`, not in the table, have `digests` [n, 2], distinct and not in the table either."""
+        self.digests[nodes] = digests
+        slots = self._slots(digests)
+        while len(nodes):
+            self._next[nodes] = self._first[slots]
+            self._first[slots] = nodes
+            overwritten = self._first[slots] != nodes  # of nodes with the same slot one is first: the others come again
+            nodes, slots = nodes[overwritten], slots[overwritten]
+
+    def remove(self, nodes: Nodes) -> None:
+        """`nodes` are in the table no longer."""
+        self._leaving[nodes] = True
+        slots = self._slots(self.digests[nodes])
+        at = self._first[slots] = self._staying(self._first[slots])
+        while len(at := at[at != NONE]):
+            following = self._next[at] = self._staying(self._next[at])
+            at = following
+        self._leaving[nodes] = False
+
+    def contents(self) -> Nodes:
+        """All nodes in the table, in no order. Raises AssertionError where a node is in the wrong place. Read-only."""
+        found = []
+        at, slots = self._first[self._first != NONE], np.flatnonzero(self._first != NONE)
+        while len(at):
+            assert (self._slots(self.digests[at]) == slots).all(), "a node in the wrong slot"
+            found.append(at)
+            assert sum(map(len, found)) <= len(self._next), "nodes in a ring"
+            at = self._next[at]
+            at, slots = at[at != NONE], slots[at != NONE]
+        return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+
+    def _slots(self, digests: Digests) -> Nodes:
+        return (digests[:, 0] & self._lower).astype(np.int64)
+
+    def _others(self, nodes: Nodes, digests: Digests) -> Nodes:
+        """Indices of the `nodes` that are nodes and have another digest."""
+        theirs = self.digests.take(nodes, axis=0, mode="wrap")  # NONE has somebody's, and does not count
+        differ = (theirs[:, 0] != digests[:, 0]) | (theirs[:, 1] != digests[:, 1])
+        return np.flatnonzero(differ & (nodes != NONE))
+
+    def _staying(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Each of `nodes`, or the next one behind it that does not leave."""
+        leaving = self._leaving[nodes]
+        while leaving.any():
+            nodes = np.where(leaving, self._next[nodes], nodes)
+            leaving = self._leaving[nodes]
+        return nodes
+
+
+def num_new(digests: Digests, nodes: Nodes) -> int:
+    """How many of `digests` come before the first that is known (`nodes` are what `find` says) or that one before equals."""
+    unknown = digests[: leading(nodes == NONE)]
+    if distinct(unknown[:, 0]):
+        return len(unknown)
+    seen: set[tuple[int, ...]] = set()
+    for digest in map(tuple, unknown.tolist()):
+        if digest in seen:
+            break
+        seen.add(digest)
+    return len(seen)
+
+
+def leading(true: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    if not len(true):
+        return 0
+    first = int(true.argmin())
+    return len(true) if true[first] else first
+
+
+def distinct(values: npt.NDArray[np.integer]) -> bool:
+    """Whether no two of `values` are equal."""
+    ordered = np.sort(values)
+    return not (ordered[1:] == ordered[:-1]).any()

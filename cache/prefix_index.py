@@ -1,0 +1,424 @@
+"""The prefix index: which full blocks of tokens can be found, behind which prefix, and where each of them lies.
+
+A node is one findable block of tokens behind its whole prefix. It lies in exactly one place: a block of the device, or a
+slot of the host tier. What lies on the device has its parent on the device, so a chain lies on the device first and on the
+host from some node on, never in turns. Whatever is findable has a findable parent.
+
+    lookup                 register                      park                     evict
+    (read-only)   nothing ─────────► findable, in use ─────────► findable, parked ─────────► nothing
+                                            ▲          take              │ │                  ▲
+                                            ├────────────────────────────┘ │ demote           │ evict_slots
+                                            └───────────── promote ─── findable, on the host ─┘
+
+References and pins are the block allocator's; which parked node goes first is the policy's (eviction.py). A sequence holds
+all blocks of its chain, so what stands behind a parked node is parked. Why it is so: docs/decisions/0017-prefix-index.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..allocator.blocks import BlockIds
+from ..allocator.errors import BlockMisuse
+from .block_table import Index, Int32
+from .digest_table import NONE, DigestTable, distinct, leading, num_new
+from .eviction import EvictionPolicy, Nodes, Ranks
+from .prefix_hash import Chain, Digests, PrefixHasher, Root
+from .prefix_tree import PrefixTree
+
+Ids = Sequence[int] | BlockIds | Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHit:
+    """The longest findable prefix of a chain: first `blocks` of the device, then `slots` of the host tier.
+
+    Valid until the index changes.
+    """
+
+    num_tokens: int
+    blocks: BlockIds
+    slots: Int32
+    nodes: Nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Blocks of the device and slots of the host tier, each in the order of the call that returns them."""
+
+    blocks: BlockIds
+    slots: Int32
+
+
+class PrefixIndex:
+    """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
+
+    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. Every
+    call is all or nothing: one that raises BlockMisuse has changed nothing. Costs are those of a few array operations
+    over the blocks in question, however many the pool has; only `reset` and the check look at all.
+    """
+
+    def __init__(
+        self, hasher: PrefixHasher, num_blocks: int, policy: EvictionPolicy,
+        *, num_slots: int = 0, host_policy: EvictionPolicy | None = None,
+    ) -> None:  # fmt: skip
+        if num_blocks < 1 or num_slots < 0:
+            raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
+        if num_slots and host_policy is None:
+            raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
+        self.hasher = hasher
+        self._policy = policy
+        self._host_policy = host_policy
+        self._clear(num_blocks, num_slots)
+
+    def _clear(self, num_blocks: int, num_slots: int) -> None:
+        capacity = num_blocks + num_slots  # nodes lie in different places, so there are never more
+        self._table = DigestTable(capacity)
+        self._tree = PrefixTree(capacity)
+        self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
+        self._roots: dict[Root, int] = {}  # nodes without a parent
+        self._salts: dict[int, bytes | None] = {}  # of these
+        self._parked = np.zeros(capacity, np.bool_)
+        self._block_of = np.empty(capacity, np.int32)  # these two: of nodes in use; NONE: in the other place
+        self._slot_of = np.empty(capacity, np.int32)
+        self._node_of_block = np.full(num_blocks, NONE, np.int32)
+        self._node_of_slot = np.full(num_slots, NONE, np.int32)
+        self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
+        self.num_nodes = 0
+
+    @property
+    def capacity(self) -> int:
+        """Nodes there can be: one for each block and each slot."""
+        return len(self._unused)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
+        """The longest findable prefix of `chain` of at most `max_tokens` tokens. Read-only, but for the chain's hashes.
+
+        Tokens, salts and parents are compared: digests that collide give a shorter hit, never a wrong one.
+        """
+        self._check_hasher(chain)
+        most = min(max_tokens // self.hasher.block_size, chain.num_blocks)
+        # Most misses are misses of the first block: nothing is hashed for these.
+        if most < 1 or chain.root not in self._roots:
+            return _MISS
+        nodes = self._table.find(chain.digests(most))
+        nodes = nodes[: self._num_true(chain, nodes[: leading(nodes != NONE)], 0, None)]
+        blocks = self._block_of[nodes]
+        on_device = leading(blocks != NONE)
+        return PrefixHit(
+            len(nodes) * self.hasher.block_size, blocks[:on_device], self._slot_of[nodes[on_device:]], nodes
+        )
+
+    def accept(self, hit: PrefixHit) -> None:
+        """A request uses what `hit` found, as far as it lies on the device by now: tell the policy. Changes nothing else."""
+        self._policy.hit(hit.nodes[self._block_of[hit.nodes] != NONE])
+
+    def register(self, chain: Chain, blocks: BlockIds, first: int) -> Places:
+        """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
+
+        `blocks[:first]` are what the sequence's table has before them. The answer's `blocks` are those that are findable
+        now from `first` on. Where one of them is not the sequence's own, the same tokens were known already: the caller puts
+        that block into the table, with a reference (`take` it, if it had none), and releases its own. Where they are fewer,
+        the others stay unregistered: their parent cannot be found, or their digest is that of other tokens. The answer's
+        `slots` are free: what lay there lies in a block of this sequence now.
+
+        Raises BlockMisuse when one of the blocks is findable as something else.
+        """
+        self._check_hasher(chain)
+        if not 0 <= first <= len(blocks) <= chain.num_blocks:
+            raise ValueError(
+                f"asked to register blocks {first} to {len(blocks)} of a chain that has {chain.num_blocks} full ones"
+            )
+        parent = int(self._node_of_block[blocks[first - 1]]) if first else None
+        if parent == NONE or first == len(blocks):
+            return _NOWHERE
+        own = blocks[first:]
+        digests = chain.digests(len(blocks))
+        if parent is not None and (self._table.digests[parent] != digests[first - 1]).any():
+            raise BlockMisuse(f"block {blocks[first - 1]} can be found, and not as block {first - 1} of this chain")
+        digests = digests[first:]
+        nodes = self._table.find(digests)
+        num_known = leading(nodes != NONE)
+        known = nodes[: self._num_true(chain, nodes[:num_known], first, parent)]
+        fresh = slice(len(known), len(known))
+        if len(known) == num_known:
+            # Whatever is known further on stands behind something else.
+            fresh = slice(num_known, num_known + num_new(digests[num_known:], nodes[num_known:]))
+        returned = np.flatnonzero(self._block_of[known] == NONE)
+        self._check_free_blocks(np.concatenate((own[returned], own[fresh])))
+        slots = self._slot_of[known[returned]]
+        if len(returned):
+            self._promote(known[returned], own[returned])
+        if fresh.stop > fresh.start:
+            above = int(known[-1]) if len(known) else parent
+            added = self._add(chain, first + fresh.start, above, own[fresh], digests[fresh])
+            known = np.concatenate((known, added))
+        return Places(self._block_of[known], slots)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def park(self, blocks: Ids) -> None:
+        """`blocks`, findable, have lost their last reference. Blocks of a chain in its order, and no descendant left out."""
+        nodes = self._nodes_of(blocks)
+        if self._parked[nodes].any():
+            raise BlockMisuse("blocks that are not in use cannot lose their last reference")
+        self._parked[nodes] = True
+        self._policy.park(nodes)
+
+    def take(self, blocks: Ids) -> None:
+        """`blocks`, findable and parked, are referenced again: the first part of a chain, in its order."""
+        nodes = self._nodes_of(blocks)
+        self._check_parked(nodes)
+        self._parked[nodes] = False
+        self._policy.take(nodes)
+
+    def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `blocks` can be found. Read-only."""
+        found: npt.NDArray[np.bool_] = self._node_of_block[_ids(blocks)] != NONE
+        return found
+
+    def move(self, sources: Ids, targets: Ids) -> None:
+        """What block `sources[i]` holds lies in block `targets[i]`; what of it is not findable is no concern of the index."""
+        from_, to = _ids(sources), _ids(targets)
+        nodes = self._node_of_block[from_]
+        from_, to, nodes = from_[nodes != NONE], to[nodes != NONE], nodes[nodes != NONE]
+        self._check_free_blocks(to)
+        if not distinct(nodes):
+            raise BlockMisuse(f"one of blocks {_some(from_)} is named twice; a block moves once")
+        self._node_of_block[from_] = NONE
+        self._node_of_block[to] = nodes
+        self._block_of[nodes] = to
+
+    # -- eviction --------------------------------------------------------------------------------------------------
+
+    def victims(self, n: int) -> BlockIds:
+        """The `n` parked blocks that go next, in order; fewer only where fewer are parked. Read-only."""
+        return self._block_of[self._policy.victims(n)[:n]]
+
+    def host_victims(self, n: int) -> Int32:
+        """The `n` slots of the host tier that go next, in order; fewer only where fewer are in use. Read-only."""
+        return self._slot_of[_given(self._host_policy).victims(n)[:n]]
+
+    def ranks(self, blocks: Ids) -> Ranks:
+        """The policy's rank of each of `blocks`, findable: lower goes first. Read-only."""
+        return self._policy.ranks(self._nodes_of(blocks))
+
+    def evict(self, blocks: Ids) -> Places:
+        """Forget `blocks`, findable and parked, and all that stands behind them. Returns where all of it lay."""
+        return self._evict(self._nodes_of(blocks))
+
+    def evict_slots(self, slots: Ids) -> Places:
+        """Forget what lies in `slots`, and all that stands behind it. Returns where all of it lay: slots alone."""
+        return self._evict(self._nodes_of_slots(slots))
+
+    def reset(self) -> Places:
+        """Forget everything; who uses a block goes on with it, and what it computes later stays unregistered."""
+        nodes = self._table.contents()
+        on_device = self._block_of[nodes] != NONE
+        places = Places(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
+        self._leave_policies(nodes, on_device)
+        self._clear(len(self._node_of_block), len(self._node_of_slot))
+        return places
+
+    # -- the host tier -----------------------------------------------------------------------------------------------
+
+    def demote(self, blocks: Ids, slots: Ids) -> None:
+        """What lies in `blocks` (parked, in the order of `victims`) is found in `slots` from now on.
+
+        Raises BlockMisuse where something behind them would be left on the device, or a slot is in use.
+        """
+        nodes, to = self._nodes_of(blocks), _ids(slots)
+        if len(to) != len(nodes):
+            raise ValueError(f"{len(nodes)} blocks need as many slots, got {len(to)}")
+        self._check_parked(nodes)
+        if (self._node_of_slot[to] != NONE).any() or not distinct(to):
+            raise BlockMisuse("a slot of the host tier that is in use, or named twice, cannot take a block")
+        # What lies further behind on the device has a parent there: the children tell.
+        children = self._tree.children(nodes)
+        if not np.isin(children[self._block_of[children] != NONE], nodes).all():
+            raise BlockMisuse("blocks cannot leave the device while something behind them stays there")
+        self._node_of_block[self._block_of[nodes]] = NONE
+        self._block_of[nodes] = NONE
+        self._slot_of[nodes] = to
+        self._node_of_slot[to] = nodes
+        self._policy.remove(nodes)
+        nodes = nodes[::-1]  # roots first
+        policy = _given(self._host_policy)
+        parents = self._parents(nodes)
+        parents[self._block_of[parents] != NONE] = NONE  # not the host policy's
+        policy.add(nodes, parents, self._table.digests[nodes, 0])
+        policy.park(nodes)
+
+    def promote(self, slots: Ids, blocks: Ids) -> None:
+        """What lies in `slots` (part of a chain, in its order) is found in `blocks` from now on, which a request holds.
+
+        Raises BlockMisuse where its parent is not on the device, or a block is findable already.
+        """
+        nodes, to = self._nodes_of_slots(slots), _ids(blocks)
+        if len(to) != len(nodes):
+            raise ValueError(f"{len(nodes)} slots need as many blocks, got {len(to)}")
+        self._check_free_blocks(to)
+        parents = self._parents(nodes)
+        if (self._block_of[parents[:1]] == NONE)[parents[:1] != NONE].any() or (parents[1:] != nodes[:-1]).any():
+            raise BlockMisuse("slots come back to the device in the order of a chain, behind what is there")
+        self._promote(nodes, to)
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Recompute what is kept incrementally. Raises AssertionError naming what does not hold."""
+        nodes = self._table.contents()
+        assert len(nodes) == self.num_nodes == len(set(nodes.tolist())), "nodes and digests do not match"
+        unused = self._unused[: self.capacity - self.num_nodes].tolist()
+        assert sorted([*unused, *nodes.tolist()]) == list(range(self.capacity)), "a node is lost, or twice in use"
+        on_device = self._block_of[nodes] != NONE
+        assert (on_device != (self._slot_of[nodes] != NONE)).all(), "a node lies in no place, or in two"
+        for places, of_node, of_place in (
+            (nodes[on_device], self._block_of, self._node_of_block),
+            (nodes[~on_device], self._slot_of, self._node_of_slot),
+        ):
+            assert (of_place[of_node[places]] == places).all(), "a place names another node"
+            assert np.count_nonzero(of_place != NONE) == len(places), "a place names a node that is not there"
+        self._tree.check_invariants(nodes)
+        parents = self._parents(nodes)
+        roots = set(nodes[parents == NONE].tolist())
+        named = {(salt, self._tokens[root].tobytes()): root for root, salt in self._salts.items()}
+        assert roots == set(self._salts) and named == self._roots, "roots and salts do not match"
+        inner, parents = nodes[parents != NONE], parents[parents != NONE]
+        assert ((self._block_of[inner] == NONE) | (self._block_of[parents] != NONE)).all(), "a block behind a slot"
+        assert (self._parked[inner] | ~self._parked[parents]).all(), "a block in use behind one that is not"
+        assert self._parked[nodes[~on_device]].all(), "what lies on the host is in use"
+        assert np.count_nonzero(self._parked) == np.count_nonzero(self._parked[nodes]), (
+            "a parked node that is not there"
+        )
+        for leaf in np.setdiff1d(nodes, parents).tolist():
+            self._check_path(leaf)
+
+    def _check_path(self, leaf: int) -> None:
+        """The digests of `leaf` and of all before it are those of the tokens that are kept."""
+        path = [leaf]
+        while (parent := int(self._tree.parents[path[-1]])) != NONE:
+            path.append(parent)
+        path.reverse()
+        chain = self.hasher.chain(self._tokens[path].ravel(), self._salts[path[0]])
+        assert (self._table.digests[path] == chain.digests(len(path))).all(), "a digest is not that of its tokens"
+
+    # -- within ------------------------------------------------------------------------------------------------------
+
+    def _num_true(self, chain: Chain, nodes: Nodes, first: int, parent: int | None) -> int:
+        """How many of `nodes` are what follows `parent` in `chain` from block `first` on, and not other tokens' nodes."""
+        if not len(nodes):
+            return 0
+        theirs = self._tree.parents[nodes]
+        if theirs[0] != parent if parent is not None else nodes[0] != self._roots.get(chain.root):
+            return 0
+        same = self._tokens.take(nodes, axis=0) == chain.blocks(first + len(nodes))[first:]
+        follows = theirs[1:] == nodes[:-1]
+        if same.all() and follows.all():
+            return len(nodes)
+        return min(leading(same.all(axis=1)), 1 + leading(follows))
+
+    def _add(self, chain: Chain, first: int, parent: int | None, blocks: BlockIds, digests: Digests) -> Nodes:
+        """New nodes in `blocks` for the chain's blocks from `first` on, in use."""
+        left = self.capacity - self.num_nodes - len(blocks)
+        nodes = self._unused[left : left + len(blocks)][::-1].astype(np.int64)
+        self.num_nodes += len(nodes)
+        self._tokens[nodes] = chain.blocks(first + len(nodes))[first:]
+        self._block_of[nodes] = blocks
+        self._slot_of[nodes] = NONE
+        self._node_of_block[blocks] = nodes
+        self._tree.add_chain(parent, nodes)
+        if parent is None:
+            self._roots[chain.root] = root = int(nodes[0])
+            self._salts[root] = chain.salt
+        self._table.insert(nodes, digests)
+        self._policy.add(nodes, self._parents(nodes), digests[:, 0])
+        return nodes
+
+    def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
+        """`nodes`, of the host, lie in `blocks` now, and are in use."""
+        _given(self._host_policy).remove(nodes)
+        self._node_of_slot[self._slot_of[nodes]] = NONE
+        self._slot_of[nodes] = NONE
+        self._block_of[nodes] = blocks
+        self._node_of_block[blocks] = nodes
+        self._parked[nodes] = False
+        self._policy.add(nodes, self._parents(nodes), self._table.digests[nodes, 0])
+
+    def _evict(self, nodes: Nodes) -> Places:
+        self._check_parked(nodes)
+        nodes = self._tree.with_descendants(nodes)
+        self._check_parked(nodes)
+        blocks, slots = self._block_of[nodes], self._slot_of[nodes]
+        on_device = blocks != NONE
+        blocks, slots = blocks[on_device], slots[~on_device]
+        self._leave_policies(nodes, on_device)
+        self._node_of_block[blocks] = NONE
+        self._node_of_slot[slots] = NONE
+        self._parked[nodes] = False
+        self._tree.remove(nodes)
+        self._table.remove(nodes)
+        for root in nodes[self._tree.parents[nodes] == NONE].tolist():
+            del self._roots[self._salts.pop(root), self._tokens[root].tobytes()]
+        left = self.capacity - self.num_nodes
+        self._unused[left : left + len(nodes)] = nodes
+        self.num_nodes -= len(nodes)
+        return Places(blocks, slots)
+
+    def _leave_policies(self, nodes: Nodes, on_device: npt.NDArray[np.bool_]) -> None:
+        self._policy.remove(nodes[on_device])
+        if not on_device.all():
+            _given(self._host_policy).remove(nodes[~on_device])
+
+    def _parents(self, nodes: Nodes) -> Nodes:
+        return self._tree.parents[nodes].astype(np.int64)
+
+    def _nodes_of(self, blocks: Ids) -> Nodes:
+        nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
+        if (nodes == NONE).any() or not distinct(nodes):
+            raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found, or one is named twice")
+        return nodes
+
+    def _nodes_of_slots(self, slots: Ids) -> Nodes:
+        nodes = self._node_of_slot[_ids(slots)].astype(np.int64)
+        if (nodes == NONE).any() or not distinct(nodes):
+            raise BlockMisuse(f"not all of slots {_some(_ids(slots))} hold something, or one is named twice")
+        return nodes
+
+    def _check_parked(self, nodes: Nodes) -> None:
+        used = nodes[~self._parked[nodes]]
+        if len(used):
+            raise BlockMisuse(f"blocks in use, or something behind a block is: {_some(self._block_of[used])}")
+
+    def _check_free_blocks(self, blocks: BlockIds | Index) -> None:
+        taken = blocks[self._node_of_block[blocks] != NONE]
+        if len(taken) or not distinct(blocks):
+            raise BlockMisuse(f"blocks that can be found already, or are named twice, hold nothing new: {_some(taken)}")
+
+    def _check_hasher(self, chain: Chain) -> None:
+        if chain.hasher is not self.hasher:
+            raise ValueError("the chain's hashes are another hasher's; make chains by this index's `hasher`")
+
+
+def _ids(ids: Ids) -> Index:
+    return np.asarray(ids, np.int64)
+
+
+def _given(policy: EvictionPolicy | None) -> EvictionPolicy:
+    if policy is None:
+        raise BlockMisuse("this index has no host tier; give it slots and a policy for them")
+    return policy
+
+
+def _some(ids: BlockIds | Index) -> str:
+    return ", ".join(map(str, ids[:8].tolist())) + (", ..." if len(ids) > 8 else "")
+
+
+_MISS = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+_NOWHERE = Places(np.empty(0, np.int32), np.empty(0, np.int32))

@@ -1,0 +1,108 @@
+"""Which node follows which: the parent of each, and its children in a list that is linked both ways.
+
+A root, which is a first block, has no parent and is in no list.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .digest_table import NONE
+from .eviction import Nodes
+
+
+class PrefixTree:
+    """The links between the nodes `0 .. capacity - 1`; what those of nodes out of use say means nothing."""
+
+    def __init__(self, capacity: int) -> None:
+        self.parents = np.empty(capacity, np.int32)  # mutated by `add_chain` alone
+        self._child = np.empty(capacity, np.int32)
+        self._next = np.empty(capacity, np.int32)
+        self._previous = np.empty(capacity, np.int32)
+        self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE, always chosen
+        self._chosen[NONE] = True
+        # Single entries are read and written five times faster through these than in the arrays.
+        self._parent_at, self._child_at = self.parents.data, self._child.data
+        self._next_at, self._previous_at = self._next.data, self._previous.data
+
+    def add_chain(self, parent: int | None, nodes: Nodes) -> None:
+        """`nodes`, at least one, follow each other, and the first one follows `parent`."""
+        self.parents[nodes[1:]] = nodes[:-1]
+        self._child[nodes[:-1]] = nodes[1:]
+        self._child[nodes[-1]] = NONE
+        self._next[nodes] = self._previous[nodes] = NONE
+        top = int(nodes[0])
+        self._parent_at[top] = NONE if parent is None else parent
+        if parent is not None:
+            sibling = self._child_at[parent]
+            self._next_at[top] = sibling
+            self._child_at[parent] = top
+            if sibling != NONE:
+                self._previous_at[sibling] = top
+
+    def with_descendants(self, nodes: Nodes) -> Nodes:
+        """`nodes` (distinct), then those below them that are not among them. Read-only."""
+        chosen = self._chosen
+        chosen[nodes] = True
+        # All children are chosen if each first one is, and whatever stands next to a chosen child.
+        below = nodes[chosen[self.parents[nodes]] & (self.parents[nodes] != NONE)]
+        closed = chosen[self._child[nodes]].all() and chosen[self._next[below]].all()
+        found = [] if closed else self._below(nodes)
+        chosen[nodes] = False
+        chosen[found] = False
+        return np.concatenate((nodes, np.array(found, np.int64))) if found else nodes
+
+    def children(self, nodes: Nodes) -> Nodes:
+        """All that follow one of `nodes` directly, in no order. Read-only."""
+        found, at = [np.empty(0, np.int64)], self._child[nodes]
+        while len(at := at[at != NONE]):
+            found.append(at.astype(np.int64))
+            at = self._next[at]
+        return np.concatenate(found)
+
+    def remove(self, nodes: Nodes) -> None:
+        """`nodes` and all below them, which are among them, are in use no longer."""
+        chosen = self._chosen
+        chosen[nodes] = True
+        tops = nodes[~chosen[self.parents[nodes]]]  # the others' lists go as a whole
+        chosen[nodes] = False
+        child, following, previous = self._child_at, self._next_at, self._previous_at
+        for top in tops.tolist():
+            before, after = previous[top], following[top]
+            if before == NONE:
+                child[self._parent_at[top]] = after
+            else:
+                following[before] = after
+            if after != NONE:
+                previous[after] = before
+
+    def check_invariants(self, nodes: Nodes) -> None:
+        """`nodes` are those in use: their parents are, and have them as children. Raises AssertionError."""
+        children: dict[int, list[int]] = {node: [] for node in nodes.tolist()}
+        for node, parent in zip(nodes.tolist(), self.parents[nodes].tolist(), strict=True):
+            assert parent == NONE or parent in children, "a node whose parent cannot be found"
+            if parent != NONE:
+                children[parent].append(node)
+        for node, expected in children.items():
+            linked: list[int] = []
+            before, at = NONE, self._child_at[node]
+            while at != NONE and len(linked) <= len(expected):
+                assert self._previous_at[at] == before, "a list of children that is not the same both ways"
+                linked.append(at)
+                before, at = at, self._next_at[at]
+            assert sorted(linked) == sorted(expected), "children and parents do not match"
+
+    def _below(self, nodes: Nodes) -> list[int]:
+        """All that are not chosen yet below `nodes`; chooses them."""
+        chosen, child, following = self._chosen.data, self._child_at, self._next_at
+        found: list[int] = []
+        open_ends = nodes.tolist()
+        while open_ends:
+            at = child[open_ends.pop()]
+            while at != NONE:
+                if not chosen[at]:
+                    chosen[at] = True
+                    found.append(at)
+                    open_ends.append(at)
+                at = following[at]
+        return found

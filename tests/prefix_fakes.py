@@ -1,0 +1,99 @@
+"""What a prefix index stands between, made naive: an eviction policy that is strict, and hashes that collide."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagetide.cache.eviction import EvictionPolicy, Keys, Nodes, Ranks
+from pagetide.cache.prefix_hash import Digests, PrefixHasher
+
+
+class OldestFirst:
+    """A policy that is naive and strict: the node parked longest ago goes first, of nodes parked at once the deepest.
+
+    It refuses whatever the protocol of eviction policies does not allow.
+    """
+
+    def __init__(self) -> None:
+        self.depth: dict[int, int] = {}
+        self.parked: dict[int, int] = {}  # node -> when
+        self.calls = 0
+        self.hits: list[list[int]] = []
+
+    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
+        assert len(nodes) == len(parents) == len(keys)
+        assert nodes.dtype == parents.dtype == np.int64 and keys.dtype == np.uint64
+        for node, parent in zip(nodes.tolist(), parents.tolist(), strict=True):
+            assert node not in self.depth
+            self.depth[node] = 0 if parent == -1 else self.depth[parent] + 1
+
+    def hit(self, nodes: Nodes) -> None:
+        assert all(node in self.depth for node in nodes.tolist())
+        self.hits.append(nodes.tolist())
+
+    def park(self, nodes: Nodes) -> None:
+        self.calls += 1
+        for node in nodes.tolist():
+            assert node in self.depth and node not in self.parked
+            self.parked[node] = self.calls
+
+    def take(self, nodes: Nodes) -> None:
+        for node in nodes.tolist():
+            del self.parked[node]
+
+    def victims(self, n: int) -> Nodes:
+        order = sorted(self.parked, key=lambda node: (self.parked[node], -self.depth[node], node))
+        return np.array(order[: n + 1], np.int64)  # more than asked for is allowed
+
+    def remove(self, nodes: Nodes) -> None:
+        for node in nodes.tolist():
+            del self.depth[node]
+            self.parked.pop(node, None)
+
+    def ranks(self, nodes: Nodes) -> Ranks:
+        return np.array([self.parked.get(node, self.calls + 1) for node in nodes.tolist()], np.float64)
+
+
+class Watched(OldestFirst):
+    """A real policy, whose victims these are, watched by the strict one."""
+
+    def __init__(self, real: EvictionPolicy) -> None:
+        super().__init__()
+        self.real = real
+
+    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
+        super().add(nodes, parents, keys)
+        self.real.add(nodes, parents, keys)
+
+    def hit(self, nodes: Nodes) -> None:
+        super().hit(nodes)
+        self.real.hit(nodes)
+
+    def park(self, nodes: Nodes) -> None:
+        super().park(nodes)
+        self.real.park(nodes)
+
+    def take(self, nodes: Nodes) -> None:
+        super().take(nodes)
+        self.real.take(nodes)
+
+    def victims(self, n: int) -> Nodes:
+        return self.real.victims(n)
+
+    def remove(self, nodes: Nodes) -> None:
+        super().remove(nodes)
+        self.real.remove(nodes)
+
+    def ranks(self, nodes: Nodes) -> Ranks:
+        return self.real.ranks(nodes)
+
+
+class WeakHasher(PrefixHasher):
+    """Digests of a few bits."""
+
+    def __init__(self, block_size: int, num_bits: int, seed: bytes | None = None) -> None:
+        super().__init__(block_size, seed)
+        self.mask = np.uint64((1 << num_bits) - 1)
+
+    def digests(self, sums: Digests) -> Digests:
+        return np.column_stack((super().digests(sums)[:, 0] & self.mask, np.zeros(len(sums), np.uint64)))
