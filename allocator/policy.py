@@ -381,11 +381,12 @@ def _recalls(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterab
     for tenant in movable:
         if tenant.lease_id in taken:
             yield _recall(state, tenant, taken[tenant.lease_id], for_growth=False)
-    rested = [
-        tenant for tenant in movable if tenant.lease_id not in taken and _rested(tenant, state.rules.rest_s, now_ns)
-    ]
-    more = _take(rested, surplus, should - sum(taken.values()))
-    for tenant in rested:
+    givers = [tenant for tenant in movable if tenant.lease_id not in taken]
+    for tenant in givers:  # rest is from giving what is in use; what lies idle goes whenever somebody wants it
+        if not _rested(tenant, state.rules.rest_s, now_ns):
+            surplus[tenant.lease_id] = min(surplus[tenant.lease_id], _hoarded(tenant))
+    more = _take(givers, surplus, should - sum(taken.values()))
+    for tenant in givers:
         if tenant.lease_id in more:
             yield _recall(state, tenant, more[tenant.lease_id], for_growth=True)
 
@@ -420,17 +421,19 @@ def _take(tenants: Iterable[Tenant], surplus: dict[int, int], needed: int) -> di
             taken[tenant.lease_id] = min(surplus[tenant.lease_id], whole)
             needed -= taken[tenant.lease_id] - already
 
-    def hoarded(tenant: Tenant) -> int:
-        return max(0, tenant.expected_bytes - max(tenant.min_bytes, tenant.in_use_bytes))
-
     givers = [tenant for tenant in tenants if surplus[tenant.lease_id] > 0]
-    for tenant in sorted(givers, key=lambda tenant: (-hoarded(tenant), tenant.lease_id)):
-        take(tenant, min(hoarded(tenant), surplus[tenant.lease_id]))
+    for tenant in sorted(givers, key=lambda tenant: (-_hoarded(tenant), tenant.lease_id)):
+        take(tenant, min(_hoarded(tenant), surplus[tenant.lease_id]))
     for tenant in sorted(
         givers, key=lambda tenant: (-tenant.priority, -surplus[tenant.lease_id] / tenant.weight, tenant.lease_id)
     ):
         take(tenant, surplus[tenant.lease_id])
     return taken
+
+
+def _hoarded(tenant: Tenant) -> int:
+    """What a lease was granted, above its minimum, and does not have in use."""
+    return max(0, tenant.expected_bytes - max(tenant.min_bytes, tenant.in_use_bytes))
 
 
 def _recall(state: DeviceState, tenant: Tenant, num_bytes: int, *, for_growth: bool) -> Recall:

@@ -18,6 +18,7 @@ from ..allocator.host_arena import HostArena
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
 from ..cache.manager import CacheManager
+from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import Storage, TensorArena
 from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
@@ -76,6 +77,14 @@ class Engine:
             "recomputed_tokens": counters.recomputed_tokens,
             "preemptions": counters.preemptions,
             "peak_used_blocks": counters.peak_used_blocks,
+            "prefix_cache": None
+            if scheduler.cache.index is None
+            else {
+                "lookups": counters.prefix_lookups,
+                "lookup_tokens": counters.prefix_lookup_tokens,
+                "hit_tokens": counters.prefix_hit_tokens,
+                "findable_blocks": scheduler.cache.index.num_nodes,
+            },
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
         }
 
@@ -203,6 +212,7 @@ def _core(
         plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
+        hasher=PrefixHasher(plan.block_size) if config.prefix_caching else None,
     )  # fmt: skip
     runner = Runner(
         model,

@@ -80,7 +80,8 @@ class EngineConfig:
         max_step_tokens: Most tokens a step computes. No more sequences run than this, as each gets a token a step.
         max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
-        idle_s: Seconds after which memory goes back that no request needs.
+        prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
     """
 
@@ -93,6 +94,7 @@ class EngineConfig:
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     max_model_len: int | None = None
     max_chunk_tokens: int | None = None
+    prefix_caching: bool = True
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
 
@@ -104,8 +106,9 @@ class EngineConfig:
         idle: Any = self.idle_s
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
-        if not isinstance(self.share, bool):
-            raise ConfigError(f"share must be True or False, got {self.share!r}")
+        for name in ("prefix_caching", "share"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -125,6 +128,7 @@ class EngineConfig:
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
+        prefix_caching: bool = True,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
@@ -151,6 +155,7 @@ class EngineConfig:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
+            prefix_caching=prefix_caching,
             idle_s=idle_s,
             share=share,
         )

@@ -52,7 +52,8 @@ class LLM:
         max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
-        idle_s: Seconds after which memory goes back that no request needs.
+        prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
         trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
 
@@ -75,6 +76,7 @@ class LLM:
         max_step_tokens: int = 2048,
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
+        prefix_caching: bool = True,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
@@ -89,6 +91,7 @@ class LLM:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
+            prefix_caching=prefix_caching,
             idle_s=idle_s,
             share=share,
             trust_remote_code=trust_remote_code,
@@ -110,6 +113,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Returns the outputs in the order of the prompts (a list for a single prompt too).
@@ -118,12 +122,13 @@ class LLM:
             prompts: A string or token ids, or several of them, mixed as you like.
             sampling_params: One for all, or one each; None is the model's generation config.
             priority: Lower goes first.
+            cache_salt: What is computed is shared with requests of the same salt alone, such as those of one tenant.
             progress: Show a bar; None shows one on a terminal when it takes longer than two seconds.
 
         Raises:
             RequestRejected: a prompt that cannot be served; then nothing of the call was started.
         """
-        tickets = self._submit(self._encode_all(prompts, sampling_params), priority)
+        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt)
         try:
             with _Bar(
                 total=len(tickets), unit="prompt", delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
@@ -143,6 +148,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         progress: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -152,7 +158,7 @@ class LLM:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
         prompts = self._render(messages, template_options)
-        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+        return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
         self,
@@ -161,6 +167,7 @@ class LLM:
         *,
         stream_interval: int = 1,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Like `generate`, but gives what is new of each prompt as it comes, at least `stream_interval` tokens at a time.
 
@@ -169,13 +176,18 @@ class LLM:
         """
         if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
             raise ValueError(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
-        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, streams=True)
+        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt, streams=True)
         return _Stream(self, tickets, stream_interval)
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
         ids: list[int] = self._open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
         return ids
+
+    def reset_prefix_cache(self) -> None:
+        """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
+        with self._lock:
+            self._open().core.scheduler.cache.reset()
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: requests, blocks, bytes, counters. Plain data."""
@@ -238,9 +250,16 @@ class LLM:
         ]
 
     def _submit(
-        self, encoded: list[tuple[str | None, np.ndarray, SamplingParams]], priority: int, streams: bool = False
+        self,
+        encoded: list[tuple[str | None, np.ndarray, SamplingParams]],
+        priority: int,
+        cache_salt: str | None,
+        streams: bool = False,
     ) -> list[_Ticket]:
         """Queue all, or, when one is refused, none."""
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
+        salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestRejected(f"priority must be an integer, got {priority!r}")
         with self._lock:
@@ -254,6 +273,7 @@ class LLM:
                     sampling=params.resolve(engine.eos_token_ids),
                     priority=priority,
                     arrival=engine.core.clock(),
+                    cache_salt=salt,
                 )
                 engine.encoder.check_stops(params)
                 engine.core.scheduler.check(request)

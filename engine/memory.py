@@ -116,7 +116,9 @@ class EngineMemory:
         self._planned_bytes = base_bytes() + reserve_bytes
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
-        self._look_at = self._ask_at = self._base_at = self._grow_at = 0.0
+        self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = 0.0
+        self._asked = 0  # extents, in the last ask; 0 when it was taken back
+        self._told_free = 0  # extents that were reported free
         self._needed_at = clock()  # when all that is mapped was needed last
         self._began_at = self._settled_at = -math.inf  # of the last step
         self._alone = True  # nobody made steps before the one that is prepared
@@ -190,6 +192,7 @@ class EngineMemory:
                     format_bytes(self.lease.held_bytes),
                 )  # fmt: skip
             elif isinstance(event, Granted):
+                self._look_at = 0.0  # what somebody waits for is here
                 log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Withdrawn):
                 log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
@@ -298,8 +301,8 @@ class EngineMemory:
         room = self._allowed_extents() - scheduler.num_extents
         if room > 0 and now >= self._grow_at:
             scheduler.grow(min(missing, room, self._map_slice(scheduler)))
-        if missing > room and self.lease is not None and now >= self._ask_at:
-            self._ask_at = now + _ASK_S
+        if missing > room and self.lease is not None and (wanted > self._asked or now >= self._ask_at):
+            self._asked, self._ask_at = wanted, now + _ASK_S
             self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
 
     def _rest(self, scheduler: Scheduler, now: float) -> None:
@@ -339,6 +342,13 @@ class EngineMemory:
         if changed or now >= self._base_at:
             self._base_at = now + _BASE_S
             self._report()
+        elif self.lease is not None and (now >= self._free_at or not self._scheduler().num_running):
+            self._free_at = now + _LOOK_S
+            if self._free_extents() != self._told_free:
+                self._tell()
+        if self._asked and self.lease is not None and not self._short(self._scheduler()):
+            self._asked = 0
+            self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)  # nobody waits for more any longer
         self._answer()
 
     def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
@@ -355,13 +365,23 @@ class EngineMemory:
         elif not changed:
             self._plain_s += (step_s - self._plain_s) / (8 if self._plain_s else 1)
 
+    def _free_extents(self) -> int:
+        """Extents that could go at once, and that nobody who is here is forecast to need."""
+        scheduler = self._scheduler()
+        needed = max(self._min_extents, self._extents_for(scheduler, scheduler.wanted_blocks()))
+        return max(0, min(scheduler.idle_extents, scheduler.num_extents - needed))
+
     def _report(self) -> None:
-        """Tell the broker what is held, by class, and how much of it could go at once."""
+        """Measure what is held, and tell the broker."""
         self._base_bytes = max(self._planned_bytes, self._measure())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the broker what is held, by class, and how much of it could go at once."""
         if self.lease is None:
             return
-        scheduler = self._scheduler()
-        free = max(0, min(scheduler.idle_extents, scheduler.num_extents - self._min_extents)) * self._extent_bytes
+        self._told_free = self._free_extents()
+        free = self._told_free * self._extent_bytes
         weights = min(self._weights_bytes, self._base_bytes)
         held = {"weights": weights, "other": self._base_bytes - weights, "kv": self._arena.mapped_bytes}
         self.lease.report(held, free)

@@ -11,6 +11,7 @@ import torch
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
@@ -29,6 +30,7 @@ class TinyEngine:
     def __init__(
         self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
+        caching: bool = False,
     ) -> None:  # fmt: skip
         geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
         num_extents = geometry.extents_for_blocks(usable + 1)
@@ -42,7 +44,8 @@ class TinyEngine:
         register()
         model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
-        cache = CacheManager(usable + 1, block_size, limits.seats, max_model_len)
+        hasher = PrefixHasher(block_size) if caching else None
+        cache = CacheManager(usable + 1, block_size, limits.seats, max_model_len, hasher=hasher)
         sampler = Sampler(limits.seats, model.config.get_text_config().vocab_size, device)
         runner = Runner(model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len)
         self.core = EngineCore(Scheduler(cache, limits), runner, clock=itertools.count().__next__)

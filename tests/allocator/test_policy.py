@@ -542,11 +542,24 @@ def test_a_lease_rests_between_recalls_for_the_growth_of_others() -> None:
     device.lease(2)
     recalls = []
     for step in range(100):  # 2 s in which the other wants ever more
-        device.ask(2, 10 * step)
-        device.ledger.report(1, free_bytes=device.held[1])
+        device.ask(2, 5 * step)
         recalls += [order for order in device.run(1) if isinstance(order, Recall)]
     assert 4 <= len(recalls) <= 8
-    assert device.granted(2) >= 850
+    assert device.granted(2) >= 400
+
+
+def test_what_lies_idle_goes_without_a_rest() -> None:
+    """A burst next door would wait for nothing."""
+    device = Device()
+    device.lease(1)
+    device.ask(1, 5000, seconds=0.001)
+    device.obey(device.settle())
+    device.lease(2)
+    for step in range(85):
+        device.ask(2, 10 * step)
+        device.ledger.report(1, free_bytes=device.held[1])
+        device.run(2)
+        assert device.granted(2) >= 10 * step
 
 
 # ---- strangers ----------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ def family(name: str):
     return model, inputs, plain(model, inputs, NEW)
 
 
-def engine_for(model, inputs, case) -> TinyEngine:
+def engine_for(model, inputs, case, **more) -> TinyEngine:
     block_size, chunk, seats, share = case
     just_enough = -(-(max(LENGTHS) + NEW - 1) // block_size)
     usable = max(just_enough, int(share * blocks_needed(inputs, NEW, block_size)))
-    return TinyEngine(model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk)
+    return TinyEngine(model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk, **more)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,6 +63,32 @@ def test_same_logits_behind_chunks_and_resumes(name):
             torch.testing.assert_close(ours, right[position - 1], rtol=1e-4, atol=1e-4)
             log_probs = torch.log_softmax(ours.double(), -1), torch.log_softmax(right[position - 1].double(), -1)
             assert (log_probs[0] - log_probs[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_tokens_and_logits_behind_cached_prefixes(name):
+    """Twice the same prompts, and longer ones behind them: most of it is found, under pressure too."""
+    model, inputs, expected = family(name)
+    # Behind the prompt stands what was generated, so that a second turn goes on with the very tokens of the first.
+    turns = [prompt + tokens[:12] for prompt, tokens in zip(inputs, expected, strict=True)]
+    for case in (4, 7, 12, 0.5), (100, None, 12, 0.7):
+        engine = engine_for(model, inputs, case, caching=True)
+        stats = engine.core.scheduler.stats
+        engine.watch_logits()
+        assert engine.generate(inputs, GREEDY) == expected, case
+        first = stats.prefix_hit_tokens
+        for i in sorted(range(len(inputs)), key=lambda i: i * 7 % len(inputs)):
+            assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (case, i)
+            assert engine.generate([turns[i]], Sampling(NEW - 12)) == [expected[i][12:]], (case, i)
+        assert stats.prefix_hit_tokens > first + sum(LENGTHS), case
+        engine.core.scheduler.check_invariants()
+        model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            right = model(torch.tensor([turns[-1] + expected[-1][12:]]), use_cache=False).logits[0]
+        for position in range(len(turns[-1]), len(turns[-1]) + NEW - 12):
+            ours = engine.logits["r0", position]
+            difference = torch.log_softmax(ours.double(), -1) - torch.log_softmax(right[position - 1].double(), -1)
+            assert difference.abs().max() < 1e-4
 
 
 # -- tests of the tests: a planted fault changes tokens ----------------------------------------------------------------
