@@ -280,6 +280,46 @@ def test_an_engine_of_little_work_keeps_what_it_works_with() -> None:
     engine.run()
 
 
+# ---- what the broker is told, and when -----------------------------------------------------------
+
+
+def test_a_rising_demand_is_told_at_once_and_a_grant_used_at_once() -> None:
+    engine = Engine(granted=2)
+    engine.add("a", 300)
+    engine.step(0.021)
+    (first,) = engine.lease.asked
+    engine.step(0.021)
+    assert engine.lease.asked == [first], "the same is not said again so soon"
+    engine.add("b", 300)
+    engine.step(0.021)
+    assert len(engine.lease.asked) == 2 and engine.lease.asked[1] > first
+    engine.lease.grant(engine.lease.asked[1])
+    engine.step(0.001)
+    assert engine.size > 2
+    engine.run()
+
+
+def test_what_lies_idle_is_told_as_soon_as_it_does_and_the_ask_is_taken_back() -> None:
+    engine = Engine(granted=2)
+    engine.add("a", 700)
+    engine.steps(4)
+    engine.lease.grant(engine.lease.asked[-1])
+    engine.run()
+    assert engine.size > engine.minimum
+    held, free = engine.lease.reports[-1]
+    assert (held["kv"], free) == (engine.size * EXTENT, (engine.size - engine.minimum) * EXTENT)
+    assert engine.lease.asked[-1] == engine.lease.held_bytes
+
+
+def test_what_requests_are_going_to_need_is_not_called_free() -> None:
+    engine = Engine(mapped=EXTENTS)
+    engine.add("a", 20, new=300)
+    engine.steps(30)
+    needed = -(-(engine.core.scheduler.running_blocks() + 1) // PER)
+    assert engine.lease.reports[-1][1] <= (EXTENTS - needed) * EXTENT
+    engine.run()
+
+
 # ---- recalls ------------------------------------------------------------------------------------
 
 
