@@ -8,11 +8,12 @@ room. (The Gittins index of the reuse time; Beckmann and others, LHD, NSDI 2018,
 the choice of the time.) Where everything is used again but too late, as in a loop larger than the pool, this keeps the older
 and gives up the younger, where least recently used would lose all; where reuse comes soon or never, it is least recently used.
 
-Time is counted in nodes parked, in slices of 1/16 of the capacity; a node's age is the slices since it was parked. What was
-evicted is remembered by key for as long as ages count (8 capacities), so that reuse is seen that came too late, and a node that
-comes back keeps its number of uses. What is learned fades with a half-life of 8 capacities. Before anything is known a
-node used u times is used again with probability u / (u + 1) (the rule of succession), at an age of any order of
-magnitude alike; this weighs as much as one slice of nodes.
+Time is counted in nodes parked, in slices of 1/16 of the capacity (of 16 nodes at least); a node's age is the slices since
+it was parked. What was evicted is remembered by key for as long as ages count (8 capacities), so that reuse is seen that came
+too late, and a node that comes back keeps its number of uses. What is learned fades with a half-life of 8 capacities. Before
+anything is known, a node used u times is used again with probability u / (u + 1) (the rule of succession), at an age
+of any order of magnitude alike; then classes that are rarely seen borrow the shape of the reuse times of all. What is
+expected weighs as much as a quarter of a capacity of nodes.
 
 Why this one, and what others gave: docs/decisions/0016-eviction-policy.md.
 """
@@ -25,12 +26,13 @@ import numpy.typing as npt
 from .eviction import Keys, Nodes, ParkedQueue, Ranks, deepest_first, set_depths
 
 SLICES = 16  # of a capacity
+MIN_SLICE_NODES = 16  # fewer say nothing
 HORIZON = 8  # capacities: ages beyond are all the same
 HALF_LIFE = 8  # capacities
+WEIGHT_SLICES = 4  # slices of nodes that what is expected weighs as much as
 NUM_CLASSES = 5  # used once, 2 or 3 times, 4 to 7, 8 to 15, more often
 _MOST_USES = 2 ** (NUM_CLASSES - 1)
 _CLASS_OF_USES = np.array([0, *(u.bit_length() - 1 for u in range(1, _MOST_USES + 1))], np.int64)
-_SLOT_BITS = 4  # of a remembered node: its uses below 2**5 and class below 2**3, and the slice
 
 Table = npt.NDArray[np.float64]
 
@@ -53,8 +55,8 @@ class ReuseDensity:
         self._parked_at = np.zeros(capacity, np.int64)  # number of the call of `park`; 0: not parked
         self._gone = np.zeros(capacity, np.int64)  # scratch of `victims`: children chosen already
         self._num_calls = 0
-        self._times = ReuseTimes(max(1, capacity // SLICES))
-        self._memory = _Memory(4 * capacity)
+        self._times = ReuseTimes(max(MIN_SLICE_NODES, capacity // SLICES))
+        self._memory = _Memory(HORIZON * capacity)
         self._queues: dict[tuple[int, int], ParkedQueue] = {}  # by class and slice
         self._order: list[tuple[int, int]] = []  # the keys that there may be, lowest density first
         self._sort_queues()
@@ -193,9 +195,11 @@ class ReuseTimes:
         self._known = np.zeros((NUM_CLASSES, bins))
         self._reused = np.zeros((NUM_CLASSES, bins))
         self._fade = 0.5 ** (1 / (SLICES * HALF_LIFE))
-        u = 2.0 ** np.arange(NUM_CLASSES)
-        magnitudes = np.diff(np.log2(self._edges + 1)) / np.log2(self.horizon + 1)
-        self._expected = np.outer(u / (u + 1), magnitudes)
+        uses = 2.0 ** np.arange(NUM_CLASSES)
+        self._chances = uses / (uses + 1)
+        self._magnitudes = np.diff(np.log2(self._edges + 1)) / np.log2(self.horizon + 1) / 2
+        self._ages = np.append(np.arange(self.horizon) + 0.5, self.horizon)
+        self._middles = np.append((self._edges[:-1] + self._edges[1:]) / 2, self.horizon)
         self.densities = self._learn()
 
     def parked(self, counts: npt.NDArray[np.int64]) -> bool:
@@ -225,7 +229,11 @@ class ReuseTimes:
 
     def _learn(self) -> Table:
         """Densities from the shares of each class that were reused in each bin."""
-        shares = (self._reused + self._slice_nodes * self._expected) / (self._known + self._slice_nodes)
+        weight = self._slice_nodes * WEIGHT_SLICES
+        all_classes = self._reused.sum(axis=0) + weight * self._magnitudes
+        shape = all_classes / (self._known.sum(axis=0) + weight)
+        shape /= shape.sum()
+        shares = (self._reused + weight * np.outer(self._chances, shape)) / (self._known + weight)
         shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
         none = np.zeros((NUM_CLASSES, 1))
         hits = np.hstack((none, np.cumsum(shares, axis=1)))  # until each edge
@@ -233,9 +241,8 @@ class ReuseTimes:
         room = np.hstack((none, np.cumsum(waiting, axis=1)))
         gain = hits[:, None, 1:] - hits[:, :-1, None]  # [class, bin now, bin kept to]
         cost = room[:, None, 1:] - room[:, :-1, None]
-        ratio = np.divide(gain, cost, out=np.zeros_like(gain), where=cost > 0)
-        best: Table = ratio.max(axis=2)
-        return np.hstack((best[:, self._bin_of_age], none))
+        best = np.divide(gain, cost, out=np.zeros_like(gain), where=cost > 0).max(axis=2)
+        return np.vstack([np.interp(self._ages, self._middles, [*row, 0.0]) for row in best])
 
 
 class _Memory:

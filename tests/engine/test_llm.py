@@ -778,8 +778,42 @@ def test_stats_are_plain_data_and_count(saved, load):
     assert (during["running"], during["waiting"], during["blocks"]["live"], during["steps"]) == (1, 0, 2, 1)
     output = list(chunks)[-1].output
     after = llm.stats()
-    assert after == empty | {"steps": 5, "computed_tokens": 24, "peak_used_blocks": 2}
+    cached = {"cached": 1, "free": empty["blocks"]["free"] - 1}
+    prefixes = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "findable_blocks": 1}
+    assert after == empty | {
+        "steps": 5, "computed_tokens": 24, "peak_used_blocks": 2,
+        "blocks": empty["blocks"] | cached, "prefix_cache": prefixes,
+    }  # fmt: skip
     assert json.loads(json.dumps(output.to_dict()))["token_ids"] == plain((5,) * 20)[:5]
+
+
+def test_prefixes_are_found_within_a_salt_and_until_they_are_reset(saved, load):
+    llm = load(saved)
+    prompt, before = list(range(5, 70)), 0
+
+    def found(**salt) -> int:
+        nonlocal before
+        (output,) = llm.generate([prompt], up_to(3), **salt)
+        assert output.token_ids == plain(tuple(prompt))[:3]
+        before, hits = llm.stats()["prefix_cache"]["hit_tokens"], before
+        return before - hits
+
+    assert [found(), found(), found(cache_salt="a"), found(cache_salt="a"), found(cache_salt="b")] == [0, 64, 0, 64, 0]
+    llm.reset_prefix_cache()
+    assert [found(), found(cache_salt="a")] == [0, 0]
+    with pytest.raises(RequestRejected, match="cache_salt must be a text"):
+        llm.generate([prompt], up_to(3), cache_salt=b"a")
+
+
+def test_without_prefix_caching_nothing_is_kept(saved, load):
+    llm = load(saved, prefix_caching=False)
+    for _ in range(2):
+        llm.generate([list(range(5, 70))], up_to(3))
+    stats = llm.stats()
+    assert stats["prefix_cache"] is None and stats["blocks"]["cached"] == 0
+    assert stats["computed_tokens"] == 2 * 67
+    with pytest.raises(ConfigError, match="prefix_caching must be True or False"):
+        load(saved, prefix_caching="yes")
 
 
 # -- threads and interrupts --------------------------------------------------------------------------------------------
