@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.figures import Figure, report
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Limits, Scheduler
@@ -30,18 +31,21 @@ def answer(plan: Plan, rng: np.random.Generator) -> Result:
     return Result(plan.step_id, counts, rng.integers(3, VOCAB, int(counts.sum()), dtype=np.int32))
 
 
-def decode_steps(num_seqs: int, steps: int, seed: int, num_extents: int | None = None) -> list[float]:
+def decode_steps(
+    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False
+) -> list[float]:
     """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
 
-    The pool is a fixed one, or one of `num_extents` extents that could come and go.
+    The pool is a fixed one, or one of `num_extents` extents that could come and go; with `caching` prefixes are kept.
     """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16
     num_blocks = 1 + num_seqs * (-(-most // BLOCK_SIZE) + 1)
     per = None if num_extents is None else -(-num_blocks // num_extents)
     cache = CacheManager(
-        num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per
-    )
+        num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per,
+        hasher=PrefixHasher(BLOCK_SIZE) if caching else None,
+    )  # fmt: skip
     scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
     told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
     for name in told:
@@ -178,10 +182,10 @@ def main() -> None:
     args = parser.parse_args()
     figures = []
     for num_seqs, target, elastic_target in ((256, 70, 90), (4096, 450, 700)):
-        for num_extents in (None, 32, 2_500):
+        for num_extents, caching in ((None, False), (32, False), (2_500, False), (32, True)):
             gc.collect()
-            samples = decode_steps(num_seqs, args.steps, args.seed, num_extents)
-            pool = "" if num_extents is None else f", {num_extents:,} extents"
+            samples = decode_steps(num_seqs, args.steps, args.seed, num_extents, caching)
+            pool = "" if num_extents is None else f", {num_extents:,} extents" + ", caching" * caching
             bound = target if num_extents is None else elastic_target
             median = figure(f"decode step, {num_seqs:,} running sequences{pool}, median", samples, "us", bound)
             p99 = float(np.percentile(samples, 99)) * 1e6

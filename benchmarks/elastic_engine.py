@@ -37,8 +37,13 @@ MAX_SEQS = 640  # so many of them
 class Rig:
     """One engine in its process, with its pool brought into any shape between two measurements."""
 
-    def __init__(self, max_kv: str, min_kv: str = "64MiB", idle_s: float = FOR_EVER, share: bool = True) -> None:
-        self.llm = LLM("demo", kv_memory={"min": min_kv, "max": max_kv}, idle_s=idle_s, share=share, max_seqs=MAX_SEQS)
+    def __init__(
+        self, max_kv: str, min_kv: str = "64MiB", idle_s: float = FOR_EVER, share: bool = True, caching: bool = False
+    ) -> None:
+        self.llm = LLM(
+            "demo", kv_memory={"min": min_kv, "max": max_kv}, idle_s=idle_s, share=share, max_seqs=MAX_SEQS,
+            prefix_caching=caching,
+        )  # fmt: skip
         engine = self.llm._engine
         assert engine is not None
         self.engine, self.core = engine, engine.core
@@ -113,10 +118,10 @@ class Rig:
         self.memory._grow_at = 0.0 if on else FOR_EVER + time.monotonic()
 
     def add(self, tokens: int, new: int, priority: int = 0) -> str:
-        name = f"b{next(self._numbers)}"
-        prompt = np.random.default_rng(len(name)).integers(5, 900, tokens).astype(np.int32)
-        self.core.add(Request(name, prompt, Sampling(new), priority, self.core.clock()))
-        return name
+        number = next(self._numbers)
+        prompt = np.random.default_rng(number).integers(5, 900, tokens).astype(np.int32)
+        self.core.add(Request(f"b{number}", prompt, Sampling(new), priority, self.core.clock()))
+        return f"b{number}"
 
     def fill(self, blocks: int, every: int) -> int:
         """Rows that hold about `blocks` blocks; of each `every` of them all but one are ended again. Returns those left.
@@ -141,8 +146,12 @@ class Rig:
             self.core.step()
             return self.core.scheduler.num_running
 
+    def forget(self) -> None:
+        """Let nothing be cached."""
+        self.llm.reset_prefix_cache()
+
     def clear(self) -> None:
-        """End all requests."""
+        """End all requests. What they computed stays cached, if that is kept."""
         with self.lock:
             for name in list(self.core.scheduler._sequences):
                 self.core.abort(name)
@@ -214,6 +223,7 @@ class Rig:
                 "min_extents": self.engine.plan.min_extents,
                 "blocks_per_extent": scheduler.cache.blocks_per_extent,
                 "live": scheduler.cache.counts().live,
+                "cached": scheduler.cache.counts().cached,
                 "running": scheduler.num_running,
                 "waiting": scheduler.num_waiting,
                 "preemptions": scheduler.stats.preemptions,
@@ -237,7 +247,7 @@ def compare_pools(rounds: int, size: str) -> list[tuple[float, float]]:
     """Output tokens a second of an LLM with a fixed pool and of one that could breathe, which take turns; no extent moves."""
     ids = np.random.default_rng(0).integers(5, 900, (16, 48)).tolist()
     sampling = SamplingParams(max_new_tokens=128, temperature=0, ignore_eos=True)
-    with LLM("demo", kv_memory=size, share=False) as fixed:
+    with LLM("demo", kv_memory=size, share=False, prefix_caching=False) as fixed:
         fix_pool(fixed)
         rig = Rig(size, idle_s=FOR_EVER)
         rig.resize_to(rig.engine.arena.num_extents)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +53,13 @@ class MemoryStats:
 
 
 class Slice:
-    """Bytes that one step may copy, or map, while requests run: as many as take most of the time that a step takes without.
+    """Bytes that one step may copy, or map, while requests run: as many as take the time that a step takes without.
 
-    So a step takes less than twice as long for them, and what is done in slices not much more than twice as long as at once,
-    whatever a step and a copy take on this machine. It learns from steps that had a whole slice to do.
+    So a step takes twice as long for them, and what is done in slices takes twice as long as at once, whatever a step and a
+    copy take on this machine. It learns from steps that had most of a slice to do.
     """
 
-    SHARE = 0.75  # of a step's own time
+    SHARE = 1.0  # of a step's own time
 
     def __init__(self, least_bytes: int) -> None:
         self.num_bytes = SLICE_BYTES
@@ -65,10 +67,10 @@ class Slice:
 
     def took(self, num_bytes: int, step_s: float, plain_s: float) -> None:
         """A step with so much to do took `step_s`, where one without takes `plain_s`."""
-        if num_bytes < self.num_bytes // 2 or not plain_s:
+        if num_bytes < self.num_bytes // 2:
             return
-        aim = self.num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8)
-        self.num_bytes = int(max(self._least_bytes, self.num_bytes / 2, min(aim, self.num_bytes * 2)))
+        aim = num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8, 1e-6)
+        self.num_bytes = int(max(self._least_bytes, num_bytes / 2, min(aim, num_bytes * 2)))
 
 
 class EngineMemory:
@@ -122,7 +124,7 @@ class EngineMemory:
         self._needed_at = clock()  # when all that is mapped was needed last
         self._began_at = self._settled_at = -math.inf  # of the last step
         self._alone = True  # nobody made steps before the one that is prepared
-        self._plain_s = 0.0  # what a step takes that has nothing to copy or map; 0 while there was none
+        self._plain_s: deque[float] = deque(maxlen=16)  # what the last steps took that had nothing to copy or map
         self._moved_blocks = 0  # of the scheduler's counter, after the last step
         self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
         self._mapping = Slice(arena.extent_bytes)
@@ -357,13 +359,15 @@ class EngineMemory:
         self._moved_blocks += moved
         if self._alone:
             return
-        if moved:
-            moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
-            self._copying.took(moved_bytes, step_s, self._plain_s)
-        elif grown_bytes:
-            self._mapping.took(grown_bytes, step_s, self._plain_s)
-        elif not changed:
-            self._plain_s += (step_s - self._plain_s) / (8 if self._plain_s else 1)
+        if not changed and not moved:
+            self._plain_s.append(step_s)
+        elif self._plain_s:  # else nobody knows yet what a step takes
+            plain_s = statistics.median(self._plain_s)
+            if moved:
+                moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
+                self._copying.took(moved_bytes, step_s, plain_s)
+            elif grown_bytes:
+                self._mapping.took(grown_bytes, step_s, plain_s)
 
     def _free_extents(self) -> int:
         """Extents that could go at once, and that nobody who is here is forecast to need."""
