@@ -10,6 +10,7 @@ import numpy as np
 from .digest_table import NONE
 from .eviction import Nodes
 
+_WIDE = 64  # so many nodes are followed faster as an array than one by one
 
 class PrefixTree:
     """The links between the nodes `0 .. capacity - 1`; what those of nodes out of use say means nothing."""
@@ -93,16 +94,36 @@ class PrefixTree:
             assert sorted(linked) == sorted(expected), "children and parents do not match"
 
     def _below(self, nodes: Nodes) -> list[int]:
-        """All that are not chosen yet below `nodes`; chooses them."""
-        chosen, child, following = self._chosen.data, self._child_at, self._next_at
+        """All that are not chosen yet below `nodes`; chooses them. Whole levels at a time, while they are wide."""
         found: list[int] = []
-        open_ends = nodes.tolist()
+        open_ends: list[int] = []  # of which no child was looked at
+        firsts = self._child[nodes]
+        while len(firsts := firsts[firsts != NONE]) > _WIDE:
+            level, siblings = [], firsts
+            while len(siblings) > _WIDE:
+                fresh = siblings[~self._chosen[siblings]]
+                self._chosen[fresh] = True
+                level.append(fresh)
+                siblings = self._next[siblings]
+                siblings = siblings[siblings != NONE]
+            self._choose(siblings.tolist(), found, open_ends)
+            wide = np.concatenate(level)
+            found += wide.tolist()
+            firsts = self._child[wide]
+        self._choose(firsts.tolist(), found, open_ends)
         while open_ends:
-            at = child[open_ends.pop()]
+            at = self._child_at[open_ends.pop()]
+            if at != NONE:
+                self._choose([at], found, open_ends)
+        return found
+
+    def _choose(self, firsts: list[int], found: list[int], open_ends: list[int]) -> None:
+        """Choose what is not chosen yet of `firsts` and the siblings behind them."""
+        chosen, following = self._chosen.data, self._next_at
+        for at in firsts:
             while at != NONE:
                 if not chosen[at]:
                     chosen[at] = True
                     found.append(at)
                     open_ends.append(at)
                 at = following[at]
-        return found
