@@ -20,6 +20,8 @@ import numpy as np
 
 from benchmarks.figures import Figure, report
 from pagetide.cache.eviction import EvictionPolicy, Keys, Lru, Nodes, Ranks
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.reuse_density import ReuseDensity
 
 TRACES = {
@@ -27,7 +29,6 @@ TRACES = {
     "agentic_sessions": ("agentic_sessions.jsonl", 64),
 }
 GOALS = {("mooncake_conversation_0-20min", 5_000), ("agentic_sessions", 5_000)}  # where a quarter of the gap is due
-_UNMIX = np.uint64(0x9E3779B97F4A7C15)  # spreads the ids of a trace over 64 bits, as hashes are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,43 +49,34 @@ class Outcome:
 
 
 class OneAtATime:
-    """A pool of blocks that serves one request at a time; this class is all that knows how a policy is driven."""
+    """A real `CacheManager` that serves one request at a time. A block of the trace is a block of one token: its id."""
 
-    def __init__(self, policy: EvictionPolicy, num_blocks: int, num_ids: int) -> None:
-        self._policy = policy
+    def __init__(self, make: Callable[[int], EvictionPolicy], num_blocks: int, longest: int) -> None:
         self._num_blocks = num_blocks
-        self._node = np.full(num_ids, -1, np.int64)
-        self._id = np.zeros(num_blocks, np.int64)
-        self._free = np.arange(num_blocks)
+        self._cache = CacheManager(
+            1 + num_blocks, 1, 1, 1 + longest, hasher=PrefixHasher(1, b"prefix hits"), eviction=make
+        )
         self.refused = self.evictions = 0
 
     def serve(self, blocks: Nodes, tail: bool) -> int:
-        """Compute a prompt. Returns how many of its leading blocks were found."""
-        if len(blocks) + tail > self._num_blocks:
+        """Compute a prompt. Returns how many of its leading blocks were found.
+
+        All of them may be: that one token is computed at least is left out, as in the reference.
+        """
+        cache, n = self._cache, len(blocks)
+        if n + tail > self._num_blocks:
             self.refused += 1
             return 0
-        nodes = self._node[blocks]
-        missing = np.flatnonzero(nodes < 0)
-        found = int(missing[0]) if len(missing) else len(blocks)
-        self._policy.hit(nodes[:found])
-        self._policy.take(nodes[:found])
-        short = len(blocks) - found + tail - len(self._free)
-        if short > 0:
-            victims = self._policy.victims(short)
-            assert len(victims) == short, "what is not held must be evictable"
-            self._policy.remove(victims)
-            self._node[self._id[victims]] = -1
-            self._free = np.concatenate((self._free, victims))
-            self.evictions += short
-        new = len(blocks) - found
-        if new:
-            nodes[found:], self._free = self._free[:new], self._free[new:]
-            parents = np.concatenate((nodes[found - 1 : found] if found else [-1], nodes[found:-1]))
-            self._node[blocks[found:]] = nodes[found:]
-            self._id[nodes[found:]] = blocks[found:]
-            self._policy.add(nodes[found:], parents, (blocks[found:].astype(np.uint64) + np.uint64(1)) * _UNMIX)
-        self._policy.park(nodes)
-        return found
+        chain = cache.chain(blocks.astype(np.int32), None)
+        assert chain is not None and cache.index is not None
+        hit = cache.lookup(chain, n)
+        before = cache.index.num_nodes
+        extension = cache.admit(0, n + tail, hit)
+        assert extension is not None, "what is not held must be evictable"
+        self.evictions += before - cache.index.num_nodes
+        cache.commit(0, chain, n)
+        cache.release(np.array([0]))
+        return hit.num_tokens
 
 
 class ByScore:
@@ -173,7 +165,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 
 def replay(prompts: list[Prompt], block_size: int, num_blocks: int, make: Callable[[int], EvictionPolicy]) -> Outcome:
     """Serve all of `prompts` from an empty pool."""
-    pool = OneAtATime(make(num_blocks), num_blocks, num_ids(prompts))
+    pool = OneAtATime(make, num_blocks, max(len(prompt.blocks) for prompt in prompts))
     hit = sum(pool.serve(prompt.blocks, prompt.tokens % block_size > 0) for prompt in prompts)
     return Outcome(hit * block_size / sum(prompt.tokens for prompt in prompts), pool.refused, pool.evictions)
 

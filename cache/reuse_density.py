@@ -246,26 +246,30 @@ class ReuseTimes:
 
 
 class _Memory:
-    """Nodes that were evicted, by key: uses, class and slice. Of two that fall on one place the later stays."""
+    """Nodes that were evicted, by key: uses, class and slice. In a full set of places the oldest makes room."""
+
+    WAYS = 4  # places of a set
 
     def __init__(self, size: int) -> None:
-        size = 1 << (size - 1).bit_length()
-        self._mask = np.uint64(size - 1)
-        self._keys = np.zeros(size, np.uint64)
-        self._facts = np.zeros(size, np.int64)  # slice, uses, class; 0: empty
+        sets = 1 << (-(-size // self.WAYS) - 1).bit_length()
+        self._mask = np.uint64(sets - 1)
+        self._keys = np.zeros((sets, self.WAYS), np.uint64)
+        self._facts = np.zeros((sets, self.WAYS), np.int64)  # slice, uses, class; 0: empty
 
     def keep(self, keys: Keys, uses: Nodes, classes: Nodes, slices: Nodes) -> None:
-        places = keys & self._mask
-        self._keys[places] = keys
-        self._facts[places] = (slices << 8) | (uses << 3) | classes
+        sets = keys & self._mask
+        ways = self._facts[sets].argmin(axis=1)  # two of one call that meet here share a place: the later stays
+        self._keys[sets, ways] = keys
+        self._facts[sets, ways] = (slices << 8) | (uses << 3) | classes
 
     def recall(self, keys: Keys) -> tuple[Nodes, Nodes, Nodes, Nodes]:
         """Which of `keys` are remembered, and their uses, classes and slices. They are forgotten."""
-        places = keys & self._mask
-        facts = self._facts[places]
-        found = np.flatnonzero((self._keys[places] == keys) & (facts > 0))
-        facts = facts[found]
-        self._facts[places[found]] = 0
+        sets = keys & self._mask
+        found, ways = np.nonzero((self._keys[sets] == keys[:, None]) & (self._facts[sets] > 0))
+        found, first = np.unique(found, return_index=True)
+        sets, ways = sets[found], ways[first]
+        facts = self._facts[sets, ways]
+        self._facts[sets, ways] = 0
         return found, (facts >> 3) & 31, facts & 7, facts >> 8
 
 
