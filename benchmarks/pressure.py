@@ -1,0 +1,178 @@
+"""What too small a pool costs: tokens computed twice and steps taken, when only the model knows where each request ends.
+
+python -m benchmarks.pressure [--json FILE] [--seeds 10] [--lengths uniform|lognormal|bimodal|fixed|drift|full]
+
+The real scheduler and cache manager; a stub stands for the model and samples a stop token where a request's true end is.
+All 400 requests are there at the start, as in the measurement of vLLM that the targets come from; every one of them
+allows 1,024 new tokens. Of the 3,840 blocks one is the null block. Nothing is swapped, no prefix is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.figures import Figure, report
+from pagetide.cache.manager import CacheManager
+from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Limits, Scheduler
+
+Lengths = npt.NDArray[np.int64]
+
+NUM_REQUESTS = 400
+NUM_BLOCKS = 3_840
+BLOCK_SIZE = 16
+MAX_NEW_TOKENS = 1_024
+PROMPT_TOKENS = (256, 768)
+LIMITS = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=PROMPT_TOKENS[1] + MAX_NEW_TOKENS)
+TOKEN, STOP = 3, 2
+VOCAB = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests by number: tokens of the prompt, and tokens the model gives until its stop token, that one included."""
+
+    prompts: Lengths
+    outputs: Lengths
+
+    @property
+    def needed_tokens(self) -> int:
+        """Tokens that are computed when none is computed twice: the stop token never is."""
+        return int((self.prompts + self.outputs - 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run took."""
+
+    steps: int
+    recomputed_percent: float
+    preemptions: int
+    preempted_again: int  # requests preempted more than once
+    most_preemptions: int  # of one request
+
+
+def draw_outputs(kind: str, rng: np.random.Generator) -> Lengths:
+    """Output lengths of the requests in their order, 1 to MAX_NEW_TOKENS each."""
+    if kind == "lognormal":
+        lengths = rng.lognormal(np.log(200), 1.0, NUM_REQUESTS)
+    elif kind == "bimodal":
+        short = rng.random(NUM_REQUESTS) < 0.7
+        lengths = np.where(short, rng.integers(20, 81, NUM_REQUESTS), rng.integers(700, 1_001, NUM_REQUESTS))
+    elif kind == "fixed":
+        lengths = np.full(NUM_REQUESTS, 300)
+    elif kind == "drift":  # from 50-150 at the first request to 700-800 at the last
+        lengths = np.linspace(100, 750, NUM_REQUESTS) + rng.integers(-50, 51, NUM_REQUESTS)
+    elif kind == "full":
+        lengths = np.full(NUM_REQUESTS, MAX_NEW_TOKENS)
+    else:
+        lengths = rng.integers(256, 769, NUM_REQUESTS)
+    return np.clip(lengths, 1, MAX_NEW_TOKENS).astype(np.int64)
+
+
+KINDS = ("uniform", "lognormal", "bimodal", "fixed", "drift", "full")
+
+
+def draw(kind: str, seed: int) -> Load:
+    """The load of a seed."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, NUM_REQUESTS)
+    return Load(prompts, draw_outputs(kind, rng))
+
+
+class Stub:
+    """The model: knows each request's true end, and nobody else does."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.computed_tokens = 0
+        self._last = np.zeros(LIMITS.seats, np.int64)  # by row: tokens computed when the stop token is sampled
+
+    def execute(self, plan: Plan) -> Result:
+        for new in plan.admitted:
+            number = int(new.request_id)
+            self._last[new.row] = self.load.prompts[number] + self.load.outputs[number] - 1
+        self.computed_tokens += plan.num_tokens
+        sampled = plan.rows[plan.samples]
+        computed = (plan.starts + plan.lengths)[plan.samples]
+        tokens = np.where(computed == self._last[sampled], STOP, TOKEN).astype(np.int32)
+        return Result(plan.step_id, plan.samples.astype(np.int32), tokens)
+
+
+def build(limits: Limits = LIMITS) -> Scheduler:
+    """A scheduler over the test's pool."""
+    return Scheduler(CacheManager(NUM_BLOCKS, BLOCK_SIZE, limits.seats, limits.max_model_len), limits)
+
+
+def run(scheduler: Scheduler, load: Load) -> Outcome:
+    """Serve all of `load`."""
+    stub, ends, rng = Stub(load), [], np.random.default_rng(0)
+    for number, prompt in enumerate(load.prompts.tolist()):
+        sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(STOP,))
+        tokens = rng.integers(TOKEN, VOCAB, prompt, dtype=np.int32)  # no two begin alike
+        scheduler.add(Request(str(number), tokens, sampling, arrival=float(number)))
+    steps = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        emissions = scheduler.apply(plan, stub.execute(plan))
+        ends += emissions.finished
+        steps += 1
+    assert all(len(end.token_ids) == load.outputs[int(end.request_id)] for end in ends), "an output has another length"
+    assert len(ends) == NUM_REQUESTS, "a request was lost"
+    scheduler.check_invariants()
+    often = [end.num_preemptions for end in ends]
+    return Outcome(
+        steps=steps,
+        recomputed_percent=100 * (stub.computed_tokens / load.needed_tokens - 1),
+        preemptions=sum(often),
+        preempted_again=sum(n > 1 for n in often),
+        most_preemptions=max(often),
+    )
+
+
+def figures(outcomes: list[Outcome], with_targets: bool) -> list[Figure]:
+    """Median and worst of every number of the outcomes."""
+    table = []
+    for name, field, unit, target in (
+        ("tokens computed twice", "recomputed_percent", "%", 3.0),
+        ("steps", "steps", "steps", 3_120.0),
+        ("preemptions", "preemptions", "times", None),
+        ("requests preempted more than once", "preempted_again", "requests", None),
+        ("preemptions of one request", "most_preemptions", "times", None),
+    ):
+        samples = [round(float(getattr(outcome, field)), 3) for outcome in outcomes]
+        bound = target if with_targets else None
+        table.append(Figure(f"{name}, median", statistics.median(samples), unit, bound, samples=samples))
+        table.append(Figure(f"{name}, worst", max(samples), unit, bound))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--lengths", choices=KINDS, default="uniform", help="of outputs; targets are for uniform ones")
+    args = parser.parse_args()
+    outcomes = []
+    print("seed  steps  twice %  preemptions  again  most of one")
+    for seed in range(args.seeds):
+        outcome = run(build(), draw(args.lengths, seed))
+        outcomes.append(outcome)
+        print(
+            f"{seed:>4}  {outcome.steps:>5,}  {outcome.recomputed_percent:>7.2f}  {outcome.preemptions:>11}  "
+            f"{outcome.preempted_again:>5}  {outcome.most_preemptions:>11}"
+        )
+    title = (
+        f"pressure: {NUM_REQUESTS} requests, outputs {args.lengths}, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
+    )
+    report(title, figures(outcomes, args.lengths == "uniform"), 0, args.json)
+
+
+if __name__ == "__main__":
+    main()

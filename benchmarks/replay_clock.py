@@ -1,0 +1,138 @@
+"""What a step takes on a GPU that is not there: the roofline of a named GPU and a named model.
+
+    seconds = max(FLOPs / peak, bytes / bandwidth) + overhead + what copying and mapping memory take
+
+FLOPs: two for each multiplied weight and token, the output layer's for sampled positions alone, and attention, 4 for each
+query channel and position attended. Bytes: all multiplied weights once a step, the K and V of what each chunk attends once,
+those of what it computes written. Nothing overlaps steps; the scheduler's own time is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagetide.scheduler.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Peaks as in the data sheet, dense. Extent costs are PEERS' for 112 MiB on an H100."""
+
+    name: str
+    flops: float  # per second, in the model's type
+    bytes_per_s: float
+    memory_bytes: float
+    map_s: float = 140e-6  # an extent: create, map, set access
+    unmap_s: float = 127e-6  # an extent: unmap, release
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder's shape; 2 bytes a number."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers: each is multiplied once for each token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the output layer."""
+        return self.hidden * self.vocab
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, the embeddings included."""
+        return 2 * (self.layer_weights + 2 * self.head_weights)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+GPUS = {
+    "h200": Gpu("NVIDIA H200 SXM", 989e12, 4.8e12, 141e9),
+    "h100": Gpu("NVIDIA H100 SXM", 989e12, 3.35e12, 80e9),
+    "a100": Gpu("NVIDIA A100 SXM 80 GB", 312e12, 2.039e12, 80e9),
+}
+MODELS = {
+    "llama-3.1-8b": Model("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128, 128256),
+    "qwen3-4b": Model("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151936),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """`gpus` of a kind as one, with a model on them. `reached` is the share of both peaks that kernels get to.
+
+    Several are as one of so many times the peaks and the memory: what they tell each other costs nothing.
+    """
+
+    gpu: Gpu
+    model: Model
+    gpus: int = 1
+    reached: float = 1.0
+    overhead_s: float = 1e-3
+
+    def blocks_that_fit(self, block_size: int) -> int:
+        """Blocks of a pool in nine tenths of the memory, less the weights."""
+        memory_bytes = 0.9 * self.gpus * self.gpu.memory_bytes
+        return int((memory_bytes - self.model.weight_bytes) // (block_size * self.model.kv_bytes))
+
+    def __str__(self) -> str:
+        gpu, model = self.gpu, self.model
+        return (
+            f"{self.gpus} x {gpu.name} ({gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.bytes_per_s / 1e12:g} TB/s and "
+            f"{gpu.memory_bytes / 1e9:g} GB each, {self.reached:.0%} of the peaks reached), {model.name} in bfloat16 "
+            f"({model.weight_bytes / 1e9:.1f} GB of weights, {model.kv_bytes / 1024:g} KiB of K and V a token); "
+            f"step = max(FLOPs / peak, bytes / bandwidth) + {self.overhead_s * 1e3:g} ms"
+        )
+
+
+class Clock:
+    """Seconds of plans over blocks of `block_size` tokens."""
+
+    def __init__(self, roofline: Roofline, block_size: int) -> None:
+        gpu, model = roofline.gpu, roofline.model
+        self._gpu = gpu
+        self._overhead_s = roofline.overhead_s
+        self._flops = gpu.flops * roofline.reached * roofline.gpus
+        self._bytes_per_s = gpu.bytes_per_s * roofline.reached * roofline.gpus
+        self._token_flops, self._sample_flops = 2 * model.layer_weights, 2 * model.head_weights
+        self._attended_flops = 4 * model.layers * model.heads * model.head_dim
+        self._read_bytes = 2 * (model.layer_weights + model.head_weights)
+        self._kv_bytes = model.kv_bytes
+        self._copied_bytes = 2 * block_size * model.kv_bytes  # read and written
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds that the plan takes."""
+        seconds, chunks = self._overhead_s, len(plan.rows)
+        if chunks:
+            before = int(plan.starts.sum())
+            if plan.lengths[-1] == 1:  # chunks of one token come first: there are no others
+                tokens, attended = chunks, before + chunks
+            else:
+                tokens = plan.num_tokens
+                attended = int(plan.starts @ plan.lengths) + (int(plan.lengths @ plan.lengths) + tokens) // 2
+            samples = np.count_nonzero(plan.samples)
+            flops = self._token_flops * tokens + self._sample_flops * samples + self._attended_flops * attended
+            moved = self._read_bytes + self._kv_bytes * (before + 2 * tokens)
+            seconds += max(flops / self._flops, moved / self._bytes_per_s)
+        if plan.moves_memory:
+            seconds += len(plan.resize.map) * self._gpu.map_s + len(plan.resize.unmap) * self._gpu.unmap_s
+            if plan.copies is not None:
+                seconds += len(plan.copies.sources) * self._copied_bytes / self._bytes_per_s
+        return seconds

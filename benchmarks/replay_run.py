@@ -1,0 +1,346 @@
+"""One replay: the real scheduler and cache manager serve a trace, and a modelled clock says when.
+
+    arrivals up to now ──► add          co-tenant's schedule ──► grow, or make_idle and give_back, between steps
+    schedule ──► plan ──► seconds by the roofline; tokens by the trace ──► apply ──► latencies
+
+Nobody but the stub that stands for the model knows where an output ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.replay_clock import Clock, Roofline
+from benchmarks.replay_traces import STOP, Trace
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Finished, Limits, Scheduler, Stats
+
+Seconds = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+EXTENTS = 100  # that the pool consists of, about: the grain of what a co-tenant takes
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The share of the pool that somebody else has: `shares[i]` from `times_s[i]` on."""
+
+    times_s: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Tenant:
+        """From "0:0,300:0.4,600:0.1". Raises ValueError, with a sentence."""
+        try:
+            steps = [(float(at), float(share)) for at, share in (step.split(":") for step in text.split(","))]
+        except ValueError:
+            raise ValueError(f"a co-tenant's schedule is SECONDS:SHARE,SECONDS:SHARE,..., got {text!r}") from None
+        times, shares = zip(*sorted(steps), strict=True)
+        if not all(0 <= share < 1 for share in shares) or times[0] < 0 or len(set(times)) < len(times):
+            raise ValueError(
+                f"a co-tenant takes a share in [0, 1) of the pool, once at a time from 0 s on, got {text!r}"
+            )
+        return cls(times, shares)
+
+    def share(self, now: float) -> float:
+        """What it has at `now`."""
+        place = bisect.bisect_right(self.times_s, now)
+        return self.shares[place - 1] if place else 0.0
+
+    def next_change_s(self, now: float) -> float:
+        """When that changes next; infinite where it does not."""
+        place = bisect.bisect_right(self.times_s, now)
+        return self.times_s[place] if place < len(self.times_s) else np.inf
+
+
+NOBODY = Tenant((0.0,), (0.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is replayed on."""
+
+    num_blocks: int
+    block_size: int
+    roofline: Roofline
+    limits: Limits
+    ask_tokens: int  # max_new_tokens of every request, unless its output is longer still
+    tenant: Tenant = NOBODY
+    caching: bool = True
+    sample_s: float = 1.0
+
+
+def settings_for(trace: Trace, roofline: Roofline, block_size: int) -> Settings:
+    """All of the GPU for a pool; 256 seats, 8,192 tokens a step; every request asks for as much as the longest output."""
+    ask = max(turn.output_tokens for turn in trace.turns)
+    longest = max(turn.prompt_tokens for turn in trace.turns) + ask
+    limits = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=longest + 1)
+    return Settings(roofline.blocks_that_fit(block_size), block_size, roofline, limits, ask)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state at one time."""
+
+    at_s: float
+    running: int
+    waiting: int
+    live: int  # blocks
+    cached: int
+    usable: int
+    lookup_tokens: int  # since the start
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Of the scheduler's statistics what a replay reports. The one place that knows their names."""
+
+    steps: int
+    computed_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    lookup_tokens: int
+    hit_tokens: int
+    moved_blocks: int
+    given_back_extents: int
+    swapped_bytes: int | None  # None: there is no host tier
+
+    @classmethod
+    def of(cls, stats: Stats) -> Counters:
+        return cls(
+            steps=stats.steps,
+            computed_tokens=stats.computed_tokens,
+            recomputed_tokens=stats.recomputed_tokens,
+            preemptions=stats.preemptions,
+            lookup_tokens=stats.prefix_lookup_tokens,
+            hit_tokens=stats.prefix_hit_tokens,
+            moved_blocks=stats.moved_blocks,
+            given_back_extents=stats.given_back_extents,
+            swapped_bytes=None,
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay saw. Filled by `replay`; latencies by request, NaN where there is none."""
+
+    counters: Counters
+    modelled_s: float
+    busy_s: float
+    wall_s: float
+    cpu_s: float
+    refused: int
+    unserved: int
+    cut_short: int
+    ended: npt.NDArray[np.bool_]
+    ttft_s: Seconds
+    tpot_s: Seconds  # the mean time between tokens of each request
+    gaps_s: Seconds  # all times between tokens
+    samples: list[Sample] = field(default_factory=list)
+
+    def goodput(self, ttft_s: float, tpot_s: float) -> float:
+        """The share of all requests with a first token and tokens in time; one not served to its end is not good."""
+        good = self.ended & (self.ttft_s <= ttft_s) & (np.isnan(self.tpot_s) | (self.tpot_s <= tpot_s))
+        return float(np.count_nonzero(good)) / len(good)
+
+
+class Stub:
+    """Stands for the model, and takes the times. Rows are the scheduler's."""
+
+    def __init__(self, trace: Trace, seats: int) -> None:
+        turns = trace.turns
+        self._first = np.cumsum([0] + [turn.output_tokens for turn in turns])  # of each request, in `_outputs`
+        self._outputs = np.zeros(self._first[-1], np.int32)
+        self._number = np.zeros(seats, np.int64)  # by row: whose it is
+        self._next = np.zeros(seats, np.int64)  # by row: its next token in `_outputs`
+        self.ttft_s = np.full(len(turns), np.nan)
+        self.last_s = np.array([turn.at_s for turn in turns])  # when each got its last token, or arrived
+        self.ended = np.zeros(len(turns), np.bool_)  # whose output is complete
+        self.cut_short = 0  # outputs for which there was no room in the pool
+        self._lengths = np.diff(self._first)
+        self._gaps: list[Seconds] = []
+
+    def expect(self, number: int, output: npt.NDArray[np.int32]) -> None:
+        """Request `number` will give `output`."""
+        self._outputs[self._first[number] : self._first[number] + len(output)] = output
+
+    def execute(self, plan: Plan, now: float) -> Result:
+        """The plan's tokens, which are there at `now`."""
+        for new in plan.admitted:
+            number = int(new.request_id)
+            self._number[new.row] = number
+            self._next[new.row] = self._first[number] + len(new.token_ids) - new.num_prompt
+        rows = plan.rows if plan.samples.all() else plan.rows[plan.samples]
+        places = self._next[rows]
+        self._next[rows] = places + 1
+        numbers = self._number[rows]
+        gaps = now - self.last_s[numbers]
+        self.last_s[numbers] = now
+        chunks = np.flatnonzero(places == self._first[numbers]) if len(rows) and plan.lengths[-1] > 1 else ()
+        if len(chunks):
+            self.ttft_s[numbers[chunks]] = gaps[chunks]
+            gaps = np.delete(gaps, chunks)
+        self._gaps.append(gaps)
+        resize = plan.resize
+        return Result(
+            plan.step_id, plan.samples.astype(np.int64), self._outputs[places], mapped=resize.map, unmapped=resize.unmap
+        )
+
+    def end(self, finished: Finished) -> None:
+        """A request is over."""
+        number = int(finished.request_id)
+        self.ended[number] = len(finished.token_ids) == self._lengths[number]
+        self.cut_short += not self.ended[number]
+
+    def gaps_s(self) -> Seconds:
+        """All times between two tokens of a request."""
+        return np.concatenate(self._gaps) if self._gaps else np.empty(0)
+
+
+def build(settings: Settings) -> Scheduler:
+    """A scheduler over an elastic pool, all of it mapped. Rounds the pool down to whole extents."""
+    per = max(1, settings.num_blocks // EXTENTS)
+    cache = CacheManager(
+        settings.num_blocks // per * per,
+        settings.block_size,
+        settings.limits.seats,
+        settings.limits.max_model_len,
+        blocks_per_extent=per,
+        hasher=PrefixHasher(settings.block_size, b"replay") if settings.caching else None,
+    )
+    return Scheduler(cache, settings.limits)
+
+
+def replay(trace: Trace, settings: Settings) -> Outcome:
+    """Serve all of `trace`. Wall and processor seconds are those of the loop: prompts, stub and clock are in them."""
+    run = Replay(trace, settings)
+    wall, cpu = time.perf_counter(), time.process_time()
+    run.serve()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    run.scheduler.check_invariants()
+    outcome = run.outcome(wall, cpu)
+    if outcome.ended.all() and not outcome.counters.preemptions:
+        needed = sum(turn.prompt_tokens + turn.output_tokens - 1 for turn in trace.turns)
+        assert outcome.counters.computed_tokens + outcome.counters.hit_tokens == needed, "tokens are lost, or too many"
+    return outcome
+
+
+class Replay:
+    """The loop over one trace."""
+
+    def __init__(self, trace: Trace, settings: Settings) -> None:
+        self.trace = trace
+        self.settings = settings
+        self.scheduler = build(settings)
+        self.stub = Stub(trace, settings.limits.seats)
+        self.clock = Clock(settings.roofline, settings.block_size)
+        self.now = self.busy_s = 0.0
+        self.refused = 0
+        self.samples: list[Sample] = []
+        self._pool_extents = self.scheduler.num_extents
+        self._change_s = -np.inf  # when the pool's size is to be looked at
+        self._arrivals = [turn.at_s for turn in trace.turns] + [np.inf]
+        self._arrived = 0
+
+    def serve(self) -> None:
+        """Until every request has ended, or nothing will ever happen again."""
+        scheduler, sample_s = self.scheduler, 0.0
+        while True:
+            self.listen()
+            if scheduler.has_work and not scheduler.starving:
+                self.step()
+                if self.now >= sample_s:
+                    self._sample()
+                    sample_s = self.now + self.settings.sample_s
+                continue
+            arrival_s = self._arrivals[self._arrived]
+            if arrival_s == np.inf and not scheduler.has_work:
+                return
+            self.now = min(arrival_s, self.settings.tenant.next_change_s(self.now))
+            if self.now == np.inf:
+                return
+
+    def listen(self) -> None:
+        """Take in who has arrived by now, and what the co-tenant has."""
+        while self._arrivals[self._arrived] <= self.now:
+            self.add(self._arrived)
+            self._arrived += 1
+        if self.now >= self._change_s:
+            self._resize()
+
+    def step(self) -> None:
+        """One step; the clock goes on."""
+        plan = self.scheduler.schedule(self.now)
+        seconds = self.clock.step_s(plan)
+        self.now += seconds
+        self.busy_s += seconds
+        emissions = self.scheduler.apply(plan, self.stub.execute(plan, self.now))
+        for finished in emissions.finished:
+            self.stub.end(finished)
+
+    def add(self, number: int) -> None:
+        """Request `number` of the trace arrives."""
+        turn = self.trace.turns[number]
+        tokens = self.trace.tokens(turn)
+        sampling = Sampling(max(self.settings.ask_tokens, turn.output_tokens), stop_token_ids=(STOP,))
+        request = Request(str(number), tokens[: turn.prompt_tokens], sampling, arrival=turn.at_s)
+        try:
+            self.scheduler.add(request)
+        except RequestRejected:
+            self.refused += 1
+            return
+        self.stub.expect(number, tokens[turn.prompt_tokens :])
+
+    def _resize(self) -> None:
+        """Bring the pool to what the co-tenant leaves, preempting for it; what falls short is asked for again next step."""
+        scheduler = self.scheduler
+        share = self.settings.tenant.share(self.now)
+        over = scheduler.num_extents - max(1, round(self._pool_extents * (1 - share)))
+        if over > 0:
+            scheduler.make_idle(over)
+            over -= scheduler.give_back(over)
+        elif over < 0:
+            over += scheduler.grow(-over)
+        self._change_s = self.now if over else self.settings.tenant.next_change_s(self.now)
+
+    def _sample(self) -> None:
+        scheduler = self.scheduler
+        counts, stats = scheduler.cache.counts(), Counters.of(scheduler.stats)
+        self.samples.append(
+            Sample(
+                self.now, scheduler.num_running, scheduler.num_waiting, counts.live, counts.cached,
+                scheduler.cache.usable, stats.lookup_tokens, stats.hit_tokens,
+            )
+        )  # fmt: skip
+
+    def outcome(self, wall_s: float, cpu_s: float) -> Outcome:
+        """What was seen."""
+        turns = self.trace.turns
+        between = np.array([turn.output_tokens - 1 for turn in turns], np.float64)
+        between[between == 0] = np.nan
+        arrived = np.array([turn.at_s for turn in turns])
+        return Outcome(
+            counters=Counters.of(self.scheduler.stats),
+            modelled_s=float(self.stub.last_s.max()),
+            busy_s=self.busy_s,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            refused=self.refused,
+            unserved=self.scheduler.num_waiting,
+            cut_short=self.stub.cut_short,
+            ended=self.stub.ended,
+            ttft_s=self.stub.ttft_s,
+            tpot_s=(self.stub.last_s - arrived - self.stub.ttft_s) / between,
+            gaps_s=self.stub.gaps_s(),
+            samples=self.samples,
+        )
