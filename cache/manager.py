@@ -8,6 +8,10 @@ With a hasher, full blocks whose tokens are computed can be found by whoever beg
     lookup, admit    a row begins with what is found, and shares it
     commit           what a row has computed can be found; where others computed the same first, the row takes theirs
     release          what nobody refers to any more stays findable, until its place is needed (eviction.py)
+
+With a host tier (host_tier.py) what is to be evicted is demoted to a slot of it while slots can be had, and comes back when
+it is found. So a sequence that is preempted is swapped out, as far as its place is needed, by being released; its last block,
+which is partly filled and cannot be found, is kept by `keep_tail`. The copies are those of the next plan: `take_swaps`.
 """
 
 from __future__ import annotations
@@ -22,20 +26,26 @@ from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .eviction import EvictionPolicy
+from .eviction import EvictionPolicy, Lru
+from .host_tier import HostTier, Swaps, Tail
 from .prefix_hash import Chain, PrefixHasher
-from .prefix_index import PrefixHit, PrefixIndex
+from .prefix_index import Places, PrefixHit, PrefixIndex
 from .reuse_density import ReuseDensity
 
-NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+_NO_SLOTS: Int32 = np.empty(0, np.int32)
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), _NO_SLOTS, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extension:
-    """What an extend or a fork changed: the new table entries of each group, and the blocks to copy first, if any."""
+    """What an extend or a fork changed: the new table entries of each group, and the blocks to copy first, if any.
+
+    Of an admission, `num_computed` tokens are computed already.
+    """
 
     tables: tuple[TableUpdate, ...]
     copies: BlockCopies | None = None
+    num_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +63,8 @@ class Shrink:
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes.
+    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes. With
+    `host_slots` they are demoted to that many slots of a host tier, of which what came there first goes first.
 
     The attribute `max_tokens` is what a row can really come to: no more than the whole pool holds when all of it is
     mapped. With `blocks_per_extent` the pool is elastic: the extents `mapped` (None: all) have memory at the start, others
@@ -64,6 +75,7 @@ class CacheManager:
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
         blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
         hasher: PrefixHasher | None = None, eviction: Callable[[int], EvictionPolicy] = ReuseDensity,
+        host_slots: int = 0,
     ) -> None:  # fmt: skip
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
@@ -72,15 +84,21 @@ class CacheManager:
                 f"prefixes are cached in one group of blocks as large as the hasher's ({hasher.block_size} tokens), "
                 f"not in {num_groups} of {block_size}"
             )
+        if host_slots and hasher is None:
+            raise ValueError("a host tier keeps what the prefix cache finds again: it needs a hasher")
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
+        self._host_slots = host_slots
         in_pool = (num_blocks - 1) // num_groups * block_size
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no place yet
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
-        self.index = None if hasher is None else PrefixIndex(hasher, num_blocks, eviction(num_blocks))
+        self.host = HostTier(host_slots) if host_slots else None
+        self.index = None if hasher is None else _index(hasher, num_blocks, host_slots, eviction)
         self._eviction = eviction
+        self.evicted_blocks = 0  # since the start, to make room
+        self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
 
     def renewed(self, mapped: Iterable[int] | None = None) -> CacheManager:
@@ -95,6 +113,7 @@ class CacheManager:
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
+            host_slots=self._host_slots,
         )  # fmt: skip
 
     @property
@@ -154,13 +173,16 @@ class CacheManager:
         """Those of `rows` whose tables do not reach to `upto[i]` tokens. Read-only."""
         return rows[upto > self.tables[0].lengths[rows] * self.block_size]
 
-    def extend(self, rows: Index, upto: Index) -> Extension | None:
-        """Let the tables of `rows` (distinct) cover `upto[i]` tokens each; None, and no change, when blocks are short."""
+    def extend(self, rows: Index, upto: Index, keep: Int32 = _NO_SLOTS) -> Extension | None:
+        """Let the tables of `rows` (distinct) cover `upto[i]` tokens each; None, and no change, when blocks are short.
+
+        What lies in the slots `keep` of the host tier stays there.
+        """
         wanted = (upto + (self.block_size - 1)) // self.block_size
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
         totals = [int(need.sum()) for need in needs]
         try:
-            blocks = self._allocate(sum(totals))
+            blocks = self._allocate(sum(totals), keep)
         except NoFreeBlocks:
             return None
         updates, first = [], 0
@@ -194,6 +216,17 @@ class CacheManager:
         held: Index = sum((table.lengths[rows] for table in self.tables), np.zeros(len(rows), np.int64))
         return held
 
+    def sole_blocks(self, rows: Index) -> Index:
+        """Of `held_blocks` those that nobody else has: what giving up one of `rows` wins. Read-only."""
+        if not self.shared:
+            return self.held_blocks(rows)
+        sole = np.zeros(len(rows), np.int64)
+        for table in self.tables:
+            lengths = table.lengths[rows]
+            alone = self.allocator.references(table.of_all(rows)) == 1
+            sole += np.bincount(np.repeat(np.arange(len(rows)), lengths), alone, len(rows)).astype(np.int64)
+        return sole
+
     def release(self, rows: Index) -> None:
         """Give up the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
@@ -215,29 +248,45 @@ class CacheManager:
 
         Valid until anything changes.
         """
-        return NO_HIT if chain is None or self.index is None else self.index.lookup(chain, max_tokens)
+        if chain is None or self.index is None:
+            return NO_HIT
+        hit = self.index.lookup(chain, max_tokens)
+        if self.host is not None and not self.host.promotes and len(hit.slots):
+            n = len(hit.blocks)
+            return PrefixHit(n * self.block_size, hit.blocks, _NO_SLOTS, hit.nodes[:n])
+        return hit
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks of those available that `admit` would use: new ones, and found ones that nobody refers to. Read-only."""
         parked = np.count_nonzero(self.allocator.references(hit.blocks) == 0) if len(hit.blocks) else 0
         return self.blocks_for(upto) - len(hit.blocks) + int(parked)
 
-    def admit(self, row: int, upto: int, hit: PrefixHit) -> Extension | None:
-        """Let the table of `row` (empty) begin with `hit` and cover `upto` tokens; None, and no change, if blocks are short."""
+    def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
+        """Let the table of `row` (empty) begin with `hit` and cover `upto` tokens; None, and no change, if blocks are short.
+
+        Behind what was found comes the tail that was kept for `name`, if it is what follows; in any case it is kept no longer.
+        """
         if self.needed(upto, hit) > self.available:
             return None
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
-        if self.index is not None and len(hit.blocks):
+        num_blocks, num_slots = len(hit.blocks), len(hit.slots)
+        if self.index is not None and num_blocks:
             taken = self.allocator.retain(hit.blocks)
             if len(taken):
                 self.index.take(taken)
-            self.index.accept(hit)
-            self._committed[row] = len(hit.blocks)
-            found = (_append(self.tables[0], one, np.array([len(hit.blocks)]), hit.blocks),)
-        extension = self.extend(one, np.array([upto]))
+            found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
+        extension = self.extend(one, np.array([upto]), hit.slots)
         assert extension is not None, "enough blocks were available"
-        return Extension(merged([found, extension.tables]))
+        num_computed = hit.num_tokens
+        if self.index is not None and hit.num_tokens:
+            if num_slots:
+                self._promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
+            self.index.accept(hit)
+            self._committed[row] = num_blocks + num_slots
+        if self.host is not None and name in self.host.tails:
+            num_computed += self._return_tail(self.host, self.host.tails.pop(name), row, hit.num_tokens)
+        return Extension(merged([found, extension.tables]), num_computed=num_computed)
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """The first `num_tokens` of `row`, which are those of `chain`, are computed: full blocks of them can be found now.
@@ -249,7 +298,10 @@ class CacheManager:
             return ()
         table = self.tables[0]
         blocks = table.blocks[row, :full]
-        found = self.index.register(chain, blocks, first).blocks
+        places = self.index.register(chain, blocks, first)
+        if self.host is not None and len(places.slots):
+            self.host.free(places.slots)  # what was to be found there is computed again
+        found = places.blocks
         own = blocks[first : first + len(found)]
         known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
@@ -268,18 +320,107 @@ class CacheManager:
     def reset(self) -> None:
         """Let no prefix be found any more. Rows go on with the blocks they have."""
         if self.index is not None:
-            self.allocator.forget(self.index.reset().blocks)
+            self._forget(self.index.reset())
             self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
             self._committed[self.tables[0].lengths == 0] = 0
+        if self.host is not None:
+            for name in list(self.host.tails):
+                self.drop_tail(name)
 
-    def _allocate(self, n: int) -> BlockIds:
-        """`n` blocks, for which cached ones are evicted if need be. Raises NoFreeBlocks, and evicts nothing then."""
+    def _allocate(self, n: int, keep: Int32 = _NO_SLOTS) -> BlockIds:
+        """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
+
+        What lies in the slots `keep` of the host tier, which are the end of a chain's way, stays there.
+        """
         lacking = n - self.allocator.num_free
         if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                self.allocator.forget(self.index.evict(victims).blocks)
+                self._give_up(self.index, victims, keep)
                 lacking = n - self.allocator.num_free  # what a copy still reads comes free later
         return self.allocator.allocate(n)
+
+    def _give_up(self, index: PrefixIndex, victims: BlockIds, keep: Int32 = _NO_SLOTS) -> None:
+        """Let `victims`, in the order of `PrefixIndex.victims`, go: the last ones to the host tier, as far as it has slots."""
+        slots = self._take_slots(index, len(victims), keep)
+        num_evicted = len(victims) - len(slots)
+        if num_evicted:
+            self.evicted_blocks += num_evicted
+            self._forget(index.evict(victims[:num_evicted]))
+        if self.host is not None and len(slots):
+            demoted = victims[num_evicted:]
+            index.demote(demoted, slots)
+            self.allocator.forget(demoted)
+            self.host.owe_out(self._bytes_at[demoted], slots)
+
+    def _forget(self, places: Places) -> None:
+        """What lay in `places` cannot be found any more."""
+        self.allocator.forget(places.blocks)
+        if self.host is not None and len(places.slots):
+            self.host.free(places.slots)
+
+    # -- the host tier -------------------------------------------------------------------------------------------
+
+    def keep_tail(self, name: str, row: int, num_tokens: int) -> None:
+        """Keep the last, partly filled block of the first `num_tokens` tokens of `row`, computed and committed, for `name`.
+
+        Nothing is kept where no slot is to be had, or where the blocks before it could not be found again.
+        """
+        full, rest = divmod(num_tokens, self.block_size)
+        if self.host is None or self.index is None or not rest or self._committed[row] != full:
+            return
+        slots = self._take_slots(self.index, 1)
+        if len(slots):
+            block = self.tables[0].blocks[row, full : full + 1]
+            self.host.owe_out(self._bytes_at[block], slots)
+            self.host.tails[name] = Tail(int(slots[0]), num_tokens)
+
+    def drop_tail(self, name: str) -> None:
+        """The tail that was kept for `name`, if there is one, is of no use any more."""
+        if self.host is not None and (tail := self.host.tails.pop(name, None)) is not None:
+            self.host.free(np.array([tail.slot], np.int32))
+
+    def take_swaps(self) -> Swaps | None:
+        """The copies from and to the host tier that the plan which is being made must do."""
+        return None if self.host is None else self.host.take_swaps()
+
+    def lost(self, slots: Int32) -> None:
+        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+        if self.host is None or self.index is None:
+            return
+        for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
+            self.drop_tail(name)
+        self._forget(self.index.evict_slots(np.intersect1d(slots, self.index.used_slots)))
+        self.host.retire(slots)
+
+    def _take_slots(self, index: PrefixIndex, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
+        """Up to `n` slots, for which others than `keep` are forgotten if need be; none where demoting is not worth it."""
+        host = self.host
+        if host is None or not host.demotes:
+            return _NO_SLOTS
+        lacking = n - host.num_free
+        if lacking > 0:
+            victims = index.host_victims(lacking + len(keep))
+            victims = victims[~np.isin(victims, keep)][:lacking]
+            if len(victims):
+                self._forget(index.evict_slots(victims))
+        return host.take(min(n, host.num_free))
+
+    def _promote(self, slots: Int32, blocks: BlockIds) -> None:
+        """What lies in `slots`, found behind what a row has, comes to the row's `blocks`."""
+        assert self.host is not None and self.index is not None, "slots are found in a host tier"
+        self.index.promote(slots, blocks)
+        self.allocator.publish(blocks)
+        self.host.owe_in(slots, blocks.copy())
+
+    def _return_tail(self, host: HostTier, tail: Tail, row: int, num_found: int) -> int:
+        """Let `row` have its tail back, where that follows the `num_found` tokens it has. Returns how many tokens that is."""
+        slot = np.array([tail.slot], np.int32)
+        full, rest = divmod(tail.num_tokens, self.block_size)
+        if not host.promotes or num_found != full * self.block_size:
+            host.free(slot)
+            return 0
+        host.owe_in(slot, self.tables[0].blocks[row, full : full + 1].copy())
+        return rest
 
     # -- the pool's size -----------------------------------------------------------------------------------------
 
@@ -301,13 +442,17 @@ class CacheManager:
             return None
         moves = plan.moves
         if self.index is not None and len(plan.evictions):
-            self.allocator.forget(self.index.evict(plan.evictions).blocks)  # and what is behind them
+            if self.host is None:
+                self._forget(self.index.evict(plan.evictions))  # and what is behind them
+            else:
+                self._give_up(self.index, self.index.with_descendants(plan.evictions))
         self.allocator.drain(plan.extents)
         if len(plan.evictions):
             moves = self.allocator.occupied(plan.extents)
         if not len(moves):
             return Shrink(plan.extents)
         targets = self.allocator.move(moves)
+        self._bytes_at[targets] = moves
         if self.index is not None:
             self.index.move(moves, targets)
         places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> where it moved; the null block: nowhere
@@ -327,6 +472,7 @@ class CacheManager:
 
     def moved(self, copies: BlockCopies) -> None:
         """The copies of a shrink are done."""
+        self._bytes_at[copies.targets] = copies.targets
         self.allocator.unpin(np.concatenate((copies.sources, copies.targets)))
 
     def unmapped(self, extents: Iterable[int]) -> None:
@@ -347,6 +493,18 @@ class CacheManager:
         self.allocator.check_invariants(tables, findable)
         if self.index is not None:
             self.index.check_invariants()
+        if self.host is not None and self.index is not None:
+            self.host.check_invariants(self.index.used_slots)
+
+
+def _index(
+    hasher: PrefixHasher, num_blocks: int, host_slots: int, eviction: Callable[[int], EvictionPolicy]
+) -> PrefixIndex:
+    if not host_slots:
+        return PrefixIndex(hasher, num_blocks, eviction(num_blocks))
+    num_slots = host_slots + 1  # slot 0 is nobody's
+    num_nodes = num_blocks + num_slots
+    return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
 
 
 def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:

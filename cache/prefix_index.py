@@ -183,6 +183,11 @@ class PrefixIndex:
         found: npt.NDArray[np.bool_] = self._node_of_block[_ids(blocks)] != NONE
         return found
 
+    @property
+    def used_slots(self) -> Int32:
+        """The slots in which something can be found, lowest first. Looks at all of them. Read-only."""
+        return np.flatnonzero(self._node_of_slot != NONE).astype(np.int32)
+
     def move(self, sources: Ids, targets: Ids) -> None:
         """What block `sources[i]` holds lies in block `targets[i]`; what of it is not findable is no concern of the index."""
         from_, to = _ids(sources), _ids(targets)
@@ -208,6 +213,23 @@ class PrefixIndex:
     def ranks(self, blocks: Ids) -> Ranks:
         """The policy's rank of each of `blocks`, findable: lower goes first. Read-only."""
         return self._policy.ranks(self._nodes_of(blocks))
+
+    def with_descendants(self, blocks: Ids) -> BlockIds:
+        """`blocks`, findable and parked, and all that stands behind them on the device; none before its descendants.
+
+        For blocks that did not come from `victims`. Read-only.
+        """
+        nodes = self._tree.with_descendants(self._nodes_of(blocks))
+        nodes = nodes[self._block_of[nodes] != NONE]
+        left, roots_first = set(nodes.tolist()), []
+        for node in nodes.tolist():
+            path = []
+            while node in left:
+                left.remove(node)
+                path.append(node)
+                node = int(self._tree.parents[node])
+            roots_first += path[::-1]
+        return self._block_of[np.array(roots_first[::-1], np.int64)]
 
     def evict(self, blocks: Ids) -> Places:
         """Forget `blocks`, findable and parked, and all that stands behind them. Returns where all of it lay."""

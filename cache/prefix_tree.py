@@ -12,6 +12,7 @@ from .eviction import Nodes
 
 _WIDE = 64  # so many nodes are followed faster as an array than one by one
 
+
 class PrefixTree:
     """The links between the nodes `0 .. capacity - 1`; what those of nodes out of use say means nothing."""
 

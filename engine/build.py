@@ -20,7 +20,9 @@ from ..allocator.leased_arena import LeasedArena
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import Storage, TensorArena
+from ..monitor.host_memory import free_host_bytes
 from ..monitor.units import format_bytes
+from ..scheduler.cost import SwapCost
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Limits, Scheduler
 from .attention.interface import NAME, register
@@ -29,7 +31,8 @@ from .checkpoint import Checkpoint
 from .config import EngineConfig
 from .core import EngineCore
 from .encoder import Encoder
-from .errors import NotEnoughMemory
+from .errors import ConfigError, NotEnoughMemory
+from .host_pool import HostPool
 from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .memory import EngineMemory
@@ -37,7 +40,7 @@ from .planning import MemoryPlan, plan_memory
 from .probe import probe
 from .runner import Runner
 from .sampler import Sampler
-from .sharing import Sharing, join, process_bytes, trim
+from .sharing import HEAP_BYTES, Occupant, Sharing, join, trim
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
@@ -51,6 +54,7 @@ class Engine:
     encoder: Encoder
     plan: MemoryPlan
     arena: Arena
+    occupant: Occupant
     sharing: Sharing | None
     sampling: SamplingParams  # of the models file over the generation config
     eos_token_ids: tuple[int, ...]
@@ -85,12 +89,19 @@ class Engine:
                 "hit_tokens": counters.prefix_hit_tokens,
                 "findable_blocks": scheduler.cache.index.num_nodes,
             },
+            "swapped_out_bytes": counters.demoted_blocks * self.plan.geometry.payload_bytes,
+            "swapped_in_bytes": counters.promoted_blocks * self.plan.geometry.payload_bytes,
+            "host_blocks": None
+            if scheduler.cache.host is None
+            else {"used": scheduler.cache.host.num_used, "total": scheduler.cache.host.num_slots},
+            "host_kv_bytes": 0 if self.core.runner.host is None else self.core.runner.host.mapped_bytes,
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
         }
 
     def close(self) -> None:
         """Give back the KV memory, and the weights as far as nobody else holds them. Idempotent."""
         self.arena.close()
+        self.occupant.close()
         if self.sharing is not None:
             self.sharing.close()
         if self.core.memory is not None:
@@ -109,10 +120,12 @@ def build(config: EngineConfig) -> Engine:
     began = time.perf_counter()
     with _loading:
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
-        sharing = join(config, plan, device)
+        occupant, sharing = Occupant(device, plan.weights_bytes), None
         try:
-            return _build(config, checkpoint, device, dtype, plan, sharing, began)
+            sharing = join(config, plan, occupant)
+            return _build(config, checkpoint, dtype, plan, occupant, sharing, began)
         except BaseException:
+            occupant.close()
             if sharing is not None:
                 sharing.close()
             raise
@@ -121,12 +134,13 @@ def build(config: EngineConfig) -> Engine:
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    device: torch.device,
     dtype: torch.dtype,
     plan: MemoryPlan,
+    occupant: Occupant,
     sharing: Sharing | None,
     began: float,
 ) -> Engine:
+    device = occupant.device
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype)
     if device.type == "cpu":
@@ -134,15 +148,17 @@ def _build(
     probe(model, plan.geometry, max_length=plan.max_model_len)
     register()
     model.set_attn_implementation(NAME)
-    arena, first = _open_pool(plan, device, None if sharing is None else sharing.lease)
-    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size)
+    host = _host_pool(plan, config)
+    arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease)
+    occupant.arena = arena
+    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size, host)
     if not isinstance(arena, TensorArena):
         core.memory = EngineMemory(
             lambda: core.scheduler,
             arena,
             min_extents=plan.min_extents,
-            base_bytes=lambda: process_bytes(device) - (arena.mapped_bytes if device.type == "cpu" else 0),
-            reserve_bytes=plan.reserve_bytes,
+            base_bytes=lambda: occupant.base_bytes,
+            reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             weights_bytes=plan.weights_bytes,
             trim=lambda: trim(device),
             lease=None if sharing is None else sharing.lease,
@@ -154,7 +170,7 @@ def _build(
         plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
-    return Engine(core, encoder, plan, arena, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
+    return Engine(core, encoder, plan, arena, occupant, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
@@ -170,14 +186,14 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _open_pool(plan: MemoryPlan, device: torch.device, lease: Lease | None) -> tuple[Arena, int]:
+def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None) -> tuple[Arena, int]:
     """An arena of the plan's size with its least extents mapped, and the bytes that these are."""
     try:
-        arena = _arena(plan, device)
+        arena = _arena(plan, occupant.device)
         if isinstance(arena, TensorArena):  # mapped as a whole, for good
             return arena, arena.mapped_bytes
         if lease is not None:
-            held = process_bytes(device)
+            held = occupant.base_bytes
             weights = min(held, plan.weights_bytes)
             lease.report({"weights": weights, "other": held - weights}, 0)
             arena = LeasedArena(arena, lease)
@@ -203,9 +219,24 @@ def _arena(plan: MemoryPlan, device: torch.device) -> Arena:
     return TensorArena(*shape, device)
 
 
+def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
+    """The host tier's memory, none of it taken. Raises NotEnoughMemory where the host could not give it now; ConfigError."""
+    asked = config.host_kv_memory
+    if not asked:
+        return None
+    if asked > (free := free_host_bytes()):
+        remedy = "ask for less host_kv_memory, or for none"
+        raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
+    try:
+        return HostPool(plan.geometry, asked)
+    except ValueError as error:
+        raise ConfigError(f"host_kv_memory: {error}") from error
+
+
 def _core(
-    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int
-) -> EngineCore:
+    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int,
+    host: HostPool | None,
+) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
     elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
     cache = CacheManager(
@@ -213,6 +244,7 @@ def _core(
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
         hasher=PrefixHasher(plan.block_size) if config.prefix_caching else None,
+        host_slots=0 if host is None else host.num_slots,
     )  # fmt: skip
     runner = Runner(
         model,
@@ -222,5 +254,7 @@ def _core(
         num_rows=limits.seats,
         max_tokens=cache.max_tokens,
         arena=arena,
+        host=host,
     )
-    return EngineCore(Scheduler(cache, limits), runner)
+    cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
+    return EngineCore(Scheduler(cache, limits, cost), runner)

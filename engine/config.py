@@ -48,7 +48,10 @@ class KvMemory:
         if given is None or given == "auto":
             return cls()
         if isinstance(given, str) and "=" in given:
-            given = {name.strip(): value for name, _, value in (part.partition("=") for part in given.split(","))}
+            parts = [(name.strip(), value) for name, _, value in (part.partition("=") for part in given.split(","))]
+            given = dict(parts)
+            if len(given) < len(parts):
+                raise ConfigError(f"kv_memory names a key twice: {', '.join(name for name, _ in parts)}")
         if not isinstance(given, Mapping):
             size = _size("kv_memory", given)
             return cls(size, size)
@@ -81,6 +84,7 @@ class EngineConfig:
         max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
     """
@@ -95,6 +99,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_chunk_tokens: int | None = None
     prefix_caching: bool = True
+    host_kv_memory: int = 0
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
 
@@ -109,6 +114,10 @@ class EngineConfig:
         for name in ("prefix_caching", "share"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.host_kv_memory and not self.prefix_caching:
+            raise ConfigError(
+                "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
+            )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -129,12 +138,14 @@ class EngineConfig:
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
+        host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
-        and then to the engine. `kv_memory` is as `KvMemory.resolve` takes it; `device` and `dtype` may be torch's objects.
+        and then to the engine. `kv_memory` is as `KvMemory.resolve` takes it, `host_kv_memory` a size; `device` and `dtype` may
+        be torch's objects.
 
         Raises:
             ModelNotFound: see `resolve_model`.
@@ -156,6 +167,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
+            host_kv_memory=_host_bytes(host_kv_memory),
             idle_s=idle_s,
             share=share,
         )
@@ -188,6 +200,15 @@ def _size(name: str, amount: Any) -> int:
         raise ConfigError(f"{name}: {error}; or 'auto'") from error
 
 
+def _host_bytes(amount: Any) -> int:
+    if amount is None or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
+        return 0
+    try:
+        return parse_bytes(amount)
+    except ValueError as error:
+        raise ConfigError(f"host_kv_memory: {error}; or None for none") from error
+
+
 def _weight(weight: object) -> float:
     try:
         number = float(weight)  # type: ignore[arg-type]
@@ -205,6 +226,8 @@ def _priority(priority: object) -> int:
         number = None
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(f"kv_memory's priority must be an integer, got {priority!r}")
+    if not -1000 <= number <= 1000:
+        raise ConfigError(f"kv_memory's priority must be -1000 to 1000, got {number:,}")
     return number
 
 

@@ -53,6 +53,8 @@ class LLM:
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
+            being computed again. None: none. Taken as it is needed, given back by `close`.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
         trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
@@ -77,6 +79,7 @@ class LLM:
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
+        host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
@@ -92,6 +95,7 @@ class LLM:
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
+            host_kv_memory=host_kv_memory,
             idle_s=idle_s,
             share=share,
             trust_remote_code=trust_remote_code,

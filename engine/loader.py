@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..monitor.host_memory import free_host_bytes
+from ..monitor.host_memory import free_host_bytes, host_memory
 from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, NoSuchDevice, NotEnoughMemory
@@ -77,6 +77,13 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes that `device` has, whoever holds them now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return host_memory().total_bytes or free_host_bytes()
 
 
 def check_weights_fit(

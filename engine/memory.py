@@ -38,6 +38,7 @@ _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
 _REFUSED_S = 0.5  # how long nothing is mapped after the device said no
 _ALONE_S = 0.05  # no step for so long: nobody waits for the next one
+_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class EngineMemory:
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = 0.0
+        self._trim_at = -math.inf  # when that is due again for what has outgrown the grant
         self._asked = 0  # extents, in the last ask; 0 when it was taken back
         self._told_free = 0  # extents that were reported free
         self._needed_at = clock()  # when all that is mapped was needed last
@@ -190,8 +192,8 @@ class EngineMemory:
                 self.stats.recalls += 1
                 self.stats.recalled_bytes += max(0, self.lease.held_bytes - event.target_bytes)
                 log.info(
-                    "%s: recalled to %s, of %s held", name, format_bytes(event.target_bytes),
-                    format_bytes(self.lease.held_bytes),
+                    "%s: recalled to %s; %s were granted, %s are held", name, format_bytes(event.target_bytes),
+                    format_bytes(self.lease.granted_bytes), format_bytes(self.lease.held_bytes),
                 )  # fmt: skip
             elif isinstance(event, Granted):
                 self._look_at = 0.0  # what somebody waits for is here
@@ -376,8 +378,14 @@ class EngineMemory:
         return max(0, min(scheduler.idle_extents, scheduler.num_extents - needed))
 
     def _report(self) -> None:
-        """Measure what is held, and tell the broker."""
+        """Measure what is held, and tell the broker. What has outgrown the grant is first made as little as it can be."""
         self._base_bytes = max(self._planned_bytes, self._measure())
+        lease, now = self.lease, self._clock()
+        outgrown = lease is not None and self._base_bytes + self._arena.mapped_bytes > lease.granted_bytes
+        if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
+            self._trim_at = now + _TRIM_S
+            self._trim()
+            self._base_bytes = max(self._planned_bytes, self._measure())
         self._tell()
 
     def _tell(self) -> None:

@@ -20,10 +20,10 @@ from ..allocator.host_arena import preferred_granule
 from ..cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
 from ..monitor.units import GIB, MIB, format_bytes
 from .checkpoint import Checkpoint
-from .config import EngineConfig
+from .config import EngineConfig, KvMemory
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from .linears import held_twice_bytes
-from .loader import check_weights_fit, free_bytes
+from .loader import check_weights_fit, free_bytes, total_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, of a model that sets no limit itself
 CUDA_GRANULE_BYTES = 2 * MIB
@@ -123,6 +123,7 @@ def plan_memory(
     context: int | None = None,
     block_multiple: int = 1,
     free: Callable[[torch.device], int] = free_bytes,
+    total: Callable[[torch.device], int] = total_bytes,
 ) -> MemoryPlan:
     """Divide up what is free on `device` now, before the weights are read. Takes nothing.
 
@@ -130,9 +131,11 @@ def plan_memory(
         context: Tokens of the sequences to count; None is the longest that the engine takes. Does not change the pool.
         block_multiple: What the attention backend's block sizes are multiples of.
         free: Where the free bytes of a device come from.
+        total: Where the bytes come from that it has at all. A pool that may grow is planned within these: it starts with its
+            minimum, and what is not free now may be later.
 
     Raises:
-        NotEnoughMemory: the weights, or the KV memory asked for besides them, do not fit.
+        NotEnoughMemory: the weights, or the least KV memory asked for besides them, do not fit.
         ConfigError: `max_model_len` or `context` is beyond the model's; a pool too small for a block.
         UnsupportedModel: the shape of its KV cannot be told.
     """
@@ -154,8 +157,11 @@ def plan_memory(
             geometry = pool_geometry(base, asked.min_bytes)
             num_blocks = geometry.blocks_for_bytes(asked.min_bytes)
     else:
-        geometry = pool_geometry(base, asked.max_bytes)
-        num_blocks = geometry.blocks_for_bytes(asked.max_bytes)
+        most = asked.max_bytes
+        if asked.max_bytes != asked.min_bytes:
+            most = min(most, max(total(device) - weights, asked.min_bytes or 0, there - weights))
+        geometry = pool_geometry(base, most)
+        num_blocks = geometry.blocks_for_bytes(most)
     plan = MemoryPlan(
         model=checkpoint.spec.name,
         device=str(device),
@@ -170,7 +176,7 @@ def plan_memory(
         max_model_len=length,
         context=context or length,
     )
-    _refuse_bad_pool(plan, asked.max_bytes)
+    _refuse_bad_pool(plan, asked)
     return plan
 
 
@@ -289,17 +295,21 @@ def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dty
         raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error
 
 
-def _refuse_bad_pool(plan: MemoryPlan, asked_bytes: int | None) -> None:
-    room = plan.free_bytes - plan.weights_bytes
+def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
+    room, asked_bytes = plan.free_bytes - plan.weights_bytes, asked.max_bytes
+    if asked_bytes is not None and asked.min_bytes != asked.max_bytes:  # it may grow into what is not free yet
+        now_bytes, asked_bytes = plan.min_kv_bytes, asked.min_bytes
+    else:
+        now_bytes = plan.kv_bytes
     least = pool_geometry(plan.geometry, 0).bytes_for_blocks(_LEAST_BLOCKS)
-    if asked_bytes is not None and plan.num_blocks < _LEAST_BLOCKS:
+    if asked.max_bytes is not None and plan.num_blocks < _LEAST_BLOCKS:
         raise ConfigError(
-            f"kv_memory {format_bytes(asked_bytes)} is no pool: the least is {_LEAST_BLOCKS} blocks, one of them the "
+            f"kv_memory {format_bytes(asked.max_bytes)} is no pool: the least is {_LEAST_BLOCKS} blocks, one of them the "
             f"null block, and one of {plan.block_size} tokens takes {format_bytes(plan.geometry.block_stride)}; ask "
             f"for {least:,} bytes or more, or for smaller blocks"
         )
-    if plan.num_blocks < _LEAST_BLOCKS or plan.kv_bytes > room:
-        needed = max(plan.kv_bytes, least)
+    if plan.num_blocks < _LEAST_BLOCKS or now_bytes > room:
+        needed = max(now_bytes, least)
         less = f"ask for at most {format_bytes(room)} of kv_memory, or " if asked_bytes and room >= least else ""
         raise NotEnoughMemory(
             needed,

@@ -2,14 +2,17 @@
 
 It keeps, per row, the tokens (from admissions and from its own samples) and the block tables, packs the chunks of a plan
 into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the pool's
-memory: extents are mapped, blocks copied, extents unmapped, in that order and before the model runs.
+memory: extents are mapped, blocks swapped out, copied and swapped in, extents unmapped, in that order and before the model
+runs.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,27 +21,42 @@ import torch
 from ..allocator.arena import Arena
 from ..allocator.errors import BlockMisuse
 from ..cache.block_table import Index, Int32
+from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_EXTENTS, Failure, Plan, Result
+from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
 from .attention.context import Kernel, StepContext, running
+from .host_pool import HostPool
 from .sampler import Sampler
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Moved:
+    """What became of what a plan does to memory, as a result says it."""
+
+    mapped: Index
+    unmapped: Index
+    refused: str | None = None
+    lost_slots: Int32 = field(default_factory=lambda: NO_TOKENS)
+    swapped: int = 0
+    swap_s: float = 0.0
+
+
 class Runner:
     """One model on one device, with its rows. Not thread-safe; `execute` plans in the order they were made.
 
-    `arena` is what `storage` was built over; without it no plan may resize the pool.
+    `arena` is what `storage` was built over; without it no plan may resize the pool. Without `host` none may swap.
     """
 
     def __init__(
         self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
-        arena: Arena | None = None,
+        arena: Arena | None = None, host: HostPool | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.storage = storage
         self.arena = arena
+        self.host = host
         self.kernel = kernel
         self.sampler = sampler
         geometry = storage.geometry
@@ -65,7 +83,8 @@ class Runner:
         """
         with torch.inference_mode():
             self._follow(plan)
-            mapped, unmapped, refused = self._move_memory(plan)
+            moved = self._move_memory(plan)
+            began = time.perf_counter()
             every = np.arange(len(plan.rows))
             try:
                 tokens, failures = self._compute(plan, every)
@@ -78,11 +97,16 @@ class Runner:
         got = tokens[counts > 0]
         rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
-        return Result(plan.step_id, counts, got, tuple(failures), mapped, unmapped, refused)
+        return Result(
+            plan.step_id, counts, got, tuple(failures), moved.mapped, moved.unmapped, moved.refused, moved.lost_slots,
+            moved.swapped, moved.swap_s, time.perf_counter() - began,
+        )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the model and of the views of the arena. Nothing can be executed afterwards."""
-        del self.model, self.storage, self.arena, self.kernel, self._layers
+        """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards."""
+        if self.host is not None:
+            self.host.close()
+        del self.model, self.storage, self.arena, self.host, self.kernel, self._layers
 
     def _follow(self, plan: Plan) -> None:
         """Take in what changed: rows left and taken, tables grown."""
@@ -94,26 +118,56 @@ class Runner:
         for table, update in zip(self._tables, plan.tables, strict=False):
             table[update.rows, update.slots] = update.blocks
 
-    def _move_memory(self, plan: Plan) -> tuple[Index, Index, str | None]:
-        """Map, copy, unmap, as the plan says. Returns the extents mapped and unmapped, and why not all were.
+    def _move_memory(self, plan: Plan) -> _Moved:
+        """Map, swap out, copy, swap in, unmap, as the plan says.
 
         The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
         """
-        resize, arena = plan.resize, self.arena
+        resize, arena, swaps = plan.resize, self.arena, plan.swaps
         if resize and arena is None:
             raise BlockMisuse("a runner without an arena cannot resize the pool")
-        mapped, unmapped, refused = NO_EXTENTS, NO_EXTENTS, None
+        moved = _Moved(NO_EXTENTS, NO_EXTENTS)
         if arena is not None and len(resize.map):
             self._fence()
-            refused = _refusal(arena.map, resize.map)
-            mapped = NO_EXTENTS if refused else resize.map
+            moved.refused = _refusal(arena.map, resize.map)
+            moved.mapped = NO_EXTENTS if moved.refused else resize.map
+        if swaps is not None:
+            self._swap_out(swaps, moved)
         if plan.copies is not None:
             self.storage.copy(plan.copies.sources, plan.copies.targets)
+        if swaps is not None:
+            self._swap_in(swaps, moved)
         if arena is not None and len(resize.unmap):
             self._fence()  # the copies read there
-            refused = _refusal(arena.unmap, resize.unmap) or refused
-            unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
-        return mapped, unmapped, refused
+            moved.refused = _refusal(arena.unmap, resize.unmap) or moved.refused
+            moved.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
+        return moved
+
+    def _swap_out(self, swaps: Swaps, moved: _Moved) -> None:
+        """Copy to the host tier, and what is wanted again already to its new place. Notes slots that got no memory."""
+        if self.host is None:
+            raise BlockMisuse("a runner without a host tier cannot swap")
+        if len(swaps.out_slots):
+            mapped_bytes = self.host.mapped_bytes
+            began = self._now()
+            moved.lost_slots = self.host.swap_out(self.storage, swaps.out_blocks, swaps.out_slots)
+            if self.host.mapped_bytes == mapped_bytes:  # else it is not the copies that took the time
+                moved.swap_s += self._now() - began
+                moved.swapped += len(swaps.out_slots) - len(moved.lost_slots)
+        if swaps.back is not None:
+            self.storage.copy(swaps.back.sources, swaps.back.targets)
+
+    def _swap_in(self, swaps: Swaps, moved: _Moved) -> None:
+        if self.host is not None and len(swaps.in_slots):
+            began = self._now()
+            self.host.swap_in(self.storage, swaps.in_slots, swaps.in_blocks)
+            moved.swap_s += self._now() - began
+            moved.swapped += len(swaps.in_slots)
+
+    def _now(self) -> float:
+        """Seconds, when all that was queued on the device is done."""
+        self._fence()
+        return time.perf_counter()
 
     def _fence(self) -> None:
         """Wait until everything queued on the device is done. A CPU has done it."""

@@ -6,12 +6,16 @@ import ctypes
 import itertools
 import logging
 import os
+import time
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import psutil
 import torch
 
-from ..allocator.errors import LeaseError, LeaseRefused
+from ..allocator.arena import Arena
+from ..allocator.broker_client import BrokerClient
+from ..allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ..allocator.lease import Lease
 from ..monitor.cuda_devices import find_device
 from ..monitor.errors import MonitorError
@@ -25,9 +29,47 @@ from .planning import MemoryPlan
 log = logging.getLogger(__name__)
 _numbers = itertools.count(1)  # of the engines of this process
 
-GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us
+GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us, or load
+_LOADING_LOOK_S = 0.25
+_LONGEST_NAME = 80
+HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides the reserve
 _LIBRARIES_BYTES = 192 * MIB  # what a process comes to hold besides weights: code that is read late, heaps with holes
 _CUDA_CONTEXT_BYTES = 512 * MIB
+
+
+class Occupant:
+    """One engine's part of what its process holds of a device, so that no engine counts another's memory for its own.
+
+    What all need, such as libraries, counts with each. `arena` is set once it is there.
+    """
+
+    _all: ClassVar[list[Occupant]] = []  # those of this process
+
+    def __init__(self, device: torch.device, weights_bytes: int) -> None:
+        self.device = device
+        self.arena: Arena | None = None
+        self._weights_bytes = weights_bytes
+        self._all.append(self)
+
+    @property
+    def base_bytes(self) -> int:
+        """What the process holds now for this engine besides its KV."""
+        others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
+        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes)
+
+    @property
+    def _own_bytes(self) -> int:
+        return self._weights_bytes + self._resident_kv_bytes
+
+    @property
+    def _resident_kv_bytes(self) -> int:
+        """Of `process_bytes`: on CUDA the arena is none of torch's."""
+        return 0 if self.arena is None or self.device.type != "cpu" else self.arena.mapped_bytes
+
+    def close(self) -> None:
+        """The engine has given everything back. Idempotent."""
+        if self in self._all:
+            self._all.remove(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +85,7 @@ class Sharing:
         self.watched.close()
 
 
-def join(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> Sharing | None:
+def join(config: EngineConfig, plan: MemoryPlan, occupant: Occupant) -> Sharing | None:
     """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
 
     Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.
@@ -55,14 +97,15 @@ def join(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> Sharin
     except (MonitorError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None
+    held = occupant.base_bytes
+    base = held + plan.weights_bytes + plan.reserve_bytes + _LIBRARIES_BYTES
     try:
-        info = _device(watched, device)
-        base = process_bytes(device) + plan.weights_bytes + plan.reserve_bytes + _LIBRARIES_BYTES
-        return Sharing(watched, _lease(config, plan, watched, info, base, process_bytes(device)))
+        return Sharing(watched, _lease(config, plan, watched, _device(watched, occupant.device), base, held))
     except LeaseRefused as error:
         watched.close()
         needed = base + plan.min_kv_bytes
-        raise NotEnoughMemory(needed, plan.free_bytes, f"{plan.model} on {plan.device}", str(error)) from error
+        what = f"{plan.model} on {plan.device}, {format_bytes(plan.min_kv_bytes)} of it for the least KV,"
+        raise NotEnoughMemory(needed, plan.free_bytes, what, f"its broker says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
         watched.close()
         log.warning("memory is not shared with other engines: %s", error)
@@ -76,12 +119,12 @@ def _lease(
     config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int
 ) -> Lease:
     min_bytes = base_bytes + plan.min_kv_bytes
-    lease = Lease.register(
-        watched.directory.socket,
+    lease = _registered(
+        watched,
         name=_new_name(plan.model),
         device_uuid=info.uuid,
         min_bytes=min_bytes,
-        max_bytes=None,
+        max_bytes=base_bytes + plan.kv_bytes,
         weight=config.kv_memory.weight,
         priority=config.kv_memory.priority,
         granule_bytes=plan.geometry.extent_bytes,
@@ -99,10 +142,29 @@ def _lease(
     return lease
 
 
+def _registered(watched: Watch, **terms: Any) -> Lease:
+    """A lease. Where minimums are in the way of it, those who load are waited for: they need less once they have.
+
+    Raises MinimumsExceedCapacity, and what else `Lease.register` raises.
+    """
+    deadline = time.monotonic() + GRANT_TIMEOUT_S
+    while True:
+        try:
+            return Lease.register(watched.directory.socket, **terms)
+        except MinimumsExceedCapacity:
+            others = BrokerClient(watched.directory.socket).leases()
+            loading = [one.name for one in others if one.device_uuid == terms["device_uuid"] and not one.held.get("kv")]
+            if not loading or time.monotonic() > deadline:
+                raise
+            log.info("waiting for %s, which load and may need less then", ", ".join(loading))
+            time.sleep(_LOADING_LOOK_S)
+
+
 def _new_name(model: str) -> str:
     """What people call the engine in `vram-monitor limit` and `recall`: "demo-4711", the next in this process "demo-4711-2"."""
     number = next(_numbers)
-    return f"{os.path.basename(model) or model}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+    name = "".join(c if c.isprintable() else "_" for c in os.path.basename(model) or model)[:_LONGEST_NAME]
+    return f"{name}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 
 
 def _device(watched: Watch, device: torch.device) -> DeviceInfo:

@@ -3,9 +3,10 @@
 A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
 the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
 only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tables
-grow (`tables`), extents get memory (`resize.map`), blocks are copied (`copies`), extents lose theirs (`resize.unmap`), then
-the chunks run. No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan
-or result are never written again.
+grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied (`copies`), blocks are swapped
+in (`swaps`), extents lose theirs (`resize.unmap`), then the chunks run. So what leaves is read before anything is written.
+No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan or result are never
+written again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
+from ..cache.host_tier import Swaps
 from .request import Sampling
 
 Bool = npt.NDArray[np.bool_]
@@ -68,11 +70,12 @@ class Plan:
     tables: tuple[TableUpdate, ...] = ()  # one a group, or none when no table grew
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
+    swaps: Swaps | None = None
 
     @property
     def moves_memory(self) -> bool:
         """Whether the plan copies, maps or unmaps: what cannot be undone by ending the requests of its chunks."""
-        return bool(self.copies is not None or self.resize)
+        return bool(self.copies is not None or self.swaps is not None or self.resize)
 
     @property
     def is_empty(self) -> bool:
@@ -98,7 +101,8 @@ class Result:
     """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`.
 
     Of the plan's resize, `mapped` (all of `resize.map`, or none) and `unmapped` were really done; `refused` says why the rest
-    was not.
+    was not. Of its swaps all were done, but those out to `lost_slots`, for which the host had no memory. `swap_s` is the
+    time that `swapped` copies of them took, `compute_s` that of the chunks; 0 where nobody measured.
     """
 
     step_id: int
@@ -108,3 +112,7 @@ class Result:
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)
     unmapped: Index = field(default_factory=lambda: NO_EXTENTS)
     refused: str | None = None
+    lost_slots: Int32 = field(default_factory=lambda: NO_TOKENS)
+    swapped: int = 0
+    swap_s: float = 0.0
+    compute_s: float = 0.0

@@ -14,6 +14,8 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
   place in the queue and is computed again. The last one running ends, with reason "length", when the pool may not hold
   what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only small at the moment it waits too.
+- With a host tier what it had computed is swapped out as far as its place is needed, and in again when it is seated: nothing
+  is computed twice while the tier has slots, and swapping is cheaper than computing (cost.py).
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
 `schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
@@ -34,9 +36,11 @@ from ..cache.block_table import Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, merged
 from ..cache.prefix_hash import Chain
 from ..cache.prefix_index import PrefixHit
+from .cost import Seconds, SwapCost
+from .decisions import Decision, Decisions
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
 from .plan import NO_ROWS, Admission, Bool, Plan, Result
-from .policy import OutputForecast, peak_blocks
+from .policy import LengthForecast
 from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows
@@ -103,6 +107,8 @@ class Stats:
     prefix_lookups: int = 0
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
+    demoted_blocks: int = 0  # copied to the host tier
+    promoted_blocks: int = 0  # copied back
 
 
 class _Sequence:
@@ -139,11 +145,18 @@ class Scheduler:
     between an `apply` and the next `schedule`. Not thread-safe.
     """
 
-    def __init__(self, cache: CacheManager, limits: Limits) -> None:
+    def __init__(self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None) -> None:
+        if cache.host is not None and cost is None:
+            raise ValueError(
+                "a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost"
+            )
         self.cache = cache
         self.limits = limits
+        self.cost = cost  # of swaps; means nothing without a host tier
+        self._weigh()
         self.stats = Stats()
-        self.forecast = OutputForecast()
+        self.forecast = LengthForecast()
+        self.decisions = Decisions()
         self.rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
         self._sequences: dict[str, _Sequence] = {}
         self._size = PoolSize(cache)
@@ -158,6 +171,7 @@ class Scheduler:
         self._blocked = False  # nothing changed since the head of the queue was last refused
         self._admits = True  # False for the step after somebody was preempted to give his blocks back
         self._withheld = 0  # free blocks that no newcomer may have in the next step: they are to be given back
+        self._evicted = 0  # of the cache's evicted blocks, those that were told of
         self._numbers = itertools.count()
         self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
@@ -168,8 +182,8 @@ class Scheduler:
         with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
         extents that have memory; None where nobody but the broken bookkeeping knows.
         """
-        fresh = Scheduler(self.cache.renewed(mapped), self.limits)
-        fresh.stats, fresh.forecast = self.stats, self.forecast
+        fresh = Scheduler(self.cache.renewed(mapped), self.limits, self.cost)
+        fresh.stats, fresh.forecast, fresh.decisions = self.stats, self.forecast, self.decisions
         fresh.limit_blocks = self.limit_blocks
         ends = list(self._changes.finished)
         told = {end.request_id for end in ends}
@@ -338,7 +352,7 @@ class Scheduler:
         self._end_marked()
         due = min(num_extents, self._size.removable_extents)
         while self._running and (missing := self._size.missing_blocks(due)) > 0:
-            victims = sorted(self._running.values(), reverse=True)
+            victims = self._by_worth()[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
             self._admits = False
@@ -373,6 +387,9 @@ class Scheduler:
         sampled = self._sampled_rows(plan, result)
         if plan.moves_memory:
             self._settle(plan, result)
+        if self.cache.host is not None and self.cost is not None:
+            self.cost.observe(plan, result)
+            self._weigh()
         rows = self.rows
         rows.computed[plan.rows] = plan.starts + plan.lengths
         ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
@@ -393,6 +410,15 @@ class Scheduler:
                 self._changes.tables.append(self._commit(sequence.row, sequence.chain))
         finished, self._changes.finished = tuple(self._changes.finished), []
         return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished)
+
+    def explain(self) -> list[Decision]:
+        """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
+
+        "preempt" names a victim, the blocks won, and the seconds that swapping and computing what it loses would take;
+        "return" one that is seated again, the tokens it had and those it found; "give up" how many cached blocks were
+        demoted and evicted, and what a block takes either way.
+        """
+        return self.decisions.to_list()
 
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
@@ -429,7 +455,7 @@ class Scheduler:
     def _make_room(self, short: Index) -> Index:
         """Preempt, last in order first, until the rows of `short` that remain can each have a block. Returns those."""
         groups = len(self.cache.tables)
-        victims = sorted(self._running.values())
+        victims = self._by_worth()
         while len(short) * groups > self.cache.available:
             victim = victims.pop()
             short = short[short != victim.row]
@@ -438,6 +464,33 @@ class Scheduler:
             else:
                 self._end(victim, "length")  # the pool may not: this is as long as it can get
         return short
+
+    def _by_worth(self) -> list[_Sequence]:
+        """Whoever runs; the last one is preempted first.
+
+        That is one of the lowest priority; of these one that was not preempted yet; of these whose blocks cost least, each,
+        to swap or compute again, whichever is cheaper; of these the youngest. Without a host tier it is the last in order.
+        """
+        running = sorted(self._running.values())
+        if self.cache.host is None or self.cost is None:
+            return running
+        won, _, seconds = self._at_stake(running)
+        per_block = np.full(len(running), np.inf)
+        np.divide(np.minimum(*seconds), won, out=per_block, where=won > 0)
+        priority = np.array([s.request.priority for s in running])
+        spared = np.array([s.preemptions == 0 for s in running])
+        return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
+
+    def _at_stake(self, sequences: list[_Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
+        """What preempting each of `sequences` wins and loses: blocks that nobody else has, tokens computed in them, and the
+        seconds to swap these and to compute them.
+        """
+        assert self.cost is not None
+        rows = np.array([s.row for s in sequences], np.int64)
+        won = self.cache.sole_blocks(rows)
+        shared = (self.cache.held_blocks(rows) - won) // len(self.cache.tables)
+        tokens = np.maximum(self.rows.computed[rows] - shared * self.cache.block_size, 0)
+        return won, tokens, self.cost.victims_s(tokens)
 
     def _chunk_prefills(self, budget: int) -> list[tuple[_Sequence, int]]:
         chunks = []
@@ -465,7 +518,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             self._seat(sequence, hit)
-            length = self._chunk(known - hit.num_tokens, budget)
+            length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
             chunks.append((sequence, length))
             budget -= length
         return chunks
@@ -501,9 +554,8 @@ class Scheduler:
         )
         generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
-        to_come = self.forecast.to_come(generated, allowed)
-        peak = peak_blocks(np.append(rows.known[running], known), to_come, self.cache.block_size)
-        return peak * len(self.cache.tables) - self.cache.shared
+        peak = self.forecast.peak(np.append(rows.known[running], known), generated, allowed, self.cache.block_size)
+        return peak.blocks * len(self.cache.tables) - self.cache.shared
 
     def _needed(self, newcomers: list[_Sequence]) -> int:
         """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
@@ -520,14 +572,16 @@ class Scheduler:
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
-        extension = self.cache.admit(row, len(tokens), hit)
+        extension = self.cache.admit(row, len(tokens), hit, request.request_id)
         assert extension is not None, "admitted without enough blocks"
-        self.rows.computed[row] = hit.num_tokens
+        self.rows.computed[row] = extension.num_computed
         if sequence.chain is not None:
             self.stats.prefix_lookups += 1
             self.stats.prefix_lookup_tokens += len(tokens)
             self.stats.prefix_hit_tokens += hit.num_tokens
-        self.stats.recomputed_tokens -= min(sequence.computed, hit.num_tokens)
+        self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
+        if sequence.preemptions:
+            self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
         sequence.row = row
         self._running[row] = sequence
         bisect.insort(self._prefilling, sequence)
@@ -554,13 +608,28 @@ class Scheduler:
             tables=merged(changes.tables),
             copies=copies,
             resize=resize,
+            swaps=self.cache.take_swaps(),
         )
+        if self.cache.host is not None:
+            self._count_swaps(plan)
         self._changes = _Changes(finished=changes.finished)
         counts = self.cache.counts()
         self.stats.steps += 1
         self.stats.computed_tokens += n + sum(length for _, length in chunks)
         self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
         return plan
+
+    def _count_swaps(self, plan: Plan) -> None:
+        demoted = 0
+        if plan.swaps is not None:
+            demoted = len(plan.swaps.out_slots)
+            self.stats.demoted_blocks += demoted
+            self.stats.promoted_blocks += len(plan.swaps.in_slots)
+        evicted = self.cache.evicted_blocks - self._evicted
+        if (demoted or evicted) and self.cost is not None:
+            self._evicted = self.cache.evicted_blocks
+            compute_s = self.cost.compute_s(self.cache.block_size)
+            self.decisions.gave_up(plan.step_id, demoted, evicted, self.cost.swap_s(1), compute_s)
 
     def _check_turn(self, num_extents: int) -> None:
         """Raise OutOfTurn while a plan is out: it names blocks and extents as they are."""
@@ -584,8 +653,10 @@ class Scheduler:
         return plan.rows[expected]
 
     def _settle(self, plan: Plan, result: Result) -> None:
-        """The pool has the size that the result says."""
+        """The pool has the size that the result says, and the host tier what it says."""
         self._size.settle(plan, result)
+        if len(result.lost_slots):
+            self.cache.lost(result.lost_slots)
         self._blocked = False
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
@@ -596,19 +667,39 @@ class Scheduler:
         """Sequences that lack only their newest token now decode."""
         done = [s for s in self._prefilling if self.rows.known[s.row] > len(s.tokens)]  # sampled since it was seated
         if done:
-            self._prefilling = [s for s in self._prefilling if s not in done]
+            self._prefilling = [s for s in self._prefilling if self.rows.known[s.row] <= len(s.tokens)]
             self._decoding = np.append(self._decoding, np.array([s.row for s in done]))
 
     def _preempt(self, victims: list[_Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
         self.stats.preemptions += len(victims)
+        self._explain(victims)
         for sequence in victims:
             sequence.preemptions += 1
             sequence.computed = int(self.rows.computed[sequence.row])
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
-        self._leave_rows(victims)
+        self._leave_rows(victims, keep_tails=True)
         for sequence in victims:
             heapq.heappush(self._waiting, sequence)
+
+    def _explain(self, victims: list[_Sequence]) -> None:
+        """Note what preempting `victims` wins and loses; of more than 64 the last ones."""
+        if self.cost is None:
+            return
+        victims = victims[-64:]
+        won, tokens, (swap_s, compute_s) = self._at_stake(victims)
+        swaps = self.cache.host is not None and self.cache.host.demotes
+        for i, victim in enumerate(victims):
+            request = victim.request
+            self.decisions.preempted(
+                self.stats.steps, request.request_id, request.priority, int(won[i]), int(tokens[i]),
+                float(swap_s[i]) if swaps else None, float(compute_s[i]),
+            )  # fmt: skip
+
+    def _weigh(self) -> None:
+        """Let the host tier know whether swapping is worth it at present."""
+        if self.cache.host is not None and self.cost is not None:
+            self.cache.host.demotes, self.cache.host.promotes = self.cost.demotes, self.cost.promotes
 
     def _end_if_due(self, sequence: _Sequence, token: int) -> None:
         sampling, row = sequence.request.sampling, sequence.row
@@ -633,6 +724,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
             heapq.heapify(self._waiting)
+        self.cache.drop_tail(request.request_id)
         self._blocked = False
         del self._sequences[request.request_id]
         generated = sequence.tokens[len(request.prompt_token_ids) :]
@@ -648,12 +740,14 @@ class Scheduler:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
         return self.cache.commit(row, chain, computed)
 
-    def _leave_rows(self, sequences: list[_Sequence], computed: bool = True) -> None:
+    def _leave_rows(self, sequences: list[_Sequence], computed: bool = True, keep_tails: bool = False) -> None:
         """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         for sequence, row in zip(sequences, rows, strict=True):
             if computed and sequence.chain is not None:
                 self._commit(row, sequence.chain)
+                if keep_tails:
+                    self.cache.keep_tail(sequence.request.request_id, row, int(self.rows.computed[row]))
         self.cache.release(np.array(rows))
         self._blocked = False
         self._changes.released += rows

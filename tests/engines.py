@@ -16,21 +16,37 @@ from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
+from pagetide.engine.host_pool import HostPool
 from pagetide.engine.runner import Runner
 from pagetide.engine.sampler import Sampler
+from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Finished, Limits, Scheduler
 
 POISON = float("nan")
 
 
+class AlwaysSwap(SwapCost):
+    """Swapping is worth it, whatever a busy machine takes for it."""
+
+    def swap_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def observe(self, plan: Plan, result: Result) -> None:
+        pass
+
+
 class TinyEngine:
-    """One model over a pool of `usable` blocks filled with NaN, so that anything read before it is written shows."""
+    """One model over a pool of `usable` blocks filled with NaN, so that anything read before it is written shows.
+
+    With `host_slots` there is a host tier of so many blocks; `cost` None: it is always worth it.
+    """
 
     def __init__(
         self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
-        caching: bool = False,
+        caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None,
     ) -> None:  # fmt: skip
         geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
         num_extents = geometry.extents_for_blocks(usable + 1)
@@ -45,10 +61,18 @@ class TinyEngine:
         model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         hasher = PrefixHasher(block_size) if caching else None
-        cache = CacheManager(usable + 1, block_size, limits.seats, max_model_len, hasher=hasher)
+        cache = CacheManager(
+            usable + 1, block_size, limits.seats, max_model_len, hasher=hasher, host_slots=host_slots
+        )  # fmt: skip
         sampler = Sampler(limits.seats, model.config.get_text_config().vocab_size, device)
-        runner = Runner(model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len)
-        self.core = EngineCore(Scheduler(cache, limits), runner, clock=itertools.count().__next__)
+        # Extents of one block each, so that there are just as many slots as asked for.
+        one = geometry.with_extents(geometry.payload_bytes)
+        self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
+        runner = Runner(
+            model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len, host=self.host
+        )  # fmt: skip
+        cost = cost or AlwaysSwap(geometry.payload_bytes, block_size)
+        self.core = EngineCore(Scheduler(cache, limits, cost), runner, clock=itertools.count().__next__)
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
 
     @property

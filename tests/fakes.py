@@ -1,7 +1,8 @@
 """A runner without a model: it keeps token ids where a model keeps K and V, so that a wrong block shows as a wrong token.
 
 The next token of a sequence is a hash of everything read through its block table; `continuation` computes the same from
-the plain list of tokens. What was never written is poison, and so is what lies in an extent without memory.
+the plain list of tokens. What was never written is poison, and so is what lies in an extent without memory. The host tier
+is a pool of token ids too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.scheduler.plan import NO_EXTENTS, Failure, Plan, Result
+from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Emissions, Finished, Limits, Scheduler
 
@@ -41,18 +43,21 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
 
 class FakeRunner:
     """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail; with `refuses_map` or
-    `refuses_unmap` the device says no.
+    `refuses_unmap` the device says no; with `refuses_slots` the host has no memory for slots that were never written.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_extents: int = 1, mapped=(0,)
-    ) -> None:
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_extents: int = 1, mapped=(0,),
+        host_slots: int = 0,
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.pool = np.full((num_blocks, block_size), UNMAPPED, np.int32)
         self.by_extent = self.pool.reshape(num_extents, -1)
         self.by_extent[list(mapped)] = POISON
         self.mapped = set(mapped)
-        self.refuses_map = self.refuses_unmap = False
+        self.refuses_map = self.refuses_unmap = self.refuses_slots = False
+        self.host = np.full((host_slots + 1, block_size), POISON, np.int32)
+        self.on_host: set[int] = set()  # slots that have memory
         self.tables = np.zeros((num_rows, -(-max_tokens // block_size)), np.int32)
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.owner: dict[int, str] = {}
@@ -60,6 +65,8 @@ class FakeRunner:
         self.fail: set[str] = set()
 
     def execute(self, plan: Plan) -> Result:
+        mapped = self._map(plan)
+        lost = self._swap_out(plan)
         for row in plan.released:
             del self.owner[int(row)]
         for new in plan.admitted:
@@ -71,31 +78,66 @@ class FakeRunner:
             self.tables[update.rows, update.slots] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
             self.pool[update.blocks[update.slots * self.block_size >= self.written[update.rows]]] = POISON
+        self._fresh(mapped["mapped"])
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in a step"
-        return replace(self._compute(plan), **moved)
+        refused = mapped["refused"] or moved["refused"]
+        return replace(self._compute(plan), **{**mapped, **moved, "refused": refused, "lost_slots": lost})
 
-    def _move_memory(self, plan: Plan) -> dict:
-        """Map, copy, unmap. Returns what the result says about it."""
-        mapped, unmapped, refused = plan.resize.map, plan.resize.unmap, None
+    def _fresh(self, extents: np.ndarray) -> None:
+        """Nothing was written in `extents`."""
+        self.by_extent[extents] = POISON
+
+    def _map(self, plan: Plan) -> dict:
+        """Returns what the result says about it. No table may name a block of it yet."""
+        mapped, refused = plan.resize.map, None
         if len(mapped) and self.refuses_map:
             mapped, refused = NO_EXTENTS, "planted"
         assert not self.mapped & set(mapped.tolist()), "an extent is mapped twice"
         self.mapped |= set(mapped.tolist())
-        self.by_extent[mapped] = POISON
+        return {"mapped": mapped, "refused": refused}
+
+    def _swap_out(self, plan: Plan) -> np.ndarray:
+        """Copy out, and what comes straight back. Returns the slots that got no memory."""
+        swaps = plan.swaps
+        if swaps is None:
+            return NO_TOKENS
+        assert len(set(swaps.out_slots.tolist())) == len(swaps.out_slots), "two copies to one slot"
+        assert 0 not in swaps.out_slots and 0 not in swaps.out_blocks, "the null block is swapped"
+        assert not {*swaps.out_slots.tolist()} & {*swaps.in_slots.tolist()}, "a slot is overwritten while it is read"
+        assert UNMAPPED not in self.pool[swaps.out_blocks], "a copy from memory that is gone"
+        lost = swaps.out_slots[[self.refuses_slots and slot not in self.on_host for slot in swaps.out_slots.tolist()]]
+        done = ~np.isin(swaps.out_slots, lost)
+        self.host[swaps.out_slots[done]] = self.pool[swaps.out_blocks[done]]
+        self.on_host |= set(swaps.out_slots[done].tolist())
+        if swaps.back is not None:
+            assert len(set(swaps.back.targets.tolist())) == len(swaps.back.targets), "two copies to one block"
+            self.pool[swaps.back.targets] = self.pool[swaps.back.sources]
+        return lost
+
+    def _move_memory(self, plan: Plan) -> dict:
+        """Copy, swap in, unmap. Returns what the result says about it."""
+        unmapped = plan.resize.unmap
         if plan.copies is not None:
             sources, targets = plan.copies.sources, plan.copies.targets
             assert len(set(targets.tolist())) == len(targets), "two copies to one block"
             assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
             assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
             self.pool[targets] = self.pool[sources]
+        if plan.swaps is not None:
+            slots, blocks = plan.swaps.in_slots, plan.swaps.in_blocks
+            assert set(slots.tolist()) <= self.on_host, "a copy from a slot that was never written"
+            assert len(set(blocks.tolist())) == len(blocks), "two copies to one block"
+            assert UNMAPPED not in self.pool[blocks], "a copy to memory that is not there"
+            self.pool[blocks] = self.host[slots]
+        refused = None
         if len(unmapped) and self.refuses_unmap:
             unmapped, refused = unmapped[:-1], "planted"
         assert set(unmapped.tolist()) <= self.mapped - {0}, "an extent is unmapped twice"
         self.mapped -= set(unmapped.tolist())
         self.by_extent[unmapped] = UNMAPPED
-        return {"mapped": mapped, "unmapped": unmapped, "refused": refused}
+        return {"unmapped": unmapped, "refused": refused}
 
     def _compute(self, plan: Plan) -> Result:
         sampled, failures = [], []
@@ -125,26 +167,29 @@ class World:
     """Scheduler, manager and fake runner together; checks invariants around every step.
 
     With `blocks_per_extent` the pool is elastic: `usable` blocks and the null block are a whole number of extents, of which
-    the first `num_mapped` have memory at the start (None: all).
+    the first `num_mapped` have memory at the start (None: all). With `host_slots` there is a host tier, which `cost` (None:
+    always) says the worth of; what it holds is compared after every step.
     """
 
     def __init__(
         self, usable: int, block_size: int = 16, *, max_seqs: int = 256, max_step_tokens: int = 8192,
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
         blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
+        host_slots: int = 0, cost: SwapCost | None = None,
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
         self.cache = CacheManager(
             usable + 1, block_size, max_seqs, max_model_len,
             blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
-            hasher=PrefixHasher(block_size, b"seed") if caching else None,
+            hasher=PrefixHasher(block_size, b"seed") if caching else None, host_slots=host_slots,
         )  # fmt: skip
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
-        self.scheduler = Scheduler(self.cache, limits)
+        self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))
         self.runner = FakeRunner(
-            usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped
-        )
+            usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped,
+            host_slots=host_slots,
+        )  # fmt: skip
         self.rng = np.random.default_rng(0)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Finished] = {}
@@ -177,6 +222,8 @@ class World:
         self.scheduler.check_invariants()
         if len(self.runner.by_extent) > 1:
             assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
+        if self.cache.host is not None:
+            self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
         for end in emissions.finished:
@@ -184,6 +231,25 @@ class World:
             self.finished[end.request_id] = end
             assert end.token_ids.tolist() == self.emitted.get(end.request_id, []), "told tokens differ from the output"
         return emissions
+
+    def _check_contents(self) -> None:
+        """Whatever can be found on the device or the host is what it says it is; so are the tails of who waits."""
+        index, runner = self.cache.index, self.runner
+        leaving = self.cache.host._leaving
+        for node in index._table.contents().tolist():
+            block, slot = int(index._block_of[node]), int(index._slot_of[node])
+            if slot >= 0 and leaving[slot]:
+                continue  # the next plan brings it there
+            if block >= 0:
+                block = int(self.cache._bytes_at[block])
+            found = runner.pool[block] if block >= 0 else runner.host[slot]
+            assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
+        waiting = {s.request.request_id: s for s in self.scheduler._sequences.values() if s.row is None}
+        for name, tail in self.cache.host.tails.items():
+            rest = tail.num_tokens % self.cache.block_size
+            tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]
+            if not leaving[tail.slot]:
+                assert runner.host[tail.slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
 
     def step(self) -> Emissions:
         return self.finish(self.schedule())
@@ -222,3 +288,4 @@ class World:
         assert (counts.live, counts.free + counts.cached) == (0, self.cache.usable)
         assert self.cache.index is not None or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.cache.host is None or not self.cache.host.tails, "a tail of a sequence that ended"

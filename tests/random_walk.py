@@ -1,7 +1,8 @@
 """Random life of a scheduler: requests come, steps run, some are aborted at any moment, some fail.
 
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
-caching, prompts begin alike, some with what another request has generated.
+caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
+go is swapped out and in; now and then swapping is not worth it, or the host has no memory.
 """
 
 from __future__ import annotations
@@ -9,23 +10,30 @@ from __future__ import annotations
 import numpy as np
 from fakes import VOCAB, World, continuation
 
+from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import PromptTooLong
 
 
-def walk(seed: int, events: int, caching: bool = False) -> World:
+def walk(seed: int, events: int, caching: bool = False, host: bool = False) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
-    return _walk(rng, events, usable=int(rng.integers(2, 24)), caching=caching)
+    return _walk(rng, events, usable=int(rng.integers(2, 24)), caching=caching or host, host_slots=_slots(rng, host))
 
 
-def elastic_walk(seed: int, events: int, caching: bool = False) -> World:
+def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = False) -> World:
     """The same over a pool of extents that come and go; in the end all of it is mapped."""
     rng = np.random.default_rng(seed)
+    slots = _slots(rng, host)
     per, num_extents = int(rng.integers(1, 7)), int(rng.integers(3, 10))
     return _walk(
         rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
-        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching,
+        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching or host,
+        host_slots=slots,
     )  # fmt: skip
+
+
+def _slots(rng: np.random.Generator, host: bool) -> int:
+    return int(rng.integers(1, 13)) if host else 0
 
 
 def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, **pool) -> World:
@@ -34,13 +42,15 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
         usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
         max_step_tokens=int(rng.choice([3, 30, 300])), max_model_len=2 + int(usable * block_size * rng.choice([0.3, 1.0, 2.0])),
         max_chunk_tokens=int(rng.integers(1, 30)) if rng.random() < 0.3 else None, forecast=bool(rng.random() < 0.3),
-        **pool,
+        cost=Whim(1, block_size), **pool,
     )  # fmt: skip
     world.rng = rng
     aborted: set[str] = set()
     capacity = world.cache.capacity * block_size
     least = world.cache.capacity  # the lowest limit there was
     for n in range(events):
+        if world.cache.host is not None and rng.random() < 0.05:
+            turn_host(world, rng)
         if rng.random() < tides:
             turn(world, rng)
             least = min(least, world.scheduler.limit_blocks)
@@ -128,6 +138,21 @@ def turn(world: World, rng: np.random.Generator) -> None:
         scheduler.limit_blocks = world.cache.capacity
     else:
         world.runner.refuses_map, world.runner.refuses_unmap = (bool(rng.random() < 0.3) for _ in range(2))
+
+
+def turn_host(world: World, rng: np.random.Generator) -> None:
+    """Something happens to the host tier."""
+    world.scheduler.cost.worth = bool(rng.random() < 0.9)
+    world.runner.refuses_slots = bool(rng.random() < 0.02)
+
+
+class Whim(SwapCost):
+    """Swapping is worth it, or not."""
+
+    worth = True
+
+    def swap_s(self, num_blocks: int) -> float:
+        return 0.0 if self.worth else 1e9
 
 
 def waits_for_memory(world: World) -> bool:

@@ -62,20 +62,27 @@ class ArenaRunner(FakeRunner):
     def mapped_extents(self) -> frozenset[int]:
         return self.arena.mapped_extents
 
-    def _move_memory(self, plan: Plan) -> dict[str, Any]:
-        mapped, unmapped, refused = NO_EXTENTS, NO_EXTENTS, None
+    def _fresh(self, extents: np.ndarray) -> None:
+        """What is mapped is zero, as the kernel gives it."""
+
+    def _map(self, plan: Plan) -> dict[str, Any]:
+        mapped, refused = NO_EXTENTS, None
         if len(plan.resize.map):
             try:
                 self.arena.map(plan.resize.map.tolist())
                 mapped = plan.resize.map
             except (OutOfDeviceMemory, GrantExceeded) as error:
                 refused = str(error)
+        return {"mapped": mapped, "refused": refused}
+
+    def _move_memory(self, plan: Plan) -> dict[str, Any]:
+        unmapped = NO_EXTENTS
         if plan.copies is not None:
             self.pool[plan.copies.targets] = self.pool[plan.copies.sources]
         if len(plan.resize.unmap):
             self.arena.unmap(plan.resize.unmap.tolist())
             unmapped = plan.resize.unmap
-        return {"mapped": mapped, "unmapped": unmapped, "refused": refused}
+        return {"unmapped": unmapped, "refused": None}
 
 
 def core_over(

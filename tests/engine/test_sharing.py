@@ -72,8 +72,9 @@ def hoard(llm: LLM) -> None:
     assert llm._engine is not None and llm._engine.core.memory is not None
     core, lease = llm._engine.core, llm._engine.core.memory.lease
     assert lease is not None
-    lease.ask(lease.held_bytes + KV["max"], expires_s=600)
-    wait_until(lambda: lease.granted_bytes >= lease.held_bytes + KV["max"], "the grant")
+    most = memory(llm)["base_bytes"] + KV["max"]
+    lease.ask(most, expires_s=600)
+    wait_until(lambda: lease.granted_bytes >= most, "the grant")
     with llm._lock:
         core.scheduler.grow(32)
         llm._advance(llm._engine)

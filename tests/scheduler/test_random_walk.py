@@ -26,6 +26,26 @@ def test_any_seed_in_an_elastic_pool_with_prefixes_cached(seed):
     elastic_walk(seed, events=120, caching=True)
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed_with_a_host_tier(seed):
+    walk(seed, events=120, host=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed_in_an_elastic_pool_with_a_host_tier(seed):
+    elastic_walk(seed, events=120, host=True)
+
+
+def test_the_walks_really_swap():
+    worlds = [some(seed, events=300, host=True) for seed in range(12) for some in (walk, elastic_walk)]
+    stats = [world.scheduler.stats for world in worlds]
+    assert sum(s.demoted_blocks for s in stats) > 500
+    assert sum(s.promoted_blocks for s in stats) > 100
+    assert sum(s.preemptions for s in stats) > 50
+
+
 def test_the_walks_really_find_prefixes():
     worlds = [some(seed, events=300, caching=True) for seed in range(8) for some in (walk, elastic_walk)]
     assert sum(world.scheduler.stats.prefix_hit_tokens for world in worlds) > 1000

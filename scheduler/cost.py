@@ -1,0 +1,110 @@
+"""What swapping and computing take: seconds, from rates that are measured while running.
+
+A block that is demoted is copied twice, out now and in when it is wanted again; one that is forgotten is computed again:
+
+    demoting is worth it    2 x block bytes / bandwidth  <  tokens of a block x seconds of a prefill token
+    bringing back is            block bytes / bandwidth  <  the same
+
+Both sides begin at a guess that a millisecond of measuring outweighs. Prefill is measured in steps that mostly do that, as
+decoding takes many times longer for a token. What was measured fades with every step, so that a rate nobody measures any more
+(no block is copied as it looked too dear) goes back to the guess and is tried again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.block_table import Index
+from .plan import Plan, Result
+
+Seconds = npt.NDArray[np.float64]
+
+START_BYTES_PER_S = 8e9  # about what a PCIe 3.0 card, or a copy within host memory, comes to
+START_TOKENS_PER_S = 10e3  # of prefill: a model of 8 billion parameters on a card of some years ago
+
+_GUESS_S = 1e-3  # of measuring, that the guess weighs
+_RECENT = 0.95  # of what was measured before, at each measurement
+_FADE = 0.999  # of what was measured, in each step
+_LEAST_TOKENS = 16  # of a step that says something about prefill
+
+
+class SwapCost:
+    """Rates of one model on one device. `block_bytes` travel for a block of `block_size` tokens."""
+
+    def __init__(
+        self, block_bytes: int, block_size: int, *, bytes_per_s: float = START_BYTES_PER_S,
+        tokens_per_s: float = START_TOKENS_PER_S,
+    ) -> None:  # fmt: skip
+        if block_bytes < 1 or block_size < 1:
+            raise ValueError(f"a block has bytes and tokens, got {block_bytes} and {block_size}")
+        self.block_bytes = block_bytes
+        self.block_size = block_size
+        self._bandwidth = _Rate(bytes_per_s)
+        self._prefill = _Rate(tokens_per_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of copies between device and host."""
+        return self._bandwidth.value
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prefill."""
+        return self._prefill.value
+
+    @property
+    def demotes(self) -> bool:
+        """Whether a block is better copied out and in than forgotten and computed again."""
+        return self.swap_s(1) < self.compute_s(self.block_size)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether a block that lies on the host is better copied in than computed again."""
+        return self.swap_s(1) < 2 * self.compute_s(self.block_size)
+
+    def swap_s(self, num_blocks: int) -> float:
+        """Seconds to copy so many blocks out and in again."""
+        return 2 * num_blocks * self.block_bytes / self.bytes_per_s
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Seconds to compute so many tokens of a prompt."""
+        return num_tokens / self.tokens_per_s
+
+    def victims_s(self, tokens: Index) -> tuple[Seconds, Seconds]:
+        """Seconds to swap out and in, and to compute again, what victims lose: `tokens[i]` computed ones."""
+        blocks = -(-tokens // self.block_size)
+        return np.multiply(blocks, self.swap_s(1), dtype=float), np.multiply(tokens, self.compute_s(1), dtype=float)
+
+    def observe(self, plan: Plan, result: Result) -> None:
+        """Take in how long a step took, as far as its runner measured it."""
+        self._bandwidth.fade()
+        self._prefill.fade()
+        if result.swap_s > 0:
+            self._bandwidth.observe(result.swapped * self.block_bytes, result.swap_s)
+        if result.compute_s > 0:
+            tokens = plan.num_tokens
+            if tokens >= max(_LEAST_TOKENS, 2 * int(np.count_nonzero(plan.lengths == 1))):
+                self._prefill.observe(tokens, result.compute_s)
+
+
+class _Rate:
+    """Amount a second: a guess, and what was measured lately."""
+
+    def __init__(self, guess: float) -> None:
+        if not guess > 0:
+            raise ValueError(f"a rate is above 0, got {guess}")
+        self._guess = guess
+        self._amount = self._seconds = 0.0
+
+    @property
+    def value(self) -> float:
+        return (self._guess * _GUESS_S + self._amount) / (_GUESS_S + self._seconds)
+
+    def observe(self, amount: float, seconds: float) -> None:
+        self._amount = self._amount * _RECENT + amount
+        self._seconds = self._seconds * _RECENT + seconds
+
+    def fade(self) -> None:
+        self._amount *= _FADE
+        self._seconds *= _FADE

@@ -1,0 +1,51 @@
+"""What was decided lately when blocks ran short, with the numbers it was decided by: for people who ask why."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+_KEPT = 64
+
+Decision = dict[str, Any]
+
+
+class Decisions:
+    """The last 64 decisions, oldest first. Costs nothing while there are none."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Decision] = deque(maxlen=_KEPT)
+
+    def preempted(
+        self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None,
+        compute_s: float,
+    ) -> None:  # fmt: skip
+        """`request_id` gave its row up; nobody else has `blocks_won` of its blocks, in which `tokens` were computed.
+
+        To swap these would take `swap_s`, None where that is no choice (no host tier, or it is too slow); to compute them
+        again `compute_s`.
+        """
+        self._kept.append(
+            {
+                "step": step, "what": "preempt", "request_id": request_id, "priority": priority, "blocks_won": blocks_won,
+                "tokens": tokens, "swap_s": swap_s, "compute_s": compute_s,
+                "chosen": "compute" if swap_s is None else "swap",
+            }
+        )  # fmt: skip
+
+    def returned(self, step: int, request_id: str, had: int, found: int) -> None:
+        """`request_id`, preempted with `had` tokens computed, is seated again, with `found` of them."""
+        self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
+
+    def gave_up(self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float) -> None:
+        """Of cached blocks so many were demoted and evicted; a block takes `swap_s` out and in, and `compute_s` to compute."""
+        self._kept.append(
+            {
+                "step": step, "what": "give up", "demoted": demoted, "evicted": evicted, "swap_s": swap_s,
+                "compute_s": compute_s,
+            }
+        )  # fmt: skip
+
+    def to_list(self) -> list[Decision]:
+        """Plain data, oldest first."""
+        return [dict(decision) for decision in self._kept]

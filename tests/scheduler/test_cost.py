@@ -1,0 +1,178 @@
+"""Rates that are measured, and what follows from them: whether to swap, whom to preempt, and how it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import World
+
+from pagetide.cache.host_tier import Swaps
+from pagetide.scheduler.cost import START_BYTES_PER_S, START_TOKENS_PER_S, SwapCost
+from pagetide.scheduler.plan import NO_ROWS, NO_TOKENS, Plan, Result
+
+MIB = 1 << 20
+ONE = np.array([3], np.int32)
+
+
+def plan(lengths: list[int], swaps: Swaps | None = None) -> Plan:
+    each = np.array(lengths, np.int64)
+    return Plan(0, np.arange(len(each)), each * 0, each, each > 0, swaps=swaps)
+
+
+def result(swapped: int = 0, swap_s: float = 0.0, compute_s: float = 0.0) -> Result:
+    return Result(0, NO_ROWS, NO_TOKENS, swapped=swapped, swap_s=swap_s, compute_s=compute_s)
+
+
+def swaps() -> Swaps:
+    return Swaps(ONE, ONE, NO_TOKENS, NO_TOKENS)
+
+
+def test_swapping_is_worth_it_while_two_copies_take_less_than_computing() -> None:
+    def cost(bytes_per_s: float) -> SwapCost:
+        return SwapCost(MIB, 16, bytes_per_s=bytes_per_s, tokens_per_s=1000)  # a block is computed in 16 ms
+
+    assert (cost(132 * MIB).demotes, cost(132 * MIB).promotes) == (True, True)  # 15.2 ms
+    assert (cost(120 * MIB).demotes, cost(120 * MIB).promotes) == (False, True)  # 16.7 ms, half of it to come back
+    assert (cost(60 * MIB).demotes, cost(60 * MIB).promotes) == (False, False)
+    assert cost(128 * MIB).swap_s(64) == 1.0
+    assert cost(1.0).compute_s(500) == 0.5
+
+
+def test_rates_are_measured() -> None:
+    cost = SwapCost(MIB, 16)
+    assert (cost.bytes_per_s, cost.tokens_per_s) == (START_BYTES_PER_S, START_TOKENS_PER_S)
+    for _ in range(300):
+        cost.observe(plan([1, 400], swaps()), result(swapped=50, swap_s=0.5, compute_s=0.2))
+    assert cost.bytes_per_s == pytest.approx(100 * MIB, rel=0.02)
+    assert cost.tokens_per_s == pytest.approx(2005, rel=0.02)
+
+
+def test_decode_says_nothing_about_prefill_nor_does_who_did_not_measure() -> None:
+    cost = SwapCost(MIB, 16)
+    cost.observe(plan([1] * 256), result(compute_s=0.1))
+    cost.observe(plan([1] * 256 + [200]), result(compute_s=0.1))
+    cost.observe(plan([5]), result(compute_s=0.1))
+    cost.observe(plan([500], swaps()), result())
+    cost.observe(plan([]), result(compute_s=0.1))
+    assert (cost.bytes_per_s, cost.tokens_per_s) == (START_BYTES_PER_S, START_TOKENS_PER_S)
+
+
+def test_what_looked_too_dear_is_tried_again() -> None:
+    """One slow copy must not end swapping for good: where nothing is copied, nothing is measured."""
+    cost = SwapCost(MIB, 16)
+    cost.observe(plan([1], swaps()), result(swapped=1, swap_s=5.0))
+    assert not cost.demotes
+    for _ in range(20_000):
+        cost.observe(plan([1]), result())
+    assert cost.demotes
+
+
+@pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"block_size": 0}, {"bytes_per_s": 0.0}, {"tokens_per_s": -1.0}])
+def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        SwapCost(**{"block_bytes": 1, "block_size": 16, **wrong})
+
+
+# ---- who is preempted ------------------------------------------------------------------------------
+
+
+def victims(world: World) -> list[str]:
+    return [d["request_id"] for d in world.scheduler.explain() if d["what"] == "preempt"]
+
+
+def pressed(usable: int, **more) -> World:
+    return World(usable, caching=True, host_slots=64, **more)
+
+
+def test_of_equal_costs_the_youngest_goes() -> None:
+    """C 25, with a host tier."""
+    world = pressed(8)
+    world.add("a", 63, 20, arrival=0.0)
+    world.add("b", 63, 20, arrival=1.0)
+    while not world.scheduler.stats.preemptions:
+        world.step()
+    assert victims(world) == ["b"]
+    assert world.scheduler.waiting_ids == ["b"]
+    assert len(world.emitted["b"]) >= 1
+    world.run()
+    world.check_outputs()
+    assert world.scheduler.stats.recomputed_tokens == 0
+    (why,) = [d for d in world.scheduler.explain() if d["what"] == "preempt"]
+    assert (why["blocks_won"], why["tokens"], why["chosen"], why["priority"]) == (4, 64, "swap", 0)
+    assert 0 < why["swap_s"] < why["compute_s"]
+    (back,) = [d for d in world.scheduler.explain() if d["what"] == "return"]
+    assert (back["request_id"], back["had"], back["found"]) == ("b", 64, 64)
+
+
+def test_who_holds_what_others_hold_is_spared() -> None:
+    """The youngest shares nearly all its blocks: to preempt it would win one block of five."""
+    world = pressed(13)
+    prompt = world.prompt(64)
+    world.add("old", prompt, 60, arrival=0.0)
+    world.step()
+    world.add("other", 64, 60, arrival=1.0)
+    world.step()
+    world.add("young", np.append(prompt, world.prompt(1)), 60, arrival=2.0)
+    while not world.scheduler.stats.preemptions:
+        world.step()
+    world.run()
+    world.check_outputs()
+    assert victims(world)[0] in ("other", "young")
+    first = next(d for d in world.scheduler.explain() if d["what"] == "preempt")
+    assert first["blocks_won"] >= 1
+
+
+def test_a_prompt_just_begun_is_cheaper_than_what_is_long_computed() -> None:
+    """It holds blocks for all of its tokens, and few of them are computed."""
+    world = pressed(12, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000))
+    world.add("young prompt", 100, 40, arrival=0.0)
+    world.step()
+    world.add("decodes", 14, 90, arrival=1.0)
+    world.step()
+    order = [s.request.request_id for s in world.scheduler._by_worth()]
+    assert order == ["decodes", "young prompt"], "32 tokens for 7 blocks, against 14 for one"
+
+
+def test_a_lower_priority_goes_first_whatever_it_costs() -> None:
+    world = pressed(12, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000))
+    world.add("prompt", 100, 40, priority=0)
+    world.add("decodes", 14, 90, priority=1)
+    world.step()
+    world.step()
+    assert [s.request.request_id for s in world.scheduler._by_worth()] == ["prompt", "decodes"]
+
+
+def test_who_was_preempted_is_spared_while_there_are_others() -> None:
+    world = pressed(12)
+    for i, name in enumerate(("a", "b", "c")):
+        world.add(name, 60, 60, arrival=float(i))
+    world.run()
+    world.check_outputs()
+    counts = [world.finished[name].num_preemptions for name in ("a", "b", "c")]
+    assert max(counts) <= 2 and len(set(victims(world)[:2])) == 2
+
+
+def test_only_the_last_decisions_are_kept_and_they_are_plain() -> None:
+    world = pressed(9, max_seqs=4)
+    for i in range(60):
+        world.add(f"r{i}", 40, 40, arrival=float(i))
+    world.run()
+    world.check_outputs()
+    told = world.scheduler.explain()
+    assert len(told) == 64 and {d["what"] for d in told} <= {"preempt", "return", "give up"}
+    assert all(type(value) in (int, float, str, type(None)) for d in told for value in d.values())
+    told[0].clear()
+    assert world.scheduler.explain()[0]
+
+
+def test_without_a_host_tier_the_choice_and_its_numbers_are_those_of_computing() -> None:
+    """D 35."""
+    plain, none = World(8), World(8, cost=SwapCost(1, 16, tokens_per_s=1000))
+    for world in plain, none:
+        for i in range(6):
+            world.add(f"r{i}", 40 + i, 30, arrival=float(i))
+        world.run()
+        world.check_outputs()
+    assert plain.scheduler.stats == none.scheduler.stats
+    why = none.scheduler.explain()[0]
+    assert (why["chosen"], why["swap_s"], why["compute_s"]) == ("compute", None, why["tokens"] / 1000)
