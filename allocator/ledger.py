@@ -81,12 +81,19 @@ class Ledger:
     # ---- what engines and people say ------------------------------------------------------------
 
     def register(self, lease_id: int, terms: Terms, held_bytes: int) -> Tenant:
-        """A new lease that is granted what it holds already; `settle` grants it more.
+        """A new lease that is granted what it holds already, as far as the device has it; `settle` grants it more.
 
         Raises InvalidLease, MinimumsExceedCapacity; then nothing has changed.
         """
         terms.check()
         self._check_minimums(terms)
+        if held_bytes > self.state.capacity_bytes:
+            raise InvalidLease(
+                f"{terms.name!r} cannot hold {format_bytes(held_bytes)} of a device that has "
+                f"{format_bytes(self.state.capacity_bytes)}"
+            )
+        others = sum(tenant.granted_bytes for tenant in self.state.living())
+        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # whatever it says
         tenant = Tenant(
             lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
             registered_max_bytes=terms.max_bytes,

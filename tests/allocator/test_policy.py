@@ -499,6 +499,18 @@ def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
     assert Withdraw(1) in device.run(2)
 
 
+def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -> None:
+    device = Device()
+    device.lease(1)
+    device.ask(1, 500)
+    device.obey(device.settle())
+    with pytest.raises(InvalidLease, match="cannot hold"):
+        device.lease(2, held=CAPACITY + 1)
+    assert device.grants() == {1: 500}
+    device.ledger.register(3, Terms("liar", 1, None, 1.0, 0, 10), CAPACITY)
+    assert device.grants() == {1: 500, 3: CAPACITY - 500}
+
+
 def test_a_lowered_minimum_is_what_is_promised_from_then_on() -> None:
     device = Device()
     device.lease(1, low=500)

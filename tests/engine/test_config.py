@@ -347,6 +347,8 @@ def test_models_file_gives_way_to_arguments(model: Path) -> None:
         ("kv_memory", {"weight": 0}, "weight must be a number from 0.001 to 1000, got 0"),
         ("kv_memory", {"weight": "x"}, "weight must be a number"),
         ("kv_memory", {"priority": 1.5}, "priority must be an integer"),
+        ("kv_memory", {"priority": 5000}, "priority must be -1000 to 1000, got 5,000"),
+        ("kv_memory", "min=1MiB,min=2MiB", "names a key twice: min, min"),
         ("kv_memory", {"min": "many"}, "kv_memory's min: cannot read 'many'"),
         ("idle_s", -1, "idle_s must be a number of seconds of at least 0, got -1"),
         ("idle_s", "soon", "idle_s must be a number"),

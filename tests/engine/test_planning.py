@@ -53,10 +53,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(ModelSpec("tiny", folder, "a test"))
 
 
-def plan(checkpoint: Checkpoint, free: int = GIB, device: torch.device = CPU, **arguments: Any) -> MemoryPlan:
+def plan(
+    checkpoint: Checkpoint, free: int = GIB, device: torch.device = CPU, total: int = 2 * GIB, **arguments: Any
+) -> MemoryPlan:
     context = arguments.pop("context", None)
     config = EngineConfig.resolve(checkpoint.spec, **arguments)
-    return plan_memory(config, checkpoint, device, torch.float32, context=context, free=lambda _: free)
+    return plan_memory(
+        config, checkpoint, device, torch.float32, context=context, free=lambda _: free, total=lambda _: total
+    )
 
 
 def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
@@ -114,6 +118,19 @@ def test_pool_that_does_not_fit(checkpoint: Checkpoint) -> None:
         plan(checkpoint, free=weights + 100)
     with pytest.raises(NotEnoughMemory, match="the weights of tiny"):
         plan(checkpoint, free=weights - 1)
+
+
+def test_a_bound_is_no_demand(checkpoint: Checkpoint) -> None:
+    """What is not free now may be later; what the device has not never will."""
+    made = plan(checkpoint, free=64 * MIB, kv_memory={"min": "1MiB", "max": "1GiB"})
+    assert made.kv_bytes == GIB and made.min_extents == 1
+    made = plan(checkpoint, free=64 * MIB, kv_memory={"min": "1MiB", "max": "10TiB"})
+    assert 2 * GIB - 2 * made.geometry.extent_bytes < made.kv_bytes < 2 * GIB
+    with pytest.raises(NotEnoughMemory) as refusal:
+        plan(checkpoint, free=64 * MIB, kv_memory={"min": "70MiB", "max": "1GiB"})
+    assert refusal.value.asked_bytes >= 70 * MIB
+    with pytest.raises(NotEnoughMemory):
+        plan(checkpoint, free=64 * MIB, kv_memory={"min": "1GiB", "max": "1GiB"})
 
 
 def test_little_memory_still_gives_a_pool(checkpoint: Checkpoint) -> None:

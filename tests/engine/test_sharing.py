@@ -13,13 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from monitors import MonitorProcess, wait_until
 from tenants import tenants
 
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.broker_client import BrokerClient
+from pagetide.allocator.host_arena import HostArena
+from pagetide.allocator.lease import Lease
 from pagetide.allocator.wire import LeaseView
+from pagetide.engine import demo_model
 from pagetide.engine.errors import NotEnoughMemory
+from pagetide.engine.sharing import Occupant
 from pagetide.monitor.record import RecordReader
 from pagetide.monitor.runtime_dir import RuntimeDir, own_dir
 
@@ -53,6 +58,11 @@ class Device:
     def __init__(self, directory: Path, capacity: str) -> None:
         self.monitor = MonitorProcess(directory, "--capacity", capacity)
         self.client = BrokerClient(RuntimeDir(directory).socket, timeout_s=30)
+
+    @property
+    def uuid(self) -> str:
+        with RecordReader.open(own_dir().record) as reader:
+            return reader.devices()[0].uuid
 
     def lease(self) -> LeaseView:
         (view,) = self.client.leases()
@@ -186,6 +196,71 @@ def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Dev
 
 
 # ---- who does not get what it wants --------------------------------------------------------------
+
+
+def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagetide.engine.sharing.process_bytes", lambda device: 1000 * MIB)
+    host, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    first, second, elsewhere = Occupant(host, 100 * MIB), Occupant(host, 200 * MIB), Occupant(gpu, 50 * MIB)
+    arena = HostArena(4, 4 * MIB)
+    arena.map([0, 1])
+    try:
+        assert (first.base_bytes, second.base_bytes) == (800 * MIB, 900 * MIB)
+        second.arena = arena
+        assert (first.base_bytes, second.base_bytes) == (792 * MIB, 892 * MIB)
+        assert elsewhere.base_bytes == 1000 * MIB
+        elsewhere.arena = arena
+        assert elsewhere.base_bytes == 1000 * MIB, "torch knows nothing of an arena on CUDA"
+        second.close()
+        second.close()
+        assert first.base_bytes == 1000 * MIB
+    finally:
+        for occupant in (first, second, elsewhere):
+            occupant.close()
+        arena.close()
+
+
+@pytest.mark.parametrize("device", ["1GiB"], indirect=True)
+def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs less once it has loaded: to refuse the next one for what it may need would be wrong."""
+    loading = Lease.register(
+        own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=900 * MIB, granule_bytes=MIB
+    )
+
+    def loaded() -> None:
+        wait_until(lambda: "waiting for loading" in seen.text, "the engine to wait")
+        loading.lower_min(10 * MIB)
+        loading.answer_unmapped(10 * MIB)
+        loading.report({"kv": MIB}, 0)
+
+    class Seen(logging.Handler):
+        text = ""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.text += record.getMessage()
+
+    seen = Seen()
+    logger = logging.getLogger("pagetide.engine.sharing")
+    logger.addHandler(seen)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    thread = threading.Thread(target=loaded)
+    thread.start()
+    try:
+        with loading, engine() as llm:
+            assert said(llm, PROMPTS[:1]) == alone()[:1]
+    finally:
+        thread.join()
+        logger.removeHandler(seen)
+
+
+def test_a_pool_tells_its_bounds_and_a_model_of_any_name_has_a_lease(device: Device, tmp_path: Path) -> None:
+    strange = tmp_path / ("m" * 150 + "\u200b")
+    strange.symlink_to(Path(demo_model.__file__).parent)
+    with LLM(strange, kv_memory=KV, max_seqs=16, max_step_tokens=512) as llm:
+        lease = memory(llm)["lease"]
+        assert lease["max_bytes"] is not None
+        assert lease["max_bytes"] - lease["min_bytes"] >= KV["max"] - KV["min"]
+        assert device.lease().name.startswith("mmm")
 
 
 def test_without_a_place_for_a_broker_it_works_alone(
