@@ -33,7 +33,7 @@ GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us, or load
 _LOADING_LOOK_S = 0.25
 _LONGEST_NAME = 80
 HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides the reserve
-_LIBRARIES_BYTES = 192 * MIB  # what a process comes to hold besides weights: code that is read late, heaps with holes
+_LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code that is read late, heaps with holes
 _CUDA_CONTEXT_BYTES = 512 * MIB
 
 
