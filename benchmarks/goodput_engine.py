@@ -204,7 +204,9 @@ class Driver:
         params = SamplingParams(
             max_new_tokens=self._job.arrivals[index].output_tokens, temperature=0.0, ignore_eos=True
         )
-        (ticket,) = self._llm._submit(self._llm._encode_all([self._prompts[index]], params), priority=0, cache_salt=None)
+        (ticket,) = self._llm._submit(
+            self._llm._encode_all([self._prompts[index]], params), priority=0, cache_salt=None
+        )
         self._records[ticket.request.request_id] = record
         return ticket
 

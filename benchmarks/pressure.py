@@ -4,7 +4,10 @@ python -m benchmarks.pressure [--json FILE] [--seeds 10] [--lengths uniform|logn
 
 The real scheduler and cache manager; a stub stands for the model and samples a stop token where a request's true end is.
 All 400 requests are there at the start, as in the measurement of vLLM that the targets come from; every one of them
-allows 1,024 new tokens. Of the 3,840 blocks one is the null block. Nothing is swapped, no prefix is shared.
+allows 1,024 new tokens. Of the 3,840 blocks one is the null block. Prefixes are cached, as they were there; no two prompts
+begin alike. Each seed is run twice: without a host tier, and with one that holds everything.
+
+Modelled time is that of Llama-3.1-8B in bfloat16 on an H200, by the roofline of replay_clock.py, and of swaps at 50 GB/s.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.figures import Figure, report
+from benchmarks.replay_clock import GPUS, MODELS, Clock, Roofline
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Limits, Scheduler
@@ -30,6 +36,10 @@ BLOCK_SIZE = 16
 MAX_NEW_TOKENS = 1_024
 PROMPT_TOKENS = (256, 768)
 LIMITS = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=PROMPT_TOKENS[1] + MAX_NEW_TOKENS)
+HOST_SLOTS = 30_000
+HOST_BYTES_PER_S = 50e9
+ROOFLINE = Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], reached=0.5)
+BLOCK_BYTES = BLOCK_SIZE * ROOFLINE.model.kv_bytes
 TOKEN, STOP = 3, 2
 VOCAB = 32_000
 
@@ -56,6 +66,8 @@ class Outcome:
     preemptions: int
     preempted_again: int  # requests preempted more than once
     most_preemptions: int  # of one request
+    seconds: float  # modelled
+    swapped_gb: float
 
 
 def draw_outputs(kind: str, rng: np.random.Generator) -> Lengths:
@@ -92,6 +104,8 @@ class Stub:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.computed_tokens = 0
+        self.seconds = 0.0
+        self._clock = Clock(ROOFLINE, BLOCK_SIZE)
         self._last = np.zeros(LIMITS.seats, np.int64)  # by row: tokens computed when the stop token is sampled
 
     def execute(self, plan: Plan) -> Result:
@@ -102,12 +116,20 @@ class Stub:
         sampled = plan.rows[plan.samples]
         computed = (plan.starts + plan.lengths)[plan.samples]
         tokens = np.where(computed == self._last[sampled], STOP, TOKEN).astype(np.int32)
-        return Result(plan.step_id, plan.samples.astype(np.int32), tokens)
+        swapped = 0 if plan.swaps is None else len(plan.swaps.out_slots) + len(plan.swaps.in_slots)
+        swap_s, compute_s = swapped * BLOCK_BYTES / HOST_BYTES_PER_S, self._clock.step_s(plan)
+        self.seconds += swap_s + compute_s
+        counts = plan.samples.astype(np.int32)
+        return Result(plan.step_id, counts, tokens, swapped=swapped, swap_s=swap_s, compute_s=compute_s)
 
 
-def build(limits: Limits = LIMITS) -> Scheduler:
+def build(host_slots: int = 0, limits: Limits = LIMITS) -> Scheduler:
     """A scheduler over the test's pool."""
-    return Scheduler(CacheManager(NUM_BLOCKS, BLOCK_SIZE, limits.seats, limits.max_model_len), limits)
+    cache = CacheManager(
+        NUM_BLOCKS, BLOCK_SIZE, limits.seats, limits.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
+        host_slots=host_slots,
+    )  # fmt: skip
+    return Scheduler(cache, limits, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))
 
 
 def run(scheduler: Scheduler, load: Load) -> Outcome:
@@ -133,23 +155,27 @@ def run(scheduler: Scheduler, load: Load) -> Outcome:
         preemptions=sum(often),
         preempted_again=sum(n > 1 for n in often),
         most_preemptions=max(often),
+        seconds=stub.seconds,
+        swapped_gb=(scheduler.stats.demoted_blocks + scheduler.stats.promoted_blocks) * BLOCK_BYTES / 1e9,
     )
 
 
-def figures(outcomes: list[Outcome], with_targets: bool) -> list[Figure]:
+def figures(outcomes: list[Outcome], where: str, targets: dict[str, float]) -> list[Figure]:
     """Median and worst of every number of the outcomes."""
     table = []
-    for name, field, unit, target in (
-        ("tokens computed twice", "recomputed_percent", "%", 3.0),
-        ("steps", "steps", "steps", 3_120.0),
-        ("preemptions", "preemptions", "times", None),
-        ("requests preempted more than once", "preempted_again", "requests", None),
-        ("preemptions of one request", "most_preemptions", "times", None),
+    for name, field, unit in (
+        ("tokens computed twice", "recomputed_percent", "%"),
+        ("steps", "steps", "steps"),
+        ("preemptions", "preemptions", "times"),
+        ("requests preempted more than once", "preempted_again", "requests"),
+        ("preemptions of one request", "most_preemptions", "times"),
+        ("modelled time", "seconds", "s"),
+        ("swapped", "swapped_gb", "GB"),
     ):
         samples = [round(float(getattr(outcome, field)), 3) for outcome in outcomes]
-        bound = target if with_targets else None
-        table.append(Figure(f"{name}, median", statistics.median(samples), unit, bound, samples=samples))
-        table.append(Figure(f"{name}, worst", max(samples), unit, bound))
+        bound = targets.get(field)
+        table.append(Figure(f"{where}: {name}, median", statistics.median(samples), unit, bound, samples=samples))
+        table.append(Figure(f"{where}: {name}, worst", max(samples), unit, bound))
     return table
 
 
@@ -159,19 +185,40 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--lengths", choices=KINDS, default="uniform", help="of outputs; targets are for uniform ones")
     args = parser.parse_args()
-    outcomes = []
-    print("seed  steps  twice %  preemptions  again  most of one")
+    outcomes: dict[str, list[Outcome]] = {"no host tier": [], "host tier": []}
+    print("seed                steps  twice %  preemptions  again  most of one  modelled s  swapped GB")
     for seed in range(args.seeds):
-        outcome = run(build(), draw(args.lengths, seed))
-        outcomes.append(outcome)
-        print(
-            f"{seed:>4}  {outcome.steps:>5,}  {outcome.recomputed_percent:>7.2f}  {outcome.preemptions:>11}  "
-            f"{outcome.preempted_again:>5}  {outcome.most_preemptions:>11}"
+        for (where, some), slots in zip(outcomes.items(), (0, HOST_SLOTS), strict=True):
+            outcome = run(build(slots), draw(args.lengths, seed))
+            some.append(outcome)
+            print(
+                f"{seed:>4}  {where:<12}  {outcome.steps:>5,}  {outcome.recomputed_percent:>7.2f}  "
+                f"{outcome.preemptions:>11}  {outcome.preempted_again:>5}  {outcome.most_preemptions:>11}  "
+                f"{outcome.seconds:>10.1f}  {outcome.swapped_gb:>10.2f}"
+            )
+    uniform = args.lengths == "uniform"
+    table = figures(
+        outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if uniform else {}
+    )
+    table += figures(outcomes["host tier"], "host tier", {"recomputed_percent": 0.0})
+    ratios = [
+        with_tier.seconds / without.seconds
+        for without, with_tier in zip(outcomes["no host tier"], outcomes["host tier"], strict=True)
+    ]
+    table.append(
+        Figure(
+            "modelled time, host tier / none",
+            statistics.median(ratios),
+            "x",
+            1.0,
+            samples=[round(r, 4) for r in ratios],
         )
+    )
+    print(f"\n{ROOFLINE}; swaps {HOST_BYTES_PER_S / 1e9:g} GB/s")
     title = (
         f"pressure: {NUM_REQUESTS} requests, outputs {args.lengths}, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
     )
-    report(title, figures(outcomes, args.lengths == "uniform"), 0, args.json)
+    report(title, table, 0, args.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pagetide.scheduler.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Peaks as in the data sheet, dense. Extent costs are PEERS' for 112 MiB on an H100."""
+    """Peaks as in the data sheet, dense. Extent costs are those published for 112 MiB on an H100."""
 
     name: str
     flops: float  # per second, in the model's type
