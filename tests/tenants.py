@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.engine.core import EngineCore
 from pagetide.engine.memory import EngineMemory
 from pagetide.monitor.host_memory import free_host_bytes
@@ -86,13 +88,14 @@ class ArenaRunner(FakeRunner):
 
 
 def core_over(
-    arena: Arena, *, blocks_per_extent: int, max_seqs: int = 64, max_model_len: int = 1024, forecast: bool = True
-) -> EngineCore:
-    """A core over an arena, of which what is mapped is the pool at the start."""
+    arena: Arena, *, blocks_per_extent: int, max_seqs: int = 64, max_model_len: int = 1024, forecast: bool = True,
+    hasher: PrefixHasher | None = None,
+) -> EngineCore:  # fmt: skip
+    """A core over an arena, of which what is mapped is the pool at the start. With a hasher prefixes are cached."""
     num_blocks = arena.num_extents * blocks_per_extent
     cache = CacheManager(
         num_blocks, BLOCK_SIZE, max_seqs, max_model_len,
-        blocks_per_extent=blocks_per_extent, mapped=arena.mapped_extents,
+        blocks_per_extent=blocks_per_extent, mapped=arena.mapped_extents, hasher=hasher,
     )  # fmt: skip
     scheduler = Scheduler(cache, Limits(max_seqs, 8192, max_model_len, forecast=forecast))
     runner: Any = ArenaRunner(arena, num_blocks, BLOCK_SIZE, max_seqs, cache.max_tokens)
@@ -238,6 +241,7 @@ class LightEngine:
     def __init__(self, config: Light) -> None:
         self.config, self.rng = config, random.Random(config.seed)
         self.tally, self.expected = Tally(), dict[str, Request]()
+        self.prompts: deque[list[int]] = deque(maxlen=16)  # the last ones
         process = psutil.Process()
         held = process.memory_info().rss
         min_bytes = held + config.base_slack + config.kv_min
@@ -254,7 +258,11 @@ class LightEngine:
         arena = LeasedArena(self.host, self.lease)
         arena.map(range(config.kv_min // config.extent_bytes))
         self.budget_refuses = config.refused_maps
-        self.core = core_over(arena, blocks_per_extent=config.extent_bytes // (BLOCK_SIZE * config.token_bytes))
+        self.core = core_over(
+            arena,
+            blocks_per_extent=config.extent_bytes // (BLOCK_SIZE * config.token_bytes),
+            hasher=PrefixHasher(BLOCK_SIZE, str(config.seed).encode()),
+        )
         self.core.memory = self.memory = EngineMemory(
             lambda: self.core.scheduler,
             arena,
@@ -272,11 +280,20 @@ class LightEngine:
     def _budget(self) -> int:
         return 0 if self.rng.random() < self.budget_refuses else free_host_bytes()
 
+    def prompt(self) -> list[int]:
+        """Of random tokens; every other one begins as one of the last did."""
+        prompt = [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(5, 500))]
+        if self.prompts and self.rng.random() < 0.5:
+            alike = self.rng.choice(self.prompts)[: self.rng.randint(1, len(prompt))]
+            prompt[: len(alike)] = alike
+        self.prompts.append(prompt)
+        return prompt
+
     def burst(self, most: int = 24) -> None:
         """Some requests at once."""
         for _ in range(self.rng.randint(1, most)):
             name = f"r{next(self.numbers)}"
-            prompt = np.array([self.rng.randrange(VOCAB) for _ in range(self.rng.randint(5, 500))], np.int32)
+            prompt = np.array(self.prompt(), np.int32)
             sampling = Sampling(self.rng.randint(1, self.config.most_new))
             request = Request(name, prompt, sampling, 0, self.core.clock())
             self.expected[name] = request
@@ -317,6 +334,7 @@ class LightEngine:
             **asdict(self.tally), "mapped": self.host.mapped_bytes, "memory": self.memory.to_dict(),
             "running": scheduler.num_running, "waiting": scheduler.num_waiting, "left": sorted(self.expected)[:3],
             "starving": scheduler.starving, "steps": scheduler.stats.steps,
+            "hit_tokens": scheduler.stats.prefix_hit_tokens, "cached_blocks": scheduler.cache.counts().cached,
         }  # fmt: skip
 
     def where(self) -> dict[str, int]:
@@ -364,9 +382,10 @@ def _light(config: str) -> None:
 
 
 def _llm(config: str) -> None:
-    """`LLM("demo", **options)`. What its requests give alone is known from an engine that nobody presses, before.
+    """`LLM("demo", **options)`. What its requests give alone is known from an engine that shares with nobody, before.
 
     With `libraries` the lease's minimum holds so much for code that is read late: this process has read all there is.
+    With `waits` there is no engine before `start DIRECTORY`, and none any more after `end`, so that there may be another.
     """
     from pagetide import LLM, SamplingParams
     from pagetide.engine import sharing
@@ -376,13 +395,16 @@ def _llm(config: str) -> None:
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(5, 400))] for _ in range(given.get("prompts", 6))]
     params = SamplingParams(max_new_tokens=given.get("new", 100), temperature=0)
     sharing._LIBRARIES_BYTES = given.get("libraries", sharing._LIBRARIES_BYTES)
-    plain = given.get("plain", False)
-    llm = LLM("demo", **given.get("options", {}), share=plain)
-    alone = [llm.generate(prompt, params, progress=False)[0].token_ids for prompt in prompts]
-    if not plain:
-        llm.close()
-        llm = LLM("demo", **given.get("options", {}))
+    with LLM("demo", **given.get("options", {}), share=False) as before:
+        alone = [before.generate(prompt, params, progress=False)[0].token_ids for prompt in prompts]
     tally, bursts = Tally(), False
+
+    def start() -> LLM:
+        llm = LLM("demo", **given.get("options", {}))
+        memory = llm.stats()["memory"]
+        lease = memory["lease"] if memory else None
+        _say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
+        return llm
 
     def burst() -> None:
         chosen = [rng.randrange(len(prompts)) for _ in range(rng.randint(1, given.get("burst", 12)))]
@@ -401,21 +423,25 @@ def _llm(config: str) -> None:
         else:
             time.sleep(0.01)
 
-    memory = llm.stats()["memory"]
-    lease = memory["lease"] if memory else None
-    _say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
+    if given.get("waits", False):
+        _say({"pid": os.getpid()})
+    else:
+        llm = start()
     for line in _lines(work):
-        match line:
-            case "bursts":
+        match line.split() if line else None:
+            case ["start", directory]:
+                os.environ["PAGETIDE_RUNTIME_DIR"] = directory
+                llm = start()
+            case ["bursts"]:
                 bursts = True
-            case "quiet":
+            case ["quiet"]:
                 bursts = False
-            case "burst":
+            case ["burst"]:
                 burst()
                 _say(asdict(tally))
-            case "state":
+            case ["state"]:
                 _say({**asdict(tally), "memory": llm.stats()["memory"]})
-            case "end":
+            case ["end"]:
                 bursts = False
                 llm.close()
                 _say(asdict(tally))

@@ -13,7 +13,8 @@ from record_processes import STEADY, kill_one_while_it_writes, read_while_writte
 from pagetide.monitor.record import RecordReader, RecordWriter
 
 pytestmark = pytest.mark.stress
-SEEDS = [int(s) for s in os.environ.get("PAGETIDE_SEEDS", "").split(",") if s] or random.sample(range(2**32), 4)
+DRAW = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # the same in every worker
+SEEDS = [int(s) for s in os.environ.get("PAGETIDE_SEEDS", "").split(",") if s] or DRAW.sample(range(2**32), 4)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
