@@ -104,7 +104,10 @@ class Broker:
         self._identity = os.stat(self._path)
         if succeeds:
             self._books.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
-            log.info("a broker was here before; its engines have %g s to come back", self._grace_s)
+            log.info(
+                "a broker was here before; its engines have %g s to come back. Limits that were set at it are forgotten: "
+                "set them again (vram-monitor limit)", self._grace_s,
+            )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._resume_accepting()
         if self._tick_s is not None:

@@ -28,6 +28,7 @@ from .policy import Grant, Order, Ready, Rules, Withdraw
 log = logging.getLogger(__name__)
 
 _MAX_READINGS = 64  # of a record, remembered until a measurement comes
+_TROUBLE_TOLD_AFTER_NS = 1_000_000_000
 
 
 class Readings(Protocol):
@@ -73,7 +74,9 @@ class Book:
     info: DeviceInfo
     ledger: Ledger
     measured_ns: int = -1  # the time of the newest measurement that the ledger knows
-    trouble: str | None = None  # why there is none
+    trouble: str | None = None  # why there is none,
+    trouble_since_ns: int = 0  # since when,
+    trouble_told: str | None = None  # and what of it was told
 
 
 class Books:
@@ -247,9 +250,7 @@ class Books:
             book.measured_ns = memory.at_ns
         for entry in entries:
             entry.readings.append((now_ns, sums[entry.lease_id]))
-        if trouble != book.trouble and trouble is not None:
-            log.warning("device %s is not leased any further: %s", book.info.index, trouble)
-        book.trouble = trouble
+        _tell_trouble(book, trouble, now_ns)
         for lease_id in ledger.reaped(now_ns):
             self._drop(book, self.entries[lease_id])
 
@@ -366,6 +367,20 @@ class Books:
 
     def _next_generation(self) -> wire.Generation:
         return wire.Generation(self.epoch, next(self._counter))
+
+
+def _tell_trouble(book: Book, trouble: str | None, now_ns: int) -> None:
+    """Say of a device that does not answer why, once it has lasted, and when it is over: a busy machine is no news."""
+    if trouble is not None and book.trouble is None:
+        book.trouble_since_ns = now_ns
+    book.trouble = trouble
+    if trouble is None:
+        if book.trouble_told is not None:
+            log.info("device %s is measured, and leased, again", book.info.index)
+        book.trouble_told = None
+    elif trouble != book.trouble_told and now_ns - book.trouble_since_ns > _TROUBLE_TOLD_AFTER_NS:
+        book.trouble_told = trouble
+        log.warning("device %s is not leased any further: %s", book.info.index, trouble)
 
 
 def _grants(order: Order, lease_id: int) -> bool:

@@ -3,8 +3,9 @@
     client = BrokerClient(path)
     for lease in client.leases(): ...
     client.limit("engine", 2 * GIB)
-    with client.reserve("GPU-...", 8 * GIB, timeout_s=60):
+    with client.reserve("GPU-...", 8 * GIB, timeout_s=60) as reservation:
         ...                                   # these bytes are free, and no engine takes them
+        reservation.poll()                    # now and then: if the broker ended, its successor has to be told
 
 Every call of a client is a connection of its own.
 """
@@ -17,7 +18,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from .errors import BrokerUnavailable, LeaseError, ProtocolMismatch, ProtocolVio
 
 _READ_BYTES = 65536
 _MAX_UNSENT_BYTES = 256 * 1024
+_RETRY_S = 1.0  # a reservation's, for a broker to tell
 
 M = TypeVar("M")
 
@@ -175,6 +177,55 @@ def _connect_by(path: Path, deadline: float | None) -> socket.socket:
             time.sleep(0.005)
 
 
+class Reservation:
+    """Bytes that are kept free for as long as it is open and there is a broker. Made by `BrokerClient.reserve`.
+
+    Attributes:
+        kept: whether a broker keeps them free now.
+        trouble: why not; None while it does.
+    """
+
+    def __init__(
+        self, path: Path, request: wire.Reserve, channel: Channel, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Takes `channel` over, on which the request was answered."""
+        self._path, self._request, self._clock = path, request, clock
+        self._channel: Channel | None = channel
+        self._retry_at = 0.0
+        self.kept = True
+        self.trouble: str | None = None
+
+    def fileno(self) -> int | None:
+        """Readable when `poll` has something to do; None while there is no broker: then call it now and then."""
+        return None if self._channel is None else self._channel.fileno()
+
+    def poll(self) -> None:
+        """Look whether the broker is there still; if not, ask its successor for the same bytes. Never blocks."""
+        try:
+            if self._channel is None:
+                if self._clock() < self._retry_at:
+                    return
+                self._channel = Channel(self._path)
+                self._channel.send(self._request)
+            for message in self._channel.receive():
+                if isinstance(message, wire.Refused):
+                    raise wire.error_of(message)
+                if not isinstance(message, wire.Reserved):
+                    raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
+                self.kept, self.trouble = True, None
+        except LeaseError as error:
+            self.close()
+            self.trouble = str(error)
+            self._retry_at = self._clock() + _RETRY_S
+
+    def close(self) -> None:
+        """Keep them free no longer. Idempotent."""
+        self.kept = False
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
 class BrokerClient:
     """What people ask of a broker. Every call raises BrokerUnavailable, ProtocolMismatch and LeaseRefused."""
 
@@ -205,15 +256,24 @@ class BrokerClient:
             return channel.wait(deadline, wire.Recalling)
 
     @contextlib.contextmanager
-    def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[None]:
+    def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[Reservation]:
         """Inside, `num_bytes` of the device are free for whoever knows no broker: engines give them back first.
 
         Waits for them at most `timeout_s`.
         """
-        with self._channel() as (channel, _):
-            channel.send(wire.Reserve(device_uuid, num_bytes))
+        request = wire.Reserve(device_uuid, num_bytes)
+        channel = Channel(self._path, time.monotonic() + self._timeout_s)
+        try:
+            channel.send(request)
             channel.wait(time.monotonic() + timeout_s, wire.Reserved)
-            yield
+        except BaseException:
+            channel.close()
+            raise
+        reservation = Reservation(self._path, request, channel)
+        try:
+            yield reservation
+        finally:
+            reservation.close()
 
     @contextlib.contextmanager
     def _channel(self) -> Iterator[tuple[Channel, float]]:

@@ -76,9 +76,10 @@ class Limited:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The broker is gone, or of no use: the engine keeps what it holds, and takes no more."""
+    """The broker is gone, or refuses the lease: the engine keeps what it holds, and takes no more."""
 
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Lease:
         self._channel: Channel | None = None
         self._registered = False
         self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
+        self._refusal: str | None = None  # why the last broker did not want the lease
         self._answer_by = 0.0
         self._record: RecordWriter | None = None
         self._lower = self._upper = request.held_bytes
@@ -410,7 +412,7 @@ class Lease:
         except (OSError, ValueError) as error:
             raise ProtocolViolation(f"the broker sent no record of a lease: {error}") from error
         record.set(self._lower, self._upper)
-        self._record, self._registered, self._retry_s = record, True, _FIRST_RETRY_S
+        self._record, self._registered, self._retry_s, self._refusal = record, True, _FIRST_RETRY_S, None
         self._lease_id, self._generation = message.lease_id, message.generation
         self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
 
@@ -460,7 +462,10 @@ class Lease:
         self._retry_at = self._clock() + (_REFUSED_RETRY_S if refused else 0.0 if was_registered else self._retry_s)
         self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
         self._granted, self._recall = self._upper, None
-        return Lost(str(error)) if was_registered or refused else None
+        news = was_registered or (refused and str(error) != self._refusal)
+        if refused:
+            self._refusal = str(error)
+        return Lost(str(error), refused) if news else None
 
     def _send(self, message: wire.FromClient) -> None:
         """Send if there is a broker. That it does not read any more `poll` says."""

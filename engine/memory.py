@@ -203,10 +203,9 @@ class EngineMemory:
             elif isinstance(event, Limited):
                 log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
             elif isinstance(event, Lost):
-                self.stats.lost_brokers += 1
-                log.warning(
-                    "%s: the broker is gone (%s); the pool stays as it is until there is one", name, event.reason
-                )
+                self.stats.lost_brokers += not event.refused
+                what = "refuses the lease" if event.refused else "is gone"
+                log.warning("%s: the broker %s (%s); the pool stays as it is", name, what, event.reason)
             elif isinstance(event, Rejoined):
                 log.info("%s: a broker is back; %s granted", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Denied):

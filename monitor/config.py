@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigInvalid
-from .units import parse_bytes
+from .units import format_bytes, parse_bytes
 
 # What a running monitor takes over on SIGHUP; the rest needs a restart.
 RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "log_level")
@@ -42,7 +42,13 @@ class MonitorConfig:
         """The file's settings, with `flags` that are not None over them. Raises ConfigInvalid, naming the setting."""
         given = {} if file is None else read_yaml(file)
         given |= {name: value for name, value in flags.items() if value is not None}
-        return cls(**{name: _checked(name, value) for name, value in given.items() if value is not None})
+        config = cls(**{name: _checked(name, value) for name, value in given.items() if value is not None})
+        if config.capacity is not None and config.headroom is not None and config.headroom >= config.capacity:
+            raise ConfigInvalid(
+                f"headroom ({format_bytes(config.headroom)}) leaves nothing of the capacity "
+                f"({format_bytes(config.capacity)}) to lease; choose a smaller headroom"
+            )
+        return config
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
+from .holders import Holder, last_holder, monitor_pid, note_holder, pids_of_users
+from .host_memory import host_memory
 from .poller import Poller
 from .record import RecordReader, RecordWriter
 from .runtime_dir import MACHINE_DIR, VARIABLE, FileLock, RuntimeDir, group_id, own_dir, readable_dirs
@@ -18,11 +20,14 @@ from .snapshot import DeviceInfo, LeaseUse, Snapshot
 from .sources import Source
 from .sources.host import HostSource
 from .sources.opening import open_source
+from .units import format_bytes
 
 if TYPE_CHECKING:
     from .metrics import MetricsServer
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2  # those who look whether a monitor holds the directory hold its lock for an instant themselves
 
 
 def directory_of(config: MonitorConfig) -> RuntimeDir:
@@ -53,8 +58,10 @@ class Companion(Protocol):
 class Daemon:
     """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
 
-    def __init__(self, config: MonitorConfig, companion: Companion | None = None) -> None:
+    def __init__(self, config: MonitorConfig, companion: Companion | None = None, *, on_demand: bool = False) -> None:
+        """With `on_demand` any of its users may start another one like it, should it die."""
         self.config = config
+        self._on_demand = on_demand
         self._companion = companion
         self._source: Source | None = None
         self.directory = directory_of(config)
@@ -77,10 +84,11 @@ class Daemon:
         config = self.config
         self.directory.prepare(group=config.group)
         self._lock = _open_lock(self.directory)
-        if not self._lock.try_exclusive():
+        if not self._lock.wait_exclusive(_LOOK_S):
             raise AlreadyMonitored(_who_monitors(self.directory))
         source = self._source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
         _refuse_if_watched_elsewhere(self, source.scan())
+        _warn_of_more_than_there_is(config)
         gid = None if config.group is None else group_id(config.group)
         mode = 0o600 if gid is None else 0o640
         self._writer = RecordWriter.create(self.directory.record, source=source.name, mode=mode, gid=gid)
@@ -90,6 +98,7 @@ class Daemon:
             interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
         )  # fmt: skip
         self._metrics = self._open_metrics(config)
+        note_holder(self._lock, Holder(os.getpid(), self._on_demand))  # not before: who could not begin held nothing
         self._poller.start(self._open_companion)
         infos = self._reader.devices()
         log.info(
@@ -190,13 +199,32 @@ def _open_lock(directory: RuntimeDir) -> FileLock:
 
 
 def _who_monitors(directory: RuntimeDir) -> str:
-    """A sentence about the monitor that holds a directory's lock."""
+    """A sentence about the monitor that holds a directory's lock, and what to do if it is an engine's own."""
+    holder = last_holder(directory)
     try:
         with RecordReader.open(directory.record) as reader:
+            pid = reader.monitor_pid
             devices = ", ".join(f"{info.index} ({info.name or info.uuid})" for info in reader.devices())
-            return f"vram-monitor with pid {reader.monitor_pid} watches {devices or 'no device'} already, in {directory.path}"
     except RecordError:
-        return f"another vram-monitor is starting or ending in {directory.path}"
+        starting = monitor_pid(directory)
+        with_pid = "" if starting is None else f" with pid {starting}"
+        return f"another vram-monitor{with_pid} is starting or ending in {directory.path}"
+    said = f"vram-monitor with pid {pid} watches {devices or 'no device'} already, in {directory.path}"
+    if holder is None or holder.pid != pid or not holder.on_demand:
+        return said
+    users = pids_of_users(directory)
+    which = f"(process {', '.join(map(str, users))}) " if users else ""
+    return f"{said}; engines started it, and it ends with the last of them: end those {which}and start this one again"
+
+
+def _warn_of_more_than_there_is(config: MonitorConfig) -> None:
+    """A test device that is larger than the machine would lease out what does not exist."""
+    total_bytes = None if config.capacity is None else host_memory().total_bytes
+    if config.capacity is not None and total_bytes is not None and config.capacity > total_bytes:
+        log.warning(
+            "the test device has %s, and the memory of this machine, or of its cgroup, is %s: what is leased beyond that "
+            "does not exist; choose a smaller capacity", format_bytes(config.capacity), format_bytes(total_bytes),
+        )  # fmt: skip
 
 
 def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) -> None:

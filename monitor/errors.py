@@ -7,7 +7,7 @@ MonitorError
 ├── RecordError           the shared record cannot be read or written
 │   └── RecordMissing     there is none: no monitor runs
 ├── AlreadyMonitored      another monitor watches these devices
-├── MonitorFailed         the monitor process that was started ended before it answered
+├── MonitorFailed         the monitor process that was started ended before it answered, or one hangs
 └── ConfigInvalid         a setting cannot be used (ValueError too)
 """
 
@@ -47,7 +47,7 @@ class AlreadyMonitored(MonitorError):
 
 
 class MonitorFailed(MonitorError):
-    """The monitor process ended before it answered."""
+    """The monitor process ended before it answered, or does not answer."""
 
 
 class ConfigInvalid(MonitorError, ValueError):

@@ -4,7 +4,8 @@
     $XDG_RUNTIME_DIR/pagetide  one user's monitor, 0700; without that variable /run/user/UID, /dev/shm, or the temporary folder
     /run/pagetide            one for the whole machine, 0750, its record readable by a group
 
-    monitor.lock   held exclusively (flock) by the one monitor of the directory; the kernel drops it at any death
+    monitor.lock   held exclusively (flock) by the one monitor of the directory; the kernel drops it at any death.
+                   Says who that is, or was (see holders)
     users.lock     held shared by each user of a monitor that was started on demand, exclusively by one that ends
     start.lock     held exclusively while a monitor is started on demand
     record         the shared-memory record
@@ -186,6 +187,14 @@ class FileLock:
     def wait_exclusive(self, timeout_s: float) -> bool:
         """Take it alone, waiting at most so long for whoever holds it."""
         return _wait(self.try_exclusive, timeout_s)
+
+    def note(self, text: str) -> None:
+        """Make this the file's text, for who looks into it; it stays when the lock is given back. Raises OSError."""
+        if self._fd is None:
+            raise ValueError("the lock is closed")
+        data = text.encode()
+        os.pwrite(self._fd, data, 0)  # before it is cut, so that nobody finds the file empty
+        os.ftruncate(self._fd, len(data))
 
     def close(self) -> None:
         """Give it back. Idempotent."""

@@ -159,6 +159,7 @@ class Snapshot:
     started_ns: int  # monotonic, when it began
     devices: tuple[Device, ...]
     leases: tuple[LeaseUse, ...] = ()
+    leases_error: str | None = None  # why the leases are not known; then there are none in `leases`
     silent_ns: int | None = None  # for how long nothing was heard of the monitor itself; None: it is at work
     # When it was taken, since 1970; None where nobody said. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
@@ -167,7 +168,7 @@ class Snapshot:
         """The same with these leases, and their engines' names beside their processes."""
         engines = {(lease.device_uuid, lease.pid): lease.engine for lease in leases}
         devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
-        return replace(self, devices=devices, leases=tuple(leases))
+        return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with what follows from it (used bytes, age, staleness, time until exhaustion)."""
@@ -194,13 +195,14 @@ class Snapshot:
                     "detail_error": device.detail.error,
                 }
             )
-        leases = [asdict(lease) for lease in self.leases]
+        leases = None if self.leases_error is not None else [asdict(lease) for lease in self.leases]
         return {
             "time": self.unix_seconds,
             "source": self.source,
             "monitor_pid": self.monitor_pid,
             "devices": devices,
             "leases": leases,
+            "leases_error": self.leases_error,
         }
 
 

@@ -5,7 +5,8 @@
              now and then: exclusive lock on users.lock?  ──yes──► nobody is left: take the record away, end
 
 A user takes its lock before it looks, and the monitor holds the users' lock until it has ended, so nobody is left with a
-monitor that is about to go. One that dies is replaced by whichever user notices first, within a second or two.
+monitor that is about to go. One that was started on demand and dies is replaced by whichever user notices first, within
+seconds. A daemon that dies is waited for: only who runs it knows its settings, and another in its place would keep it out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import ConfigInvalid, MonitorError, MonitorFailed, RecordError
+from .holders import last_holder, monitor_pid
 from .record import RecordReader
 from .runtime_dir import FileLock, RuntimeDir, own_dir, readable_dirs
 from .snapshot import DeviceInfo, DeviceMemory, Snapshot
@@ -38,7 +40,7 @@ class Watch:
     """What the monitor of `directory` sees, read without a lock. Close it, or a monitor that was started for it goes on."""
 
     def __init__(self, directory: RuntimeDir, reader: RecordReader, users: FileLock | None) -> None:
-        """With the `users` lock held the monitor is ours too: if it dies, another is started."""
+        """With the `users` lock held the monitor is ours too: if it was started on demand and dies, another is started."""
         self.directory = directory
         self._reader = reader
         self._closed = threading.Event()
@@ -119,18 +121,26 @@ def _drop(users: FileLock | None, closed: threading.Event) -> None:
 
 
 def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event) -> None:
-    """Start another monitor when ours has died, as long as somebody watches. The reader finds the successor by itself.
+    """Start another monitor when one that was started on demand has died, as long as somebody watches.
 
-    Whoever else looks after the monitor, as systemd does after a daemon, has some time to start it again first.
+    Whoever wants a daemon in its place has some time to start that first. The reader finds the successor by itself.
     """
-    live_at = time.monotonic()
+    live_at, waits = time.monotonic(), False
     while not closed.wait(GUARD_S):
         try:
             if reader.is_live() or _is_held(directory):
-                live_at = time.monotonic()
-            elif time.monotonic() - live_at >= OTHERS_FIRST_S:
+                live_at, waits = time.monotonic(), False
+            elif time.monotonic() - live_at < OTHERS_FIRST_S or waits:
+                continue
+            elif (holder := last_holder(directory)) is not None and holder.on_demand:
                 log.warning("the monitor has died; another one is started")
                 _started(directory, time.monotonic() + 10 * GUARD_S).close()
+            else:
+                waits = True
+                log.warning(
+                    "the monitor in %s has ended; it was no engine's, so it is waited for until somebody starts it again",
+                    directory.path,
+                )
         except RecordError:  # closed
             return
         except (MonitorError, OSError) as error:
@@ -157,6 +167,40 @@ def _live(directory: RuntimeDir) -> RecordReader | None:
     return None
 
 
+def find_running(
+    directories: Sequence[RuntimeDir], *, timeout_s: float = 2.0
+) -> tuple[RuntimeDir, RecordReader] | None:
+    """As `find_live`, but a monitor that holds a directory and is busy, starting or ending has time to show it.
+
+    Raises MonitorFailed, which names its process, where it does not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (found := find_live(directories)) is None:
+        held = next((directory for directory in directories if _is_seen_held(directory)), None)
+        if held is None:
+            return None
+        if time.monotonic() > deadline:
+            raise MonitorFailed(_silence(held))
+        time.sleep(0.02)
+    return found
+
+
+def _is_seen_held(directory: RuntimeDir) -> bool:
+    """Whether a monitor holds the directory, as far as this user may see; makes nothing."""
+    try:
+        return directory.monitor_lock.exists() and _is_held(directory)
+    except OSError:
+        log.debug("whether a monitor holds %s cannot be seen", directory.path, exc_info=True)
+        return False
+
+
+def _silence(directory: RuntimeDir) -> str:
+    """A sentence about the monitor that holds the directory and does not answer."""
+    pid = monitor_pid(directory)
+    who = "a process" if pid is None else f"process {pid}"
+    return f"{who} holds {directory.path} as its monitor and does not answer: it is stopped, or hangs; let it go on, or end it"
+
+
 def _is_held(directory: RuntimeDir) -> bool:
     """Whether a monitor holds the directory, though it may be starting, stopped or hanging."""
     lock = FileLock(directory.monitor_lock)
@@ -180,6 +224,8 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
             elif status is not None:
                 raise MonitorFailed(f"the monitor ended with status {status}: {_said(directory)}")
             if time.monotonic() > deadline:
+                if process is None and _is_held(directory):
+                    raise MonitorFailed(_silence(directory))
                 raise MonitorFailed(f"no monitor answered in time: {_said(directory)}")
             time.sleep(0.005)
         return reader

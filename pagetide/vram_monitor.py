@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .allocator.errors import AllocatorError
 from .monitor.config import MonitorConfig
-from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError
+from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
 from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Snapshot
 from .monitor.units import format_bytes, parse_bytes
 
@@ -42,7 +41,10 @@ _SERVING = (*_WATCHING, "headroom", "metrics_port", "metrics_address", "group", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, 2 for bad input, 3 where another monitor runs, 130 when interrupted."""
+    """Run the command. Returns the exit status: 0, 2 for bad input, 3 where another monitor runs, 130 when interrupted.
+
+    `run` returns its program's, 126 where that cannot be started and 127 where there is none.
+    """
     args = parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
@@ -175,7 +177,8 @@ def _serve(args: argparse.Namespace) -> int:
     config = _settings(args, _SERVING, args.config)
     _log_to_stderr(config.log_level)
     signals = _Signals()
-    daemon = Daemon(config, _Leases(config))
+    usual = config == MonitorConfig(runtime_dir=config.runtime_dir)  # so that `monitor.watch` starts another like it
+    daemon = Daemon(config, _Leases(config), on_demand=args.until_unused and usual)
     daemon.start()
     try:
         while (taken := signals.wait(UNUSED_CHECK_S if args.until_unused else None)) in (None, signal.SIGHUP):
@@ -298,17 +301,22 @@ def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from the monitor that runs; without one, or for a source that was named, from a poller of our own."""
     from .monitor.daemon import directory_of
     from .monitor.runtime_dir import readable_dirs
-    from .monitor.watching import find_live
+    from .monitor.watching import find_running
 
+    silence = None
     if config == MonitorConfig(runtime_dir=config.runtime_dir, devices=config.devices):
-        running = find_live(readable_dirs() if config.runtime_dir is None else (directory_of(config),))
+        directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
+        try:
+            running = find_running(directories)
+        except MonitorFailed as error:
+            running, silence = None, str(error)
         if running is not None:
             directory, reader = running
             with reader:
                 yield _with_leases(_only(reader, config.devices), directory)
             return
     with _polled(config) as read:
-        yield read
+        yield read if silence is None else lambda: replace(read(), leases_error=silence)
 
 
 def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot]:
@@ -327,7 +335,7 @@ def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot
 
 
 def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callable[[], Snapshot]:
-    """Snapshots with the leases that the monitor's broker tells; without them where it does not answer."""
+    """Snapshots with the leases that the monitor's broker tells, or with why it does not."""
     from .allocator.broker_client import BrokerClient
     from .allocator.errors import LeaseError
 
@@ -339,8 +347,7 @@ def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callabl
             shown = {device.info.uuid for device in snapshot.devices}
             return snapshot.with_leases([_lease_use(view) for view in client.leases() if view.device_uuid in shown])
         except LeaseError as error:
-            log.debug("no leases: %s", error)
-            return snapshot
+            return replace(snapshot, leases_error=str(error))
 
     return read_both
 
@@ -428,15 +435,15 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _running(args: argparse.Namespace) -> tuple[RuntimeDir, RecordReader]:
-    """The monitor that runs. Raises RecordMissing."""
+    """The monitor that runs. Raises RecordMissing, MonitorFailed for one that does not answer."""
     from .monitor.daemon import directory_of
     from .monitor.errors import RecordMissing
     from .monitor.runtime_dir import readable_dirs
-    from .monitor.watching import find_live
+    from .monitor.watching import find_running
 
     config = _settings(args, ("runtime_dir",))
     directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
-    if (running := find_live(directories)) is None:
+    if (running := find_running(directories)) is None:
         where = " or ".join(str(directory.path) for directory in directories)
         raise RecordMissing(f"no monitor runs in {where}; an engine starts one, or `vram-monitor serve`")
     return running
@@ -452,8 +459,11 @@ def _client(args: argparse.Namespace) -> BrokerClient:
 
 def _leases(args: argparse.Namespace) -> int:
     directory, reader = _running(args)
+    from .allocator.broker_client import BrokerClient
+
     with reader:
-        snapshot = _with_leases(reader.snapshot, directory)()
+        views = BrokerClient(directory.socket).leases()
+        snapshot = reader.snapshot().with_leases([_lease_use(view) for view in views])
     if args.json:
         print(json.dumps(snapshot.to_dict()["leases"], indent=1))
         return 0
@@ -487,13 +497,14 @@ def _run(args: argparse.Namespace) -> int:
     with reader:
         info = _device_to_reserve(reader.devices(), args.device)
     from .allocator.broker_client import BrokerClient
+    from .reserved_run import CannotStart, run_reserved
 
-    with BrokerClient(directory.socket).reserve(info.uuid, size, timeout_s=args.timeout):
+    with BrokerClient(directory.socket).reserve(info.uuid, size, timeout_s=args.timeout) as reservation:
         try:
-            status = subprocess.run(args.program, check=False).returncode
-            return status if status >= 0 else 128 - status  # of a signal, as shells say it
-        except FileNotFoundError as error:
-            raise ConfigInvalid(f"there is no program {args.program[0]!r}") from error
+            return run_reserved(args.program, reservation, format_bytes(size))
+        except CannotStart as error:
+            print(f"vram-monitor: {error}", file=sys.stderr)
+            return error.status
 
 
 def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:

@@ -21,7 +21,8 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
                       "detail_error"}],
          "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
                      "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "free_bytes", "asked_bytes",
-                     "state", "recall_target_bytes", "recall_age_seconds"}]}
+                     "state", "recall_target_bytes", "recall_age_seconds"}] or null,
+         "leases_error"}
 
     Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
     """

@@ -52,7 +52,9 @@ def render(
     if height is not None:
         most = height - len(lines) - len(foot)
         room = max(most // 2, most - num_processes - 2) - len(gap)  # what processes do not need, and at least half
-    if shown := lease_lines(leases, devices, width=inner, most=room, symbols=symbols):
+    if shown := _leases_unknown(snapshot, inner, room, symbols) or lease_lines(
+        leases, devices, width=inner, most=room, symbols=symbols
+    ):
         lines += [*gap, *shown]
     if height is not None:
         room = max(height - len(lines) - len(foot) - 1, 0)
@@ -69,6 +71,13 @@ def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE)
     inner = _inner(width)
     lines = lease_lines(snapshot.leases, snapshot.devices, width=inner, most=None, symbols=symbols)
     return _page(lines or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]], width)
+
+
+def _leases_unknown(snapshot: Snapshot, width: int, most: int | None, symbols: Symbols) -> list[Line]:
+    """A line that says why the leases are not known, if there is room for it; [] where they are."""
+    if snapshot.leases_error is None or (most is not None and most < 1):
+        return []
+    return [[Segment(cut(f"leases are not known: {snapshot.leases_error}", width, symbols), ALARM)]]
 
 
 def _inner(width: int) -> int:

@@ -441,6 +441,21 @@ def test_a_successor_grants_nothing_until_engines_had_time_to_come_back(folder: 
     asyncio.run(within())
 
 
+def test_a_successor_says_that_limits_are_forgotten(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder / "broker"
+    caplog.set_level(logging.INFO)
+
+    async def within() -> None:
+        async with Bench(path) as bench:
+            await bench.tick()
+
+    asyncio.run(within())
+    assert "Limits" not in caplog.text
+    listen(path).close()
+    asyncio.run(within())
+    assert "Limits that were set at it are forgotten: set them again (vram-monitor limit)" in caplog.text
+
+
 def test_a_broker_that_ends_leaves_a_sign_only_if_engines_will_look_for_it(folder: Path) -> None:
     path = folder / "broker"
 
@@ -581,6 +596,37 @@ def test_the_blocking_client(folder: Path) -> None:
     listen(path).close()
     with pytest.raises(BrokerUnavailable, match="has ended"):
         BrokerClient(path).leases()
+
+
+def test_a_reservation_is_made_again_at_the_next_broker(folder: Path) -> None:
+    path = folder / "broker"
+    with contextlib.ExitStack() as stack:
+        with broker_thread(path, Numbers()):
+            reservation = stack.enter_context(BrokerClient(path).reserve(DEVICE, 300, timeout_s=10))
+            reservation.poll()
+            assert reservation.kept and reservation.trouble is None and reservation.fileno() is not None
+        reservation.poll()
+        assert not reservation.kept and "it closed the connection" in str(reservation.trouble)
+        assert reservation.fileno() is None
+        now = [reservation._clock()]
+        reservation._clock = lambda: now[0]
+        reservation.poll()
+        assert "it closed the connection" in str(reservation.trouble), "not looked for at once again"
+        now[0] += 10
+        reservation.poll()
+        assert "no broker listens" in str(reservation.trouble)
+        now[0] += 10
+        with broker_thread(path, Numbers(capacity=200)):
+            reservation.poll()
+            wait_until(lambda: reservation.poll() or "cannot be reserved" in str(reservation.trouble), "the refusal")
+            assert not reservation.kept
+        now[0] += 10
+        with broker_thread(path, Numbers()) as broker:
+            wait_until(lambda: reservation.poll() or reservation.kept, "the same at the successor")
+            assert reservation.trouble is None
+            assert broker.devices()[0].reserved_bytes == 300
+            reservation.close()
+            wait_until(lambda: broker.devices()[0].reserved_bytes == 0, "its end")
 
 
 def test_a_broker_of_another_version_is_refused_by_its_clients_and_refuses_them(
@@ -829,6 +875,45 @@ async def test_a_fault_in_an_answer_costs_one_client(bench: Bench) -> None:
     await bench.tick()
     assert [row.name for row in bench.broker.leases()] == ["a"]
     assert [type(message) for message in await engine.say(wire.Ask(200, 60_000))] == [wire.Grant]
+
+
+def test_a_device_that_does_not_answer_is_news_when_it_lasts_and_when_it_is_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def said() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("device 0 ")]
+        caplog.clear()
+        return lines
+
+    async def within() -> None:
+        async with Bench(folder / "broker") as bench:
+            await bench.engine("a", 100)
+            for _ in range(5):  # a busy machine
+                bench.numbers.age_ns = 10**9
+                await bench.tick(0.02)
+                await bench.tick(0.9)
+                bench.numbers.age_ns = 0
+                await bench.tick(0.02)
+            assert said() == []
+            bench.numbers.age_ns = 10**9
+            for _ in range(4):
+                await bench.tick(0.6)
+            assert said() == ["device 0 is not leased any further: its numbers are old"]
+            bench.numbers.error = "GPU is lost"
+            await bench.tick(0.02)
+            await bench.tick(0.02)
+            assert said() == ["device 0 is not leased any further: GPU is lost"]
+            bench.numbers.age_ns, bench.numbers.error = 0, None
+            await bench.tick(0.02)
+            await bench.tick(0.02)
+            assert said() == ["device 0 is measured, and leased, again"]
+            bench.numbers.error = "GPU is lost"
+            await bench.tick(0.02)
+            assert said() == []
+
+    asyncio.run(within())
 
 
 def test_a_fault_in_a_tick_does_not_end_the_broker(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from monitors import MonitorProcess, run, wait_until
+from monitors import MonitorProcess, command, run, wait_until
 from tenants import MIB, Light, Tenant, tenants
 
+from pagetide.allocator import wire
+from pagetide.allocator.broker_socket import listen
 from pagetide.monitor.record import RecordReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
@@ -130,6 +138,169 @@ def test_a_program_that_a_signal_ended_has_the_shells_status(device: Device) -> 
     assert ended.returncode == 128 + 15
 
 
+def test_a_program_that_cannot_be_started_is_a_sentence_and_the_shells_status(device: Device, tmp_path: Path) -> None:
+    for name, mode, text in (
+        ("noexec", 0o644, "#!/bin/sh\n"),
+        ("script", 0o755, "#!/no/such/shell\n"),
+        ("binary", 0o755, "\0"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    for program, status, said in (
+        ("no such program", 127, "there is no program 'no such program'"),
+        (str(tmp_path / "nothing"), 127, "there is no program"),
+        (str(tmp_path / "noexec"), 126, "/noexec' cannot be started: it is not executable"),
+        (str(tmp_path / "script"), 126, "/script' cannot be started: the interpreter"),
+        (str(tmp_path / "binary"), 126, "/binary' cannot be started: Exec format error"),
+        (str(tmp_path), 126, "cannot be started: it is a directory"),
+    ):
+        shown = device.run("run", "--reserve", "1MiB", "--", program)
+        assert shown.returncode == status and said in shown.stderr, shown
+        assert shown.stderr.startswith("vram-monitor: ") and shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_goes_on_to_the_program_and_to_what_it_has_started(monitored: MonitorProcess, number: int) -> None:
+    """Without a terminal: to all of its group. The program's status is told, once it has ended."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("these tests were started so that they ignore it, and so would the program")
+    script = "trap 'exit 9' HUP INT TERM; sleep 600 & echo $!; while :; do sleep 0.01; done"
+    with reserved(monitored, "1MiB", "sh", "-c", script) as started:
+        assert started.stdout is not None
+        child = int(started.stdout.readline())
+        started.send_signal(number)
+        assert started.wait(60) == 9
+        if number != signal.SIGINT:  # which shells let their background processes ignore
+            wait_until(lambda: not psutil.pid_exists(child), "the end of what the program has started")
+        else:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_that_takes_its_time_to_end_keeps_its_reservation(monitored: MonitorProcess, tmp_path: Path) -> None:
+    script = f"trap 'until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 3' TERM; echo; while :; do sleep 0.01; done"
+    with reserved(monitored, "500MiB", "sh", "-c", script) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        started.send_signal(signal.SIGTERM)
+        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        assert started.poll() is None
+        (tmp_path / "go").touch()
+        assert started.wait(60) == 3
+    wait_until(lambda: run("run", "--reserve", "700MiB", "true", env=env_of(monitored)).returncode == 0, "room again")
+
+
+def test_under_nohup_the_program_does_not_hear_of_a_hangup(monitored: MonitorProcess) -> None:
+    with reserved(monitored, "1MiB", "sh", "-c", "echo; read line; exit 5", before=("nohup",)) as started:
+        assert started.stdout is not None and started.stdin is not None
+        started.stdout.readline()
+        started.send_signal(signal.SIGHUP)
+        started.stdin.write("\n")
+        started.stdin.flush()
+        assert started.wait(60) == 5
+
+
+def test_a_reservation_outlives_the_monitor(monitored: MonitorProcess) -> None:
+    with reserved(monitored, "500MiB", "sh", "-c", "echo; read line; exit 5") as started:
+        assert started.stdin is not None and started.stdout is not None and started.stderr is not None
+        started.stdout.readline()
+        monitored.kill()
+        lost = started.stderr.readline()
+        assert lost.startswith("vram-monitor: 500.00 MiB are reserved no longer (the broker at "), lost
+        assert "the program goes on" in lost
+        monitored.start()
+        assert started.stderr.readline() == "vram-monitor: 500.00 MiB are reserved again\n"
+        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        started.stdin.write("\n")
+        started.stdin.flush()
+        assert started.wait(60) == 5
+        assert started.stderr.read() == ""
+
+
+def test_leases_that_nobody_tells_are_not_none(monitored: MonitorProcess) -> None:
+    """A broker that is not there, one that is no broker, and one that hangs."""
+    env, socket_path = env_of(monitored), monitored.directory / "broker.sock"
+    told = run("leases", env=env)
+    assert told.returncode == 0 and "no engine holds a lease" in told.stdout
+    socket_path.rename(socket_path.with_name("away"))
+    refuse(run("leases", env=env), "no broker listens at ")
+    refuse(run("leases", "--json", env=env), "no broker listens at ")
+    shown = json.loads(run("--json", env=env).stdout)
+    assert shown["leases"] is None and "no broker listens at " in shown["leases_error"]
+    assert "leases are not known: no broker listens at " in run("--once", env=env).stdout
+    with broker_of_another_version(socket_path):
+        refuse(run("leases", env=env), "the broker speaks version 99 of the lease protocol")
+    socket_path.with_name("away").rename(socket_path)
+    assert json.loads(run("--json", env=env).stdout)["leases"] == []
+    monitored.signal(signal.SIGSTOP)
+    refuse(run("leases", env=env), "not answer")  # in time, or as the monitor: its record is live for a while
+    with RecordReader.open(monitored.record) as reader:
+        wait_until(lambda: not reader.is_live())
+    for arguments in (("leases",), ("limit", "tide", "--max", "1GiB"), ("run", "--reserve", "1MiB", "true")):
+        refuse(run(*arguments, env=env), f"process {monitored.pid} holds {monitored.directory} as its monitor and")
+    shown = json.loads(run("--json", env=env).stdout)
+    assert shown["leases"] is None and f"process {monitored.pid} holds " in shown["leases_error"]
+
+
+@pytest.fixture
+def monitored(tmp_path: Path) -> Iterator[MonitorProcess]:
+    """A test device without engines."""
+    with MonitorProcess(tmp_path / "run", "--capacity", str(CAPACITY)) as monitor:
+        yield monitor
+
+
+def env_of(monitor: MonitorProcess) -> dict[str, str]:
+    return {"PAGETIDE_RUNTIME_DIR": str(monitor.directory)}
+
+
+def refuse(shown: Any, said: str) -> None:
+    assert shown.returncode == 2 and shown.stdout == "" and said in shown.stderr, shown
+    assert shown.stderr.startswith("vram-monitor: ") and shown.stderr.count("\n") == 1
+
+
+@contextlib.contextmanager
+def reserved(
+    monitor: MonitorProcess, size: str, *program: str, before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """`vram-monitor run`, without a terminal."""
+    started = subprocess.Popen(
+        [*before, *command("run", "--reserve", size, "--", *program)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | env_of(monitor), start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.send_signal(signal.SIGTERM)  # not SIGKILL, which would leave the program behind
+        started.communicate(timeout=60)
+
+
+@contextlib.contextmanager
+def broker_of_another_version(path: Path) -> Iterator[None]:
+    """Whoever connects is told of version 99."""
+    listener = listen(path)
+    listener.setblocking(True)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # until it is shut down
+            while True:
+                with listener.accept()[0] as client:
+                    client.sendall(wire.to_frame(wire.Welcome(99, 1, 1)))
+                    client.recv(4096)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+        path.unlink()
+
+
 BAD = [
     (("limit", "ebb", "--max", "1GiB"), "no engine 'ebb' holds a lease; those that do: 'tide' (pid "),
     (("recall", "ebb", "1MiB"), "no engine 'ebb' holds a lease"),
@@ -145,8 +316,6 @@ BAD = [
     (("run", "--reserve", "1MiB", "--timeout", "nan", "--", "true"), "--timeout must be a number of seconds above 0"),
     (("run", "--reserve", "1MiB", "--timeout", "inf", "--", "true"), "--timeout must be a number of seconds above 0"),
     (("run", "--reserve", "1MiB", "--timeout", "-1", "--", "true"), "--timeout must be a number of seconds above 0"),
-    (("run", "--reserve", "1MiB", "--", "no such program"), "there is no program 'no such program'"),
-    (("run", "--reserve", "1MiB", "--", "/etc/hosts"), "/etc/hosts"),
 ]
 
 

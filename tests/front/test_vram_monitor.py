@@ -83,6 +83,10 @@ BAD = [
     (("serve", *HOST, "--runtime-dir", "/proc/nothing"), "/proc/nothing cannot be used"),
     (("serve", *HOST, "--metrics-port", "99999"), "a port between"),
     (("serve", *HOST, "--metrics-port", "0", "--metrics-address", "192.0.2.1"), "192.0.2.1"),
+    (
+        ("serve", *HOST, "--capacity", "64MiB", "--headroom", "128MiB"),
+        "headroom (128.00 MiB) leaves nothing of the cap",
+    ),
     (("serve", *HOST, "--group", "no such group"), "no group"),
     (("record", "/proc/nothing/tape", *HOST), "/proc/nothing/tape"),
     (("record", "tape", "--duration", "-1", *HOST), "--duration must be"),

@@ -90,6 +90,8 @@ def test_flags_go_before_the_file_and_are_texts(tmp_path: Path) -> None:
         ("log_level: loud", "one of debug, info, warning, error, got 'loud'"),
         ("source: 7", "source must be a text, got 7"),
         ("group: ''", "group must be a text"),
+        ("capacity: 64MiB\nheadroom: 128MiB", "headroom (128.00 MiB) leaves nothing of the capacity (64.00 MiB)"),
+        ("capacity: 64MiB\nheadroom: 64MiB", "headroom (64.00 MiB) leaves nothing of the capacity (64.00 MiB)"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, text: str, said: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -11,7 +13,15 @@ import pytest
 from monitors import MonitorProcess, run, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagetide.monitor import watching
+from pagetide.monitor.config import MonitorConfig
+from pagetide.monitor.daemon import Daemon
+from pagetide.monitor.errors import ConfigInvalid
+from pagetide.monitor.holders import Holder, last_holder, pids_of_users
+from pagetide.monitor.host_memory import host_memory
 from pagetide.monitor.record import RecordReader
+from pagetide.monitor.runtime_dir import FileLock, RuntimeDir
+from pagetide.monitor.units import format_bytes
 
 
 def free_port() -> int:
@@ -60,6 +70,58 @@ def test_a_second_monitor_of_the_same_devices_elsewhere_gives_way(tmp_path: Path
     with MonitorProcess(tmp_path / "pagetide", env=env):
         second = run("serve", "--source", "host", env=env | {"PAGETIDE_RUNTIME_DIR": ""})
         assert second.returncode == 3 and "watches host" in second.stderr
+
+
+def test_where_engines_started_one_a_second_monitor_is_told_who_uses_it(tmp_path: Path) -> None:
+    with watching.watch(runtime_dir=tmp_path / "run") as watched:
+        second = run("serve", "--runtime-dir", tmp_path / "run", "--source", "host")
+        assert second.returncode == 3 and second.stderr.count("\n") == 1
+        assert f"vram-monitor with pid {watched.monitor_pid} watches " in second.stderr
+        assert "engines started it, and it ends with the last of them: end those " in second.stderr
+        users = pids_of_users(watched.directory)
+        assert users in ((), (os.getpid(),)) and (not users or f"(process {os.getpid()})" in second.stderr)
+    with MonitorProcess(tmp_path / "other"):
+        second = run("serve", "--runtime-dir", tmp_path / "other", "--source", "host")
+        assert second.returncode == 3 and "engines started it" not in second.stderr
+
+
+def test_a_monitor_begins_while_engines_look_whether_there_is_one(tmp_path: Path) -> None:
+    """Who looks holds the lock for an instant; a daemon must not give way to that."""
+    directory = RuntimeDir(tmp_path / "run").prepare()
+    lock = FileLock(directory.monitor_lock)
+    assert lock.try_shared()
+    daemon = Daemon(MonitorConfig(source="host", runtime_dir=directory.path))
+    looking = threading.Timer(0.05, lock.close)
+    looking.start()
+    try:
+        daemon.start()
+        assert last_holder(directory) == Holder(os.getpid(), False)
+    finally:
+        daemon.stop()
+        looking.join()
+
+
+def test_one_that_could_not_begin_held_nothing(tmp_path: Path) -> None:
+    directory = RuntimeDir(tmp_path / "run").prepare()
+    directory.monitor_lock.write_text("7 on-demand\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = MonitorConfig(source="host", runtime_dir=directory.path, metrics_port=taken.getsockname()[1])
+        with pytest.raises(ConfigInvalid):
+            Daemon(config).start()
+    assert last_holder(directory) == Holder(7, True)
+
+
+def test_a_test_device_larger_than_the_machine_is_warned_of(tmp_path: Path) -> None:
+    total_bytes = host_memory().total_bytes
+    assert total_bytes is not None
+    with MonitorProcess(tmp_path / "run", "--capacity", str(2 * total_bytes)) as monitor:
+        there, asked = format_bytes(total_bytes), format_bytes(2 * total_bytes)
+        assert f"WARNING the test device has {asked}, and the memory of this machine, " in monitor.said()
+        assert there in monitor.said()
+    with MonitorProcess(tmp_path / "other", "--capacity", "1GiB") as monitor:
+        assert "WARNING" not in monitor.said()
 
 
 def test_killed_and_started_again_no_reader_is_restarted(tmp_path: Path) -> None:

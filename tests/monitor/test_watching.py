@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,11 @@ import pytest
 from monitors import MonitorProcess, wait_until
 
 from pagetide import monitor
+from pagetide.monitor import watching
 from pagetide.monitor.errors import ConfigInvalid, MonitorFailed
+from pagetide.monitor.holders import Holder, last_holder
+from pagetide.monitor.record import RecordReader
+from pagetide.monitor.runtime_dir import FileLock, RuntimeDir
 
 WATCHER = """
 import sys
@@ -88,6 +93,76 @@ def test_one_that_is_killed_is_replaced_for_those_who_watch(tmp_path: Path) -> N
         wait_until(lambda: first.memory(host.uuid).at_ns and not first.memory(host.uuid).is_stale())
         successor = first.monitor_pid
     wait_until(lambda: ended(successor))
+
+
+def test_a_daemon_that_is_killed_is_waited_for_and_may_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the settings that only who runs it knows: no monitor of ours may be in its place."""
+    monkeypatch.setattr(watching, "GUARD_S", 0.02)
+    monkeypatch.setattr(watching, "OTHERS_FIRST_S", 0.1)
+    started = []
+    monkeypatch.setattr(watching, "_spawn", started.append)
+    daemon = MonitorProcess(tmp_path / "run", "--capacity", "2GiB")
+    with daemon, monitor.watch(runtime_dir=tmp_path / "run") as watched:
+        (device,) = watched.devices()
+        for _ in range(2):
+            killed = daemon.pid
+            daemon.kill()
+            wait_until(lambda: "it is waited for until somebody starts it again" in caplog.text)
+            caplog.clear()
+            daemon.start()
+            wait_until(lambda killed=killed: watched.monitor_pid == daemon.pid != killed)
+            assert watched.devices() == (device,)
+    assert started == [] and "another one is started" not in caplog.text
+
+
+def test_the_guard_says_once_that_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watching, "GUARD_S", 0.01)
+    monkeypatch.setattr(watching, "OTHERS_FIRST_S", 0.02)
+    looks = []
+    real = watching._is_held
+    monkeypatch.setattr(watching, "_is_held", lambda directory: bool(looks.append(1)) or real(directory))
+    with MonitorProcess(tmp_path / "run") as daemon, monitor.watch(runtime_dir=tmp_path / "run"):
+        daemon.kill()
+        wait_until(lambda: "it is waited for" in caplog.text)
+        seen = len(looks)
+        wait_until(lambda: len(looks) > seen + 20)
+        assert caplog.text.count("it is waited for") == 1
+
+
+def test_only_a_monitor_with_the_usual_settings_may_be_started_again(tmp_path: Path) -> None:
+    directory = RuntimeDir(tmp_path / "run").prepare()
+    users = FileLock(directory.users_lock)
+    assert users.try_shared()
+    try:
+        for source, on_demand in ((None, True), ("host", False)):
+            with MonitorProcess(directory.path, "--until-unused", source=source) as started:
+                assert last_holder(directory) == Holder(started.pid, on_demand)
+        with MonitorProcess(directory.path, source=None) as started:
+            assert last_holder(directory) == Holder(started.pid, False)
+    finally:
+        users.close()
+
+
+def test_a_monitor_that_hangs_is_named(tmp_path: Path) -> None:
+    with MonitorProcess(tmp_path / "run") as running, RecordReader.open(running.record) as reader:
+        directories = (RuntimeDir(tmp_path / "none"), RuntimeDir(tmp_path / "run"))
+        found = watching.find_running(directories)
+        assert found is not None and found[0] == directories[1]
+        found[1].close()
+        running.signal(signal.SIGSTOP)
+        wait_until(lambda: not reader.is_live())
+        said = f"process {running.pid} holds {tmp_path / 'run'} as its monitor and does not answer"
+        with pytest.raises(MonitorFailed, match=said):
+            monitor.watch(runtime_dir=tmp_path / "run", timeout_s=0.05)
+        with pytest.raises(MonitorFailed, match=said):
+            watching.find_running(directories, timeout_s=0.05)
+        running.kill()
+        assert watching.find_running(directories) is None
+    assert not (tmp_path / "none").exists(), "looking makes nothing"
 
 
 def test_many_at_once_start_one(tmp_path: Path) -> None:

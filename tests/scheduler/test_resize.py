@@ -475,7 +475,9 @@ def test_wanted_blocks_covers_the_next_step_and_the_peak():
     scheduler = world.scheduler
     assert scheduler.wanted_blocks() == 0
     world.add("a", 20, max_new=40)
-    assert -(-(20 + 20) // 4) <= scheduler.wanted_blocks() <= -(-(20 + 40) // 4), "between half of max_new and all of it"
+    assert -(-(20 + 20) // 4) <= scheduler.wanted_blocks() <= -(-(20 + 40) // 4), (
+        "between half of max_new and all of it"
+    )
     for i in range(7):
         world.add(f"r{i}", 20, max_new=40)
     four = scheduler.wanted_blocks()

@@ -14,7 +14,7 @@ from pagetide.monitor.view.as_json import to_json
 
 def test_it_has_the_keys_that_are_promised() -> None:
     told = json.loads(to_json(sample_snapshot(1)))
-    assert list(told) == ["time", "source", "monitor_pid", "devices", "leases"]
+    assert list(told) == ["time", "source", "monitor_pid", "devices", "leases", "leases_error"]
     assert (told["source"], told["monitor_pid"]) == ("nvml+host", 4242)
     device = told["devices"][0]
     assert list(device) == [
@@ -46,6 +46,14 @@ def test_leases_have_the_keys_that_are_promised() -> None:
     assert set(recalled["held_by_class"]) == {"weights", "kv", "other"}
     assert sum(recalled["held_by_class"].values()) == recalled["held_bytes"] == 18 * GIB
     assert json.loads(to_json(sample_snapshot(1)))["leases"] == []
+
+
+def test_leases_that_are_not_known_are_null_and_not_none() -> None:
+    told = json.loads(to_json(replace(sample_snapshot(1), leases_error="the broker did not answer")))
+    assert (told["leases"], told["leases_error"]) == (None, "the broker did not answer")
+    assert json.loads(to_json(sample_snapshot(1)))["leases_error"] is None
+    known = replace(sample_snapshot(1), leases_error="the broker did not answer").with_leases([])
+    assert json.loads(to_json(known))["leases"] == []
 
 
 def test_it_is_one_line_unless_it_is_to_be_read() -> None:

@@ -231,6 +231,13 @@ def test_processes_have_the_names_under_which_their_engines_hold_leases() -> Non
     assert "llama-8b" in page(snapshot_of(nameless).with_leases([lease]), 100)[-1]
 
 
+def test_leases_that_are_not_known_are_told_apart_from_none() -> None:
+    unknown = replace(sample_snapshot(1), leases_error="the broker at /run/x did not answer in time")
+    said = "leases are not known: the broker at /run/x did not answer in time"
+    assert line_with(page(unknown, 100), said) and line_with(page(unknown, 100, 30), said)
+    assert not any("leases are not known" in line for line in page(sample_snapshot(1), 100))
+
+
 # ---- processes ----------------------------------------------------------------------------------
 
 
@@ -389,6 +396,7 @@ SNAPSHOT = st.builds(
     started_ns=WHEN,
     devices=st.lists(DEVICE, max_size=5).map(tuple),
     leases=st.lists(LEASE, max_size=5).map(tuple),
+    leases_error=st.none() | SHORT_TEXT,
     silent_ns=st.none() | st.integers(0, 1 << 62),
 )
 

@@ -1,0 +1,67 @@
+"""Who holds a runtime directory: what its monitor has noted in the lock's file, and the users that the kernel knows.
+
+    monitor.lock   "4711 on-demand" or "4711 serve", written by the monitor as it begins; it stays when that dies
+    /proc/locks    who holds which lock now (proc(5)); processes of other pid namespaces are missing
+
+The first decides who may start a monitor again, the second only what sentences say.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .runtime_dir import FileLock, RuntimeDir
+
+_ON_DEMAND, _SERVE = "on-demand", "serve"
+_LOCKS = Path("/proc/locks")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A monitor that holds a directory, or held it last."""
+
+    pid: int  # as it sees itself
+    on_demand: bool  # started for its users, with the usual settings: any of them can start it again
+
+
+def note_holder(lock: FileLock, holder: Holder) -> None:
+    """Say who holds `lock`, a directory's monitor.lock. Raises OSError."""
+    lock.note(f"{holder.pid} {_ON_DEMAND if holder.on_demand else _SERVE}\n")
+
+
+def last_holder(directory: RuntimeDir) -> Holder | None:
+    """The monitor that holds the directory, or held it last; None where none says so, or not to this user."""
+    try:
+        pid, kind = directory.monitor_lock.read_text("ascii").split("\n", 1)[0].split()
+        return Holder(int(pid), {_ON_DEMAND: True, _SERVE: False}[kind])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def monitor_pid(directory: RuntimeDir) -> int | None:
+    """The monitor that holds the directory: as the kernel knows it, or else as it has noted itself."""
+    pids = _pids(directory.monitor_lock, "WRITE")
+    if pids:
+        return pids[0]
+    holder = last_holder(directory)
+    return None if holder is None else holder.pid
+
+
+def pids_of_users(directory: RuntimeDir) -> tuple[int, ...]:
+    """The processes that use a monitor that was started on demand, as far as the kernel tells."""
+    return _pids(directory.users_lock, "READ")
+
+
+def _pids(path: Path, mode: str) -> tuple[int, ...]:
+    """Who holds the lock on this file: READ, with others, or WRITE, alone."""
+    try:
+        found = os.stat(path)
+        locks = _LOCKS.read_text("ascii")
+    except OSError:
+        return ()
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    rows = [line.split() for line in locks.splitlines()]  # 1: FLOCK ADVISORY WRITE 4711 fe:00:2149305 0 EOF
+    pids = {int(row[4]) for row in rows if len(row) == 8 and row[3] == mode and row[5] == file}
+    return tuple(sorted(pid for pid in pids if pid > 0))

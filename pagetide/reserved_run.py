@@ -1,0 +1,157 @@
+"""Runs the program of `vram-monitor run` to its end: signals go on to it, and its reservation is looked after.
+
+With a terminal the program stays in its foreground, as the shell put it there: what is typed reaches it without us, and
+what is sent to us goes to the program alone. Without one, as under a service manager, it gets a process group of its own,
+and that is sent what is sent to us. Either way we end when it ends, with its status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from .monitor.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from .allocator.broker_client import Reservation
+
+LOOK_S = 0.5  # how often the end of the program and the broker are looked for where nothing tells of them
+
+_TYPED = (signal.SIGINT, signal.SIGQUIT)  # what a terminal sends to all of its foreground
+_SENT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class CannotStart(ConfigInvalid):
+    """The program cannot be started. `status`: as shells tell it, 127 where there is none and 126 for any other reason."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def run_reserved(program: Sequence[str], reservation: Reservation, what: str) -> int:
+    """The exit status of `program`, 128 + N for signal N. Belongs into the main thread. Raises CannotStart.
+
+    `what` is reserved: "8.00 GiB". That it is not kept any more, and that it is again, is said on stderr.
+    """
+    group = not _has_terminal()
+    with _forwarding(group) as forward:
+        process = _start(program, group)
+        forward(process)
+        while process.poll() is None:
+            _wait(process, reservation)
+            _look_after(reservation, what)
+    status = process.returncode
+    return status if status >= 0 else 128 - status
+
+
+def _start(program: Sequence[str], group: bool) -> subprocess.Popen[bytes]:
+    name = program[0]
+    try:
+        return subprocess.Popen(program, process_group=0 if group else None)
+    except FileNotFoundError:
+        if shutil.which(name) is None:
+            raise CannotStart(f"there is no program {name!r}", 127) from None
+        raise CannotStart(
+            f"{name!r} cannot be started: the interpreter that its first line names is missing", 126
+        ) from None
+    except PermissionError:
+        why = "it is a directory" if os.path.isdir(name) else "it is not executable, or not for this user (chmod +x?)"
+        raise CannotStart(f"{name!r} cannot be started: {why}", 126) from None
+    except (OSError, ValueError) as error:
+        raise CannotStart(f"{name!r} cannot be started: {getattr(error, 'strerror', None) or error}", 126) from None
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class _Forward:
+    """Signals on their way to the program; those that come before it has started are kept for it."""
+
+    def __init__(self, group: bool) -> None:
+        self._group = group
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kept: list[int] = []
+
+    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        """The program has started."""
+        self._process = process
+        for number in self._kept:
+            self.send(number)
+
+    def taken(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals."""
+        if self._process is None:
+            self._kept.append(number)
+        else:
+            self.send(number)
+
+    def typed(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals that the terminal has sent to the program too."""
+
+    def send(self, number: int) -> None:
+        """To the program, or its group, unless it has ended."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self._group:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _forwarding(group: bool) -> Iterator[_Forward]:
+    """Inside, signals are forwarded, but for those that are ignored, as under nohup: the program ignores them too."""
+    forward = _Forward(group)
+    handlers = dict.fromkeys(_SENT, forward.taken)
+    handlers |= dict.fromkeys(_TYPED, forward.taken if group else forward.typed)
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield forward
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(process: subprocess.Popen[bytes], reservation: Reservation) -> None:
+    """Until the program has ended, or the broker says something, or a while."""
+    poller = select.poll()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no descriptors of processes before Linux 5.3
+            pidfd = os.pidfd_open(process.pid)
+            stack.callback(os.close, pidfd)
+            poller.register(pidfd, select.POLLIN)
+        if (fd := reservation.fileno()) is not None:
+            poller.register(fd, select.POLLIN)
+        poller.poll(LOOK_S * 1000)
+
+
+def _look_after(reservation: Reservation, what: str) -> None:
+    kept = reservation.kept
+    reservation.poll()
+    if kept and not reservation.kept:
+        said = (
+            f"{what} are reserved no longer ({reservation.trouble}); the program goes on, and they are reserved again"
+        )
+        print(f"vram-monitor: {said} once there is a broker", file=sys.stderr, flush=True)
+    elif reservation.kept and not kept:
+        print(f"vram-monitor: {what} are reserved again", file=sys.stderr, flush=True)
