@@ -68,6 +68,12 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.bookkeeping --json build/bench/bookkeeping.json
 	$(BIN)/python -m benchmarks.monitor --json build/bench/monitor.json
 	$(BIN)/python -m benchmarks.elastic --json build/bench/elastic.json
+	$(BIN)/python -m benchmarks.goodput --json build/bench/goodput.json
+	$(BIN)/python -m benchmarks.prefix --json build/bench/prefix.json
+	$(BIN)/python -m benchmarks.prefix_hits --json build/bench/prefix_hits.json
+	$(BIN)/python -m benchmarks.pressure --json build/bench/pressure.json
+	$(BIN)/python -m benchmarks.replay --json build/bench/replay.json
+	$(BIN)/python -m benchmarks.swap --json build/bench/swap.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors
