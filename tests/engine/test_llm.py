@@ -232,8 +232,8 @@ def test_many_prompts_in_order_out_of_a_pool_too_small(saved, load):
     """Ragged prompts, seats and blocks for a few of them, chunks: each gets what transformers gives it alone."""
     llm = load(saved, kv_memory=21 * 4 * 512, block_size=4, max_seqs=9, max_step_tokens=40, max_model_len=78)
     first = plain((5,), 1)
-    short = llm.generate([[5]] * 40, up_to(77, stop_token_ids=first))  # so that it expects outputs to be short
-    assert tokens_of(short) == [first] * 40
+    short = llm.generate([[5]] * 400, up_to(77, stop_token_ids=first))  # so that it expects outputs to be short
+    assert tokens_of(short) == [first] * 400
     assert {o.finish_reason for o in short} == {"stop"}
     prompts = random_prompts(24, longest=40)
     outputs = llm.generate(prompts, [up_to(5 + i % 20) for i in range(24)])

@@ -168,6 +168,7 @@ def test_a_signal_goes_on_to_the_program_and_to_what_it_has_started(monitored: M
     with reserved(monitored, "1MiB", "sh", "-c", script) as started:
         assert started.stdout is not None
         child = int(started.stdout.readline())
+        wait_until(lambda: psutil.Process(child).name() == "sleep", "the child to be what it is")
         started.send_signal(number)
         assert started.wait(60) == 9
         if number != signal.SIGINT:  # which shells let their background processes ignore

@@ -14,25 +14,25 @@ def test_any_seed(seed):
     walk(seed, events=120)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_with_prefixes_cached(seed):
     walk(seed, events=120, caching=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_in_an_elastic_pool_with_prefixes_cached(seed):
     elastic_walk(seed, events=120, caching=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_with_a_host_tier(seed):
     walk(seed, events=120, host=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_in_an_elastic_pool_with_a_host_tier(seed):
     elastic_walk(seed, events=120, host=True)
