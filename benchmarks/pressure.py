@@ -202,7 +202,7 @@ def main() -> None:
     )
     table += figures(outcomes["host tier"], "host tier", {"recomputed_percent": 0.0})
     ratios = [
-        with_tier.seconds / without.seconds
+        float(with_tier.seconds / without.seconds)
         for without, with_tier in zip(outcomes["no host tier"], outcomes["host tier"], strict=True)
     ]
     table.append(
