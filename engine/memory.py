@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 SLICE_BYTES = 16 * MIB  # mapped, or moved, in the first step that does so while requests run; see `Slice` for the next
 UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds
 _LOOK_S = 0.02  # how often demand is worked out while blocks are short
+_FREE_S = 0.1  # how often it is worked out, while requests run, what could go
 _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
 _REFUSED_S = 0.5  # how long nothing is mapped after the device said no
@@ -278,12 +279,15 @@ class EngineMemory:
         return max(1, self._mapping.num_bytes // self._extent_bytes)
 
     def _unmap_slice(self, scheduler: Scheduler) -> int:
-        """Extents, of those that nobody needs, that may go in the next step: as many as have no more than a slice to move."""
+        """Extents, of those that nobody needs, that may go in the next step: so many that about a slice has to move.
+
+        An extent goes as a whole, so it is up to half a slice more: a slice that is never filled would take ever more steps.
+        """
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
         cache = scheduler.cache
         plan = cache.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = max(1, self._copying.num_bytes * cache.blocks_per_extent // self._extent_bytes)
+        most = max(1, 3 * self._copying.num_bytes * cache.blocks_per_extent // (2 * self._extent_bytes))
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
         too_far = plan.moves[most] // cache.blocks_per_extent  # moves stand in the order of the extents
@@ -346,7 +350,7 @@ class EngineMemory:
             self._base_at = now + _BASE_S
             self._report()
         elif self.lease is not None and (now >= self._free_at or not self._scheduler().num_running):
-            self._free_at = now + _LOOK_S
+            self._free_at = now + _FREE_S
             if self._free_extents() != self._told_free:
                 self._tell()
         if self._asked and self.lease is not None and not self._short(self._scheduler()):

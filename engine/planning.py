@@ -154,14 +154,9 @@ def plan_memory(
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights, reserve, config.max_seqs, length)
         if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
-            geometry = pool_geometry(base, asked.min_bytes)
-            num_blocks = geometry.blocks_for_bytes(asked.min_bytes)
+            geometry, num_blocks = _pool_of(base, asked.min_bytes)
     else:
-        most = asked.max_bytes
-        if asked.max_bytes != asked.min_bytes:
-            most = min(most, max(total(device) - weights, asked.min_bytes or 0, there - weights))
-        geometry = pool_geometry(base, most)
-        num_blocks = geometry.blocks_for_bytes(most)
+        geometry, num_blocks = _pool_of(base, _most_bytes(asked, max(total(device), there) - weights))
     plan = MemoryPlan(
         model=checkpoint.spec.name,
         device=str(device),
@@ -178,6 +173,20 @@ def plan_memory(
     )
     _refuse_bad_pool(plan, asked)
     return plan
+
+
+def _pool_of(base: Geometry, num_bytes: int) -> tuple[Geometry, int]:
+    """(geometry with fitting extents, blocks) of a pool of so many bytes."""
+    geometry = pool_geometry(base, num_bytes)
+    return geometry, geometry.blocks_for_bytes(num_bytes)
+
+
+def _most_bytes(asked: KvMemory, room_bytes: int) -> int:
+    """What a pool may come to: the maximum asked for; a bound, which is no demand, ends at what the device has."""
+    assert asked.max_bytes is not None
+    if asked.max_bytes == asked.min_bytes:
+        return asked.max_bytes
+    return min(asked.max_bytes, max(room_bytes, asked.min_bytes or 0))
 
 
 def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:

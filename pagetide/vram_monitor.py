@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import __version__
 from .allocator.errors import AllocatorError
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
 def parser() -> argparse.ArgumentParser:
     """All options. Each is None where it is not given, so that a configuration file can say it."""
     top = argparse.ArgumentParser(
@@ -80,7 +83,13 @@ def parser() -> argparse.ArgumentParser:
     _add_source(top)
     top.set_defaults(run=_view)
     commands = top.add_subparsers(metavar="COMMAND", title="commands")
+    _add_serve(commands)
+    _add_record(commands)
+    _add_lease_commands(commands)
+    return top
 
+
+def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
         "serve", help="watch the devices for the engines of this user, or of this machine",
         description="Watch the devices and publish what is seen: to engines through shared memory, to Prometheus "
@@ -100,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)  # as `monitor.watch` starts it
     serve.set_defaults(run=_serve)
 
+
+def _add_record(commands: _Commands) -> None:
     record = commands.add_parser(
         "record", help="write what is seen to a file, to be played with --source replay:FILE",
         description="Write what is seen to a file, until interrupted or for --duration.",
@@ -111,6 +122,9 @@ def parser() -> argparse.ArgumentParser:
     _add_polling(record)
     record.set_defaults(run=_record)
 
+
+def _add_lease_commands(commands: _Commands) -> None:
+    """What people ask of the broker."""
     leases = commands.add_parser(
         "leases", help="list what engines may hold and hold", description="List what engines may hold, and hold."
     )
@@ -144,7 +158,6 @@ def parser() -> argparse.ArgumentParser:
             "--runtime-dir", metavar="DIR", default=argparse.SUPPRESS,
             help="of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
         )  # fmt: skip
-    return top
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:

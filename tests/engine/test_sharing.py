@@ -220,11 +220,11 @@ def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pyt
         arena.close()
 
 
-@pytest.mark.parametrize("device", ["1GiB"], indirect=True)
+@pytest.mark.parametrize("device", ["6GiB"], indirect=True)
 def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs less once it has loaded: to refuse the next one for what it may need would be wrong."""
     loading = Lease.register(
-        own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=900 * MIB, granule_bytes=MIB
+        own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=5000 * MIB, granule_bytes=MIB
     )
 
     def loaded() -> None:

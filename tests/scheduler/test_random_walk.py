@@ -14,28 +14,12 @@ def test_any_seed(seed):
     walk(seed, events=120)
 
 
+@pytest.mark.parametrize("kept", [{"caching": True}, {"host": True}], ids=["prefixes cached", "a host tier"])
+@pytest.mark.parametrize("live", [walk, elastic_walk])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_any_seed_with_prefixes_cached(seed):
-    walk(seed, events=120, caching=True)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed_in_an_elastic_pool_with_prefixes_cached(seed):
-    elastic_walk(seed, events=120, caching=True)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed_with_a_host_tier(seed):
-    walk(seed, events=120, host=True)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed_in_an_elastic_pool_with_a_host_tier(seed):
-    elastic_walk(seed, events=120, host=True)
+def test_any_seed_with_what_was_computed_kept(live, kept, seed):
+    live(seed, events=120, **kept)
 
 
 def test_the_walks_really_swap():
