@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .drain import BlockIds as BlockIds
-from .drain import BlockIndex, DrainPlan, Worth, occupied, plan_drain
+from .drain import BlockIndex, DrainPlan, Evictable, Worth, occupied, plan_drain
 from .errors import BlockMisuse, NoFreeBlocks
-from .extents import DRAINING, OPEN, ExtentIds, Extents
+from .extents import DRAINING, ExtentIds, Extents
 
 NULL_BLOCK = 0
 _FIXED_EXTENT = 1024  # blocks of an extent where nobody asks: what is free in one is found in 2 us
@@ -121,6 +121,14 @@ class BlockAllocator:
         return self._num_free + cached
 
     @property
+    def landing(self) -> int:
+        """Blocks in flight that are free or cached once the copies are done: those of extents that do not drain. Read-only."""
+        if not self._in_flight:
+            return 0
+        in_flight = np.flatnonzero((self._pins > 0) & (self._references == 0))
+        return int(np.count_nonzero(self._extents.are_open(in_flight // self.blocks_per_extent)))
+
+    @property
     def capacity(self) -> int:
         """Blocks there would be to hand out if every extent were mapped."""
         return self.num_blocks - 1
@@ -166,8 +174,7 @@ class BlockAllocator:
     @property
     def cached_blocks(self) -> BlockIds:
         """The cached blocks of extents that do not drain: those that may be evicted. Looks at the whole pool. Read-only."""
-        cached = self._cached_of(np.flatnonzero(self._findable))
-        return cached[self._extents.are_open(cached // self.blocks_per_extent)].astype(np.int32)
+        return np.flatnonzero(self._are_cached).astype(np.int32)
 
     def occupied(self, extents: Iterable[int]) -> BlockIds:
         """The blocks of `extents` that are live, cached or in flight, in the order of the extents. Read-only.
@@ -336,25 +343,27 @@ class BlockAllocator:
         """
         if num_extents < 0:
             raise ValueError(f"cannot give back {num_extents} extents")
-        cached = _NONE
-        worth_of_cached: Worth = np.empty(0)
+        candidates = self.drainable_extents
+        evictable = None
         if worth is not None:
             if worth.shape != (self.num_blocks,):
                 raise ValueError(f"worth has the shape {worth.shape}, and there are {self.num_blocks} blocks")
-            cached = self.cached_blocks.astype(np.int64)
-            worth_of_cached = worth[cached]
-            if np.isnan(worth_of_cached).any():
-                raise ValueError(f"worth is no number for cached blocks {_some(cached[np.isnan(worth_of_cached)])}")
-        return plan_drain(num_extents, self.drainable_extents, self._by_extent, self._num_free, cached, worth_of_cached)
+            cached = self._are_cached
+            unknown = np.isnan(worth) & cached
+            if unknown.any():
+                raise ValueError(f"worth is no number for cached blocks {_some(np.flatnonzero(unknown))}")
+            if len(candidates):  # the extents are whole ones
+                evictable = Evictable(cached.reshape(self._by_extent.shape), worth.reshape(self._by_extent.shape))
+        return plan_drain(num_extents, candidates, self._by_extent, self._num_free, evictable)
 
     def drain(self, extents: Iterable[int]) -> None:
         """Allocate nothing in `extents` any more: what is free in them, or becomes free, is draining.
 
         Raises BlockMisuse unless all are mapped, do not drain yet, and may (extent 0 may not).
         """
-        ids = self._extents.checked(extents, OPEN)
-        blocks = int(self._extents.room[ids].sum())
-        self._extents.drain(ids)
+        room = self._extents.room.copy()
+        ids = self._extents.drain(extents)
+        blocks = int(room[ids].sum())
         self._at_hand = _NONE
         self._num_free -= blocks
         self._num_draining += blocks
@@ -455,9 +464,22 @@ class BlockAllocator:
         blocks: BlockIndex = extents[which] * self.blocks_per_extent + offsets
         return blocks
 
+    @property
+    def _are_cached(self) -> npt.NDArray[np.bool_]:
+        """Of all blocks of the pool, which are cached and in an extent that does not drain."""
+        cached: npt.NDArray[np.bool_] = self._findable & (self._references == 0)
+        if self._num_pinned:
+            cached &= self._pins == 0
+        if self._extents.num_draining:
+            cached.reshape(self._by_extent.shape)[self._extents.draining] = False
+        return cached
+
     def _cached_of(self, ids: BlockIndex | BlockIds) -> BlockIndex:
         """Those of `ids` that are cached."""
-        cached: BlockIndex = ids[self._findable[ids] & (self._references[ids] == 0) & (self._pins[ids] == 0)]
+        are_cached = self._findable[ids] & (self._references[ids] == 0)
+        if self._num_pinned:
+            are_cached &= self._pins[ids] == 0
+        cached: BlockIndex = ids[are_cached]
         return cached
 
     def _come_to_rest(self, ids: BlockIndex) -> None:

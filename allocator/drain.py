@@ -8,6 +8,7 @@ and that many are needed: none while kB <= F, and at most (F + C) // B extents c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,54 +33,68 @@ class DrainPlan:
     evictions: BlockIds
 
 
+class Evictable(NamedTuple):
+    """Which blocks may be evicted, and what these are worth: both [extents, blocks of one]."""
+
+    cached: npt.NDArray[np.bool_]
+    worth: Worth
+
+
 def plan_drain(
     num_extents: int,
     candidates: ExtentIds,
     free: npt.NDArray[np.bool_],
     num_free: int,
-    cached: BlockIndex,
-    worth: Worth,
+    evictable: Evictable | None,
 ) -> DrainPlan:
     """Give back up to `num_extents` of `candidates` (lowest first), with `num_free` free blocks in all open extents.
 
-    `free` [extents, blocks of one] says which blocks are; `cached` are those that may be evicted, and `worth[i]` what
-    `cached[i]` is worth. Read-only. See `BlockAllocator.plan_drain` for what is chosen.
+    `free` [extents, blocks of one] says which blocks are. Where nothing is `evictable`, nothing is evicted. Read-only. See
+    `BlockAllocator.plan_drain` for what is chosen.
     """
     per = free.shape[1]
     extents = candidates[::-1]  # of equals the highest: sorting keeps the order
     used = per - np.count_nonzero(free[extents], axis=1)
-    most = min(num_extents, len(extents), (num_free + len(cached)) // per)
+    num_cached = 0 if evictable is None else int(np.count_nonzero(evictable.cached))
+    most = min(num_extents, len(extents), (num_free + num_cached) // per)
     lacking = most * per - num_free
-    if lacking <= 0:
+    if evictable is None or lacking <= 0:
         extents = extents[np.argsort(used, kind="stable")[:most]]
         return DrainPlan(extents, occupied(extents, free), np.empty(0, np.int32))
-    home = cached // per
-    live = used - np.bincount(home, minlength=len(free))[extents]
-    dearest = np.full(len(free), -np.inf)
-    np.maximum.at(dearest, home, worth)
-    extents = extents[np.lexsort((dearest[extents], live))[:most]]
-    evictions = cached[_cheapest(np.isin(home, extents), worth, lacking)].astype(np.int32)
-    moves = occupied(extents, free)
-    return DrainPlan(extents, moves[~np.isin(moves, evictions)], evictions)
+    cached, worth = evictable
+    live = used - np.count_nonzero(cached[extents], axis=1)
+    dearest = np.where(cached, worth, -np.inf).max(axis=1)[extents]
+    extents = extents[np.lexsort((dearest, live))[:most]]
+    chosen = np.zeros((len(free), 1), np.bool_)
+    chosen[extents] = True
+    evictions = _cheapest(cached & chosen, cached & ~chosen, worth, lacking)
+    left = free.copy()
+    left.ravel()[evictions] = True
+    return DrainPlan(extents, occupied(extents, left), evictions.astype(np.int32))
 
 
 def occupied(extents: ExtentIds, free: npt.NDArray[np.bool_]) -> BlockIds:
     """The blocks of `extents` that are not `free` [extents, blocks of one], in the order of the extents."""
-    which, offsets = np.nonzero(~free[extents])
-    blocks: BlockIds = (extents[which] * free.shape[1] + offsets).astype(np.int32)
-    return blocks
+    held = ~free[extents]
+    if not held.any():
+        return np.empty(0, np.int32)
+    per = free.shape[1]
+    blocks: BlockIndex = extents[:, None] * per + np.arange(per)
+    return blocks[held].astype(np.int32)
 
 
-def _cheapest(inside: npt.NDArray[np.bool_], worth: Worth, n: int) -> BlockIndex:
-    """Where the `n` are that are worth least, `inside` ones before others; of equals the first. Least worth first."""
+def _cheapest(inside: npt.NDArray[np.bool_], outside: npt.NDArray[np.bool_], worth: Worth, n: int) -> BlockIndex:
+    """The `n` blocks that are worth least, `inside` ones before others; of equals the first. Least worth first."""
+    worth = worth.ravel()
 
-    def least(places: BlockIndex, most: int) -> BlockIndex:
-        if 0 < most < len(places):  # sorting all of a large pool would take ten times as long
-            values = worth[places]
-            places = places[values <= np.partition(values, most - 1)[most - 1]]
-        return places[np.argsort(worth[places], kind="stable")[:most]]
+    def least(blocks: BlockIndex, most: int) -> BlockIndex:
+        values = worth[blocks]
+        if 0 < 2 * most < len(blocks):  # sorting all of a large pool would take ten times as long
+            blocks = blocks[values <= np.partition(values, most - 1)[most - 1]]
+            values = worth[blocks]
+        return blocks[np.argsort(values, kind="stable")[:most]]
 
     chosen = least(np.flatnonzero(inside), n)
     if len(chosen) == n:
         return chosen
-    return least(np.concatenate((chosen, least(np.flatnonzero(~inside), n - len(chosen)))), n)
+    return least(np.concatenate((chosen, least(np.flatnonzero(outside), n - len(chosen)))), n)

@@ -52,7 +52,7 @@ class DigestTable:
     def remove(self, nodes: Nodes) -> None:
         """`nodes` are in the table no longer."""
         self._leaving[nodes] = True
-        slots = self._slots(self.digests[nodes])
+        slots = (self.digests.ravel().take(2 * nodes) & self._lower).astype(np.int64)
         at = self._first[slots] = self._staying(self._first[slots])
         while len(at := at[at != NONE]):
             following = self._next[at] = self._staying(self._next[at])
@@ -82,10 +82,10 @@ class DigestTable:
 
     def _staying(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Each of `nodes`, or the next one behind it that does not leave."""
-        leaving = self._leaving[nodes]
-        while leaving.any():
-            nodes = np.where(leaving, self._next[nodes], nodes)
-            leaving = self._leaving[nodes]
+        leaving = np.flatnonzero(self._leaving.take(nodes))
+        while len(leaving):
+            nodes[leaving] = following = self._next.take(nodes[leaving])
+            leaving = leaving.compress(self._leaving.take(following))
         return nodes
 
 

@@ -87,6 +87,7 @@ class PrefixIndex:
         self._slot_of = np.empty(capacity, np.int32)
         self._node_of_block = np.full(num_blocks, NONE, np.int32)
         self._node_of_slot = np.full(num_slots, NONE, np.int32)
+        self._mark = np.empty(capacity, np.int32)  # scratch, to see a node given twice without sorting
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
 
@@ -212,7 +213,10 @@ class PrefixIndex:
 
     def ranks(self, blocks: Ids) -> Ranks:
         """The policy's rank of each of `blocks`, findable: lower goes first. Read-only."""
-        return self._policy.ranks(self._nodes_of(blocks))
+        nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
+        if (nodes == NONE).any():
+            raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found")
+        return self._policy.ranks(nodes)
 
     def with_descendants(self, blocks: Ids) -> BlockIds:
         """`blocks`, findable and parked, and all that stands behind them on the device; none before its descendants.
@@ -374,19 +378,18 @@ class PrefixIndex:
         self._policy.add(nodes, self._parents(nodes), self._table.digests[nodes, 0])
 
     def _evict(self, nodes: Nodes) -> Places:
-        self._check_parked(nodes)
         nodes = self._tree.with_descendants(nodes)
         self._check_parked(nodes)
-        blocks, slots = self._block_of[nodes], self._slot_of[nodes]
+        blocks, slots = self._block_of[nodes], _NOWHERE.slots
         on_device = blocks != NONE
-        blocks, slots = blocks[on_device], slots[~on_device]
+        if not on_device.all():
+            blocks, slots = blocks[on_device], self._slot_of[nodes[~on_device]]
         self._leave_policies(nodes, on_device)
         self._node_of_block[blocks] = NONE
         self._node_of_slot[slots] = NONE
         self._parked[nodes] = False
-        self._tree.remove(nodes)
         self._table.remove(nodes)
-        for root in nodes[self._tree.parents[nodes] == NONE].tolist():
+        for root in self._tree.remove(nodes).tolist():
             del self._roots[self._salts.pop(root), self._tokens[root].tobytes()]
         left = self.capacity - self.num_nodes
         self._unused[left : left + len(nodes)] = nodes
@@ -394,16 +397,18 @@ class PrefixIndex:
         return Places(blocks, slots)
 
     def _leave_policies(self, nodes: Nodes, on_device: npt.NDArray[np.bool_]) -> None:
+        if on_device.all():
+            self._policy.remove(nodes)
+            return
         self._policy.remove(nodes[on_device])
-        if not on_device.all():
-            _given(self._host_policy).remove(nodes[~on_device])
+        _given(self._host_policy).remove(nodes[~on_device])
 
     def _parents(self, nodes: Nodes) -> Nodes:
         return self._tree.parents[nodes].astype(np.int64)
 
     def _nodes_of(self, blocks: Ids) -> Nodes:
         nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
-        if (nodes == NONE).any() or not distinct(nodes):
+        if (nodes == NONE).any() or not self._are_distinct(nodes):
             raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found, or one is named twice")
         return nodes
 
@@ -413,9 +418,15 @@ class PrefixIndex:
             raise BlockMisuse(f"not all of slots {_some(_ids(slots))} hold something, or one is named twice")
         return nodes
 
+    def _are_distinct(self, nodes: Nodes) -> bool:
+        order = np.arange(len(nodes), dtype=np.int32)
+        self._mark[nodes] = order
+        return bool((self._mark[nodes] == order).all())
+
     def _check_parked(self, nodes: Nodes) -> None:
-        used = nodes[~self._parked[nodes]]
-        if len(used):
+        parked = self._parked[nodes]
+        if not parked.all():
+            used = nodes[~parked]
             raise BlockMisuse(f"blocks in use, or something behind a block is: {_some(self._block_of[used])}")
 
     def _check_free_blocks(self, blocks: BlockIds | Index) -> None:

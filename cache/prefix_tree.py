@@ -21,21 +21,25 @@ class PrefixTree:
         self._child = np.empty(capacity, np.int32)
         self._next = np.empty(capacity, np.int32)
         self._previous = np.empty(capacity, np.int32)
-        self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE, always chosen
-        self._chosen[NONE] = True
+        self._num_children = np.empty(capacity, np.int32)
+        self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE, never chosen
         # Single entries are read and written five times faster through these than in the arrays.
         self._parent_at, self._child_at = self.parents.data, self._child.data
         self._next_at, self._previous_at = self._next.data, self._previous.data
+        self._num_children_at = self._num_children.data
 
     def add_chain(self, parent: int | None, nodes: Nodes) -> None:
         """`nodes`, at least one, follow each other, and the first one follows `parent`."""
         self.parents[nodes[1:]] = nodes[:-1]
         self._child[nodes[:-1]] = nodes[1:]
         self._child[nodes[-1]] = NONE
+        self._num_children[nodes[:-1]] = 1
+        self._num_children[nodes[-1]] = 0
         self._next[nodes] = self._previous[nodes] = NONE
         top = int(nodes[0])
         self._parent_at[top] = NONE if parent is None else parent
         if parent is not None:
+            self._num_children_at[parent] += 1
             sibling = self._child_at[parent]
             self._next_at[top] = sibling
             self._child_at[parent] = top
@@ -46,10 +50,8 @@ class PrefixTree:
         """`nodes` (distinct), then those below them that are not among them. Read-only."""
         chosen = self._chosen
         chosen[nodes] = True
-        # All children are chosen if each first one is, and whatever stands next to a chosen child.
-        below = nodes[chosen[self.parents[nodes]] & (self.parents[nodes] != NONE)]
-        closed = chosen[self._child[nodes]].all() and chosen[self._next[below]].all()
-        found = [] if closed else self._below(nodes)
+        children = np.count_nonzero(chosen.take(self.parents[nodes]))  # that are among them
+        found = [] if children == self._num_children[nodes].sum() else self._below(nodes)
         chosen[nodes] = False
         chosen[found] = False
         return np.concatenate((nodes, np.array(found, np.int64))) if found else nodes
@@ -62,21 +64,25 @@ class PrefixTree:
             at = self._next[at]
         return np.concatenate(found)
 
-    def remove(self, nodes: Nodes) -> None:
-        """`nodes` and all below them, which are among them, are in use no longer."""
+    def remove(self, nodes: Nodes) -> Nodes:
+        """`nodes` and all below them, which are among them, are in use no longer. Returns the roots of them."""
         chosen = self._chosen
         chosen[nodes] = True
-        tops = nodes[~chosen[self.parents[nodes]]]  # the others' lists go as a whole
+        tops = nodes[~chosen.take(self.parents[nodes])]  # the others' lists go as a whole
         chosen[nodes] = False
-        child, following, previous = self._child_at, self._next_at, self._previous_at
-        for top in tops.tolist():
-            before, after = previous[top], following[top]
+        is_root = self.parents[tops] == NONE
+        child, following, previous, number = self._child_at, self._next_at, self._previous_at, self._num_children_at
+        for top in tops[~is_root].tolist():
+            parent, before, after = self._parent_at[top], previous[top], following[top]
+            number[parent] -= 1
             if before == NONE:
-                child[self._parent_at[top]] = after
+                child[parent] = after
             else:
                 following[before] = after
             if after != NONE:
                 previous[after] = before
+        roots: Nodes = tops[is_root]
+        return roots
 
     def check_invariants(self, nodes: Nodes) -> None:
         """`nodes` are those in use: their parents are, and have them as children. Raises AssertionError."""
@@ -93,6 +99,7 @@ class PrefixTree:
                 linked.append(at)
                 before, at = at, self._next_at[at]
             assert sorted(linked) == sorted(expected), "children and parents do not match"
+            assert self._num_children_at[node] == len(expected), "a node has another number of children"
 
     def _below(self, nodes: Nodes) -> list[int]:
         """All that are not chosen yet below `nodes`; chooses them. Whole levels at a time, while they are wide."""

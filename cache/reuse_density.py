@@ -20,6 +20,8 @@ Why this one, and what others gave: docs/decisions/0016-eviction-policy.md.
 
 from __future__ import annotations
 
+from bisect import insort
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +35,11 @@ WEIGHT_SLICES = 4  # slices of nodes that what is expected weighs as much as
 NUM_CLASSES = 5  # used once, 2 or 3 times, 4 to 7, 8 to 15, more often
 _MOST_USES = 2 ** (NUM_CLASSES - 1)
 _CLASS_OF_USES = np.array([0, *(u.bit_length() - 1 for u in range(1, _MOST_USES + 1))], np.int64)
+_OLD = -1  # stands for all slices beyond the horizon
+_FEW = 8  # so many nodes are looked at faster one by one than as arrays
 
 Table = npt.NDArray[np.float64]
+Turn = tuple[float, int, int, int]  # of a queue: density, age below 0, class, slice; the lowest comes first
 
 
 class ReuseDensity:
@@ -42,6 +47,9 @@ class ReuseDensity:
 
     In order of that density; of the same class and slice as `Lru` has it. A node whose turn comes while others stand behind
     it waits for the last of them and follows it at once. `capacity` is the number of nodes, ids `0 .. capacity - 1`.
+
+    There is a queue for each class and slice. One in which all wait is closed, and not read: nobody in it can go before the
+    last that stands behind one of them has left. Whether the turn of a node has come, its place in the order tells.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,14 +60,14 @@ class ReuseDensity:
         self._uses = np.zeros(capacity, np.int64)
         self._class = np.zeros(capacity, np.int64)  # when it was parked last
         self._slice = np.zeros(capacity, np.int64)  # when it was parked last
-        self._parked_at = np.zeros(capacity, np.int64)  # number of the call of `park`; 0: not parked
+        self._number = np.zeros(capacity, np.int64)  # in the order in which all were parked; 0: not parked
         self._gone = np.zeros(capacity, np.int64)  # scratch of `victims`: children chosen already
-        self._num_calls = 0
+        self._num_parked = 0  # since the start
         self._times = ReuseTimes(max(MIN_SLICE_NODES, capacity // SLICES))
         self._memory = _Memory(HORIZON * capacity)
         self._queues: dict[tuple[int, int], ParkedQueue] = {}  # by class and slice
-        self._order: list[tuple[int, int]] = []  # the keys that there may be, lowest density first
-        self._sort_queues()
+        self._closed: set[tuple[int, int]] = set()  # those of them in which all wait
+        self._order: list[Turn] = []  # of the others
 
     def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
         set_depths(self._depth, nodes, parents)
@@ -81,17 +89,17 @@ class ReuseDensity:
     def park(self, nodes: Nodes) -> None:
         if not len(nodes):
             return
-        self._num_calls += 1
-        self._parked_at[nodes] = self._num_calls
         now = self._times.now
         nodes = deepest_first(self._depth, nodes)
+        first, self._num_parked = self._num_parked + 1, self._num_parked + len(nodes)
+        self._number[nodes] = np.arange(first, first + len(nodes))
         classes = _CLASS_OF_USES[self._uses[nodes]]
         self._class[nodes] = classes
         self._slice[nodes] = now
         counts = np.bincount(classes, minlength=NUM_CLASSES)
         for kind in np.flatnonzero(counts).tolist():
-            queue = self._queues.setdefault((kind, now), ParkedQueue())
-            queue.append(nodes[classes == kind] if counts[kind] < len(nodes) else nodes, self._parked_at)
+            queue = self._opened(kind, now)
+            queue.append(nodes[classes == kind] if counts[kind] < len(nodes) else nodes, self._number)
         if self._times.parked(counts):
             self._merge_old()
             self._sort_queues()
@@ -100,78 +108,146 @@ class ReuseDensity:
         ages = self._times.now - self._slice[nodes]
         recent = ages < self._times.horizon
         self._times.reused(self._class[nodes[recent]], ages[recent])
-        self._parked_at[nodes] = 0
+        self._number[nodes] = 0
 
     def remove(self, nodes: Nodes) -> None:
-        parked = nodes[self._parked_at[nodes] > 0]
+        are_parked = self._number[nodes] > 0
+        parked = nodes if are_parked.all() else nodes[are_parked]
         self._memory.keep(self._key[parked], self._uses[parked], self._class[parked], self._slice[parked])
-        self._parked_at[nodes] = 0
+        self._number[nodes] = 0
         parents = self._parent[nodes]
-        np.subtract.at(self._children, parents[parents >= 0], 1)
+        parents = parents[parents >= 0]
+        np.subtract.at(self._children, parents, 1)
+        if self._closed:
+            leaves = parents[(self._children[parents] == 0) & (self._number[parents] > 0)]
+            for kind, since in zip(self._class[leaves].tolist(), self._slice[leaves].tolist(), strict=True):
+                self._opened(kind, since if self._times.now - since < self._times.horizon else _OLD)
 
     def ranks(self, nodes: Nodes) -> Ranks:
         ages = np.minimum(self._times.now - self._slice[nodes], self._times.horizon)
-        densities = self._times.densities[self._class[nodes], ages]
-        return np.where(self._parked_at[nodes] > 0, densities, np.inf)
+        densities = self._times.densities.ravel()[self._class[nodes] * (self._times.horizon + 1) + ages]
+        return np.where(self._number[nodes] > 0, densities, np.inf)
 
     def victims(self, n: int) -> Nodes:
         chosen: list[Nodes] = []
-        num = 0
-        waiting: set[int] = set()
-        for key in self._order:
-            if num >= n:
-                break
-            queue = self._queues.get(key)
-            read, length = 0, n - num
-            while queue is not None and num < n:
-                members = queue.first(length, self._parked_at)
-                following = self._leaves_first(members[read:], waiting)
+        num = at = 0
+        while num < n and at < len(self._order):
+            turn = self._order[at]
+            queue = self._queues[turn[2:]]
+            before, read, length = num, 0, n - num + _FEW
+            while True:
+                members = queue.first(length, self._number)
+                following = self._following(members[read:], turn, n - num)
                 chosen.append(following)
                 num += len(following)
-                if len(members) < length:
-                    if not len(members):
-                        del self._queues[key]
+                if num >= n or len(members) < length:
                     break
-                read, length = len(members), 2 * length
+                read, length = length, 2 * length
+            if num > before:
+                at += 1
+                continue
+            del self._order[at]  # all wait, or have left
+            if len(members):
+                self._closed.add(turn[2:])
+            else:
+                del self._queues[turn[2:]]
         nodes = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         parents = self._parent[nodes]
         self._gone[parents[parents >= 0]] = 0
         return nodes[:n]
 
-    def _leaves_first(self, nodes: Nodes, waiting: set[int]) -> Nodes:
-        """Those of `nodes`, in order, that have no child left, and who waits for them; the others wait."""
-        parents = self._parent[nodes]
-        if not waiting:
-            with_parent = parents[parents >= 0]
-            np.add.at(self._gone, with_parent, 1)
-            if (self._gone[nodes] >= self._children[nodes]).all():
+    def _following(self, nodes: Nodes, turn: Turn, n: int) -> Nodes:
+        """Who goes when `nodes` are next, members of the queue of `turn`: of them and of those that wait for them.
+
+        In order; at least `n`, or all there are.
+        """
+        if len(nodes) > 2 * _FEW:
+            if not (self._gone[nodes] >= self._children[nodes]).any():
+                return nodes[:0]
+            if self._go_as_they_are(nodes, turn):
                 return nodes
-            np.subtract.at(self._gone, with_parent, 1)
-        gone, children, parent_of = self._gone, self._children, self._parent
+        gone, children, parents = self._gone.data, self._children.data, self._parent.data
         order: list[int] = []
-        for node in nodes.tolist():
-            waiting.add(node)
-            while node in waiting and gone[node] >= children[node]:
-                waiting.remove(node)
+        for member in nodes.tolist():
+            node = member
+            while gone[node] >= children[node] and (node == member or self._waits(node, member, turn)):
                 order.append(node)
-                node = int(parent_of[node])
-                if node >= 0:
-                    gone[node] += 1
+                if len(order) >= n:
+                    return np.array(order, np.int64)
+                node = parents[node]
+                if node < 0:
+                    break
+                gone[node] += 1
         return np.array(order, np.int64)
 
+    def _go_as_they_are(self, nodes: Nodes, turn: Turn) -> bool:
+        """Whether all of `nodes`, of the queue of `turn`, go in their order and nobody waits for them. Counts them, if so."""
+        parents = self._parent[nodes]
+        inner = parents >= 0
+        members, parents = nodes[inner], parents[inner]
+        np.add.at(self._gone, parents, 1)
+        if (self._gone[nodes] >= self._children[nodes]).all():
+            kind, ages = turn[2], np.minimum(self._times.now - self._slice[parents], self._times.horizon)
+            same_queue = (self._class[parents] == kind) & (ages == -turn[1])
+            later = same_queue & (self._number[parents] > self._number[members])
+            others = ~later & (self._gone[parents] >= self._children[parents])
+            if not others.any() or not any(
+                self._waits(*pair, turn)
+                for pair in zip(parents[others].tolist(), members[others].tolist(), strict=True)
+            ):
+                return True
+        np.subtract.at(self._gone, parents, 1)
+        return False
+
+    def _waits(self, node: int, member: int, turn: Turn) -> bool:
+        """Whether `node`, which has nobody left behind it, had its turn before `member` of the queue of `turn`.
+
+        If its turn is to come, its queue is opened.
+        """
+        number = self._number.item(node)
+        if not number:
+            return False
+        kind, since = self._class.item(node), self._slice.item(node)
+        if self._times.now - since >= self._times.horizon:
+            since = _OLD
+        if (kind, since) == turn[2:]:
+            return number < self._number.item(member)
+        its = self._turn(kind, since)
+        if its < turn:
+            return True
+        if self._closed:
+            self._opened(*its[2:])
+        return False
+
+    def _opened(self, kind: int, since: int) -> ParkedQueue:
+        """The queue of a class and slice, in which somebody may be able to go now."""
+        key = (kind, since)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = ParkedQueue()
+        elif key in self._closed:
+            self._closed.remove(key)
+        else:
+            return queue
+        insort(self._order, self._turn(kind, since))
+        return queue
+
+    def _turn(self, kind: int, since: int) -> Turn:
+        age = self._times.horizon if since == _OLD else self._times.now - since
+        return (self._times.densities.item(kind, age), -age, kind, since)
+
     def _merge_old(self) -> None:
-        """All slices beyond the horizon are one, -1, in the order of time."""
+        """All slices beyond the horizon are one, in the order of time."""
         oldest = self._times.now - self._times.horizon
-        for kind, at in sorted(key for key in self._queues if 0 <= key[1] <= oldest):
-            queue = self._queues.pop((kind, at))
-            nodes = queue.first(len(self._parked_at), self._parked_at)
-            self._queues.setdefault((kind, -1), ParkedQueue()).append(nodes, self._parked_at)
+        for kind, since in sorted(key for key in self._queues if _OLD < key[1] <= oldest):
+            self._closed.discard((kind, since))
+            nodes = self._queues.pop((kind, since)).first(len(self._number), self._number)
+            if len(nodes):
+                self._closed.discard((kind, _OLD))
+                self._queues.setdefault((kind, _OLD), ParkedQueue()).append(nodes, self._number)
 
     def _sort_queues(self) -> None:
-        now, densities = self._times.now, self._times.densities
-        keys = {*self._queues, *((kind, now) for kind in range(NUM_CLASSES)), *((k, -1) for k in range(NUM_CLASSES))}
-        age = {key: self._times.horizon if key[1] < 0 else now - key[1] for key in keys}
-        self._order = sorted(keys, key=lambda key: (densities[key[0], age[key]], -age[key], key[0]))
+        self._order = sorted(self._turn(*key) for key in self._queues if key not in self._closed)
 
 
 class ReuseTimes:
@@ -245,6 +321,9 @@ class ReuseTimes:
         return np.vstack([np.interp(self._ages, self._middles, [*row, 0.0]) for row in best])
 
 
+_NOTHING = (np.empty(0, np.int64),) * 4
+
+
 class _Memory:
     """Nodes that were evicted, by key: uses, class and slice. In a full set of places the oldest makes room."""
 
@@ -253,23 +332,29 @@ class _Memory:
     def __init__(self, size: int) -> None:
         sets = 1 << (-(-size // self.WAYS) - 1).bit_length()
         self._mask = np.uint64(sets - 1)
-        self._keys = np.zeros((sets, self.WAYS), np.uint64)
-        self._facts = np.zeros((sets, self.WAYS), np.int64)  # slice, uses, class; 0: empty
+        # Filled, not just reserved: the first eviction of thousands would wait a millisecond for the system's pages.
+        self._keys = np.full((sets, self.WAYS), 0, np.uint64)
+        self._facts = np.full((sets, self.WAYS), 0, np.int64)  # slice, uses, class; 0: empty
 
     def keep(self, keys: Keys, uses: Nodes, classes: Nodes, slices: Nodes) -> None:
-        sets = keys & self._mask
-        ways = self._facts[sets].argmin(axis=1)  # two of one call that meet here share a place: the later stays
-        self._keys[sets, ways] = keys
-        self._facts[sets, ways] = (slices << 8) | (uses << 3) | classes
+        sets = (keys & self._mask).astype(np.int64)
+        # Two of one call that meet in a set share a place: the later stays.
+        places = sets * self.WAYS + self._facts.take(sets, axis=0).argmin(axis=1)
+        self._keys.ravel()[places] = keys
+        self._facts.ravel()[places] = (slices << 8) | (uses << 3) | classes
 
     def recall(self, keys: Keys) -> tuple[Nodes, Nodes, Nodes, Nodes]:
         """Which of `keys` are remembered, and their uses, classes and slices. They are forgotten."""
-        sets = keys & self._mask
-        found, ways = np.nonzero((self._keys[sets] == keys[:, None]) & (self._facts[sets] > 0))
-        found, first = np.unique(found, return_index=True)
-        sets, ways = sets[found], ways[first]
-        facts = self._facts[sets, ways]
-        self._facts[sets, ways] = 0
+        sets = (keys & self._mask).astype(np.int64)
+        same = np.flatnonzero(self._keys.take(sets, axis=0) == keys[:, None])
+        if not len(same):
+            return _NOTHING
+        places = sets[same // self.WAYS] * self.WAYS + same % self.WAYS
+        known = self._facts.ravel()[places] > 0
+        found, first = np.unique(same[known] // self.WAYS, return_index=True)
+        places = places[known][first]
+        facts = self._facts.ravel()[places]
+        self._facts.ravel()[places] = 0
         return found, (facts >> 3) & 31, facts & 7, facts >> 8
 
 

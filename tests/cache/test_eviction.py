@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.cache.eviction import EvictionPolicy, Lru, ParkedQueue
-from pagetide.cache.reuse_density import HORIZON, NUM_CLASSES, SLICES, ReuseDensity, ReuseTimes
+from pagetide.cache.reuse_density import HORIZON, NUM_CLASSES, SLICES, ReuseDensity, ReuseTimes, _Memory
 
 CAPACITY = 48
 POLICIES = [Lru, ReuseDensity]
@@ -236,8 +236,9 @@ class Naive:
 def test_the_victims_are_those_of_a_naive_policy(make, data):
     """Requests over a small tree of blocks, several at a time, that end in any order."""
     policy = make(CAPACITY)
-    if make is ReuseDensity:  # slices of 3 nodes, so that a short life crosses many
+    if make is ReuseDensity:  # slices of 3 nodes, so that a short life crosses many; and no two keys share a place
         policy._times = ReuseTimes(3)
+        policy._memory = _Memory(4096)
         policy._sort_queues()
     naive = Naive(policy)
     free = list(range(CAPACITY))[::-1]
@@ -247,11 +248,10 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
     running: list[list[int]] = []
     remembered: dict[tuple[int, ...], tuple[int, int]] = {}
 
+    key_of: dict[tuple[int, ...], int] = {}
+
     def key(path: tuple[int, ...]) -> int:
-        number = 1
-        for step in path:
-            number = number * 4 + step
-        return number
+        return key_of.setdefault(path, len(key_of) + 1)
 
     def end(nodes: list[int]) -> None:
         gone = []
