@@ -74,6 +74,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.pressure --json build/bench/pressure.json
 	$(BIN)/python -m benchmarks.replay --json build/bench/replay.json
 	$(BIN)/python -m benchmarks.swap --json build/bench/swap.json
+	$(BIN)/python -m benchmarks.divergence --json build/bench/divergence.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors

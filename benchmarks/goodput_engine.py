@@ -27,8 +27,8 @@ from benchmarks.goodput_load import Arrival
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
 from pagetide.engine.runner import Runner
+from pagetide.scheduler.outcome import Emissions
 from pagetide.scheduler.plan import Failure, Plan
-from pagetide.scheduler.scheduler import Emissions
 
 MAX_SEQS = 256
 MAX_STEP_TOKENS = 512  # so that no step takes long for a prompt's sake
@@ -229,10 +229,10 @@ class Driver:
 
 def _ended(ticket: Any) -> bool:
     """Whether a request has all its tokens. Raises RuntimeError where it ended without them."""
-    if ticket.output is None:
+    if ticket.completion is None:
         return False
-    if ticket.output.finish_reason != "length":
-        raise RuntimeError(f"a request ended as {ticket.output.finish_reason!r}: {ticket.output.error}")
+    if ticket.completion.finish_reason != "length":
+        raise RuntimeError(f"a request ended as {ticket.completion.finish_reason!r}: {ticket.completion.error}")
     return True
 
 

@@ -45,29 +45,40 @@ class Tail:
 class HostTier:
     """The slots `1 .. num_slots`; 0 is nobody's, as the null block. The cache manager mutates it.
 
-    `demotes` and `promotes` say whether bringing blocks here, and back, is worth its time at present: whoever knows sets
-    them. `tails` are those of sequences that wait, by the sequence's name.
+    Whoever knows what copies take sets the chance of being wanted again from which bringing a block here is worth it at
+    present, `least_chance` (1 or more: never), and whether bringing it back is, `promotes`. `tails` are those of sequences that
+    wait, by the sequence's name. While it is `resting` nothing comes here.
     """
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
             raise ValueError(f"a host tier needs at least 1 slot, got {num_slots}")
-        self.num_slots = num_slots
-        self.num_free = num_slots
-        self.demotes = self.promotes = True
+        self.least_chance = 0.0
+        self.promotes = True
+        self.resting = False
         self.tails: dict[str, Tail] = {}
         self._num_given = num_slots  # those included that were retired
-        self._free = np.arange(num_slots, 0, -1, dtype=np.int32)  # a stack: the first `num_free`
-        self._highest = 0  # slot that anybody ever had
         self._leaving = np.zeros(num_slots + 1, np.int32)  # the block whose bytes a slot is owed; 0: none
         self._any_leaving = False
         self._ins: list[tuple[Int32, Int32]] = []
         self._back: list[tuple[Int32, Int32]] = []
+        self._give_all()
+
+    def _give_all(self) -> None:
+        """All slots are there, free, and nobody ever had one."""
+        self.num_slots = self.num_free = self._num_given
+        self._free = np.arange(self._num_given, 0, -1, dtype=np.int32)  # a stack: the first `num_free`
+        self._highest = 0  # slot that anybody had
 
     @property
     def num_used(self) -> int:
         """Slots that hold something, or are about to."""
         return self.num_slots - self.num_free
+
+    @property
+    def demotes(self) -> bool:
+        """Whether what is wanted again for certain is worth bringing here now."""
+        return self.least_chance < 1 and not self.resting
 
     def renewed(self) -> HostTier:
         """An empty one of the same size."""
@@ -95,6 +106,15 @@ class HostTier:
         self.num_slots -= self.num_free - len(kept)
         self.num_free = len(kept)
         self._free[: len(kept)] = kept
+
+    def rest(self) -> None:
+        """Nothing lies here, and nothing comes until `resting` is undone. Then slots are given as at the start, those that were
+        retired included: there may be memory for them again.
+        """
+        if self.num_used or self._ins:
+            raise ValueError(f"{self.num_used} slots are in use: a tier rests only when it is empty")
+        self._give_all()
+        self.resting = True
 
     def owe_out(self, blocks: Int32, slots: Int32) -> None:
         """The next plan copies `blocks`, where the bytes are now, to `slots`."""

@@ -9,9 +9,10 @@ With a hasher, full blocks whose tokens are computed can be found by whoever beg
     commit           what a row has computed can be found; where others computed the same first, the row takes theirs
     release          what nobody refers to any more stays findable, until its place is needed (eviction.py)
 
-With a host tier (host_tier.py) what is to be evicted is demoted to a slot of it while slots can be had, and comes back when
-it is found. So a sequence that is preempted is swapped out, as far as its place is needed, by being released; its last block,
-which is partly filled and cannot be found, is kept by `keep_tail`. The copies are those of the next plan: `take_swaps`.
+With a host tier (host_tier.py) what is to be evicted is demoted to a slot of it if that is worth it (demotion.py), while slots
+can be had, and comes back when it is found. So a sequence that is preempted is swapped out, as far as its place is needed, by
+being released; `keep_for` says that it will be back, and keeps its last block, which is partly filled and cannot be found. The
+copies are those of the next plan: `take_swaps`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
+from .demotion import Demotion
 from .eviction import EvictionPolicy, Lru
 from .host_tier import HostTier, Swaps, Tail
 from .prefix_hash import Chain, PrefixHasher
@@ -95,11 +97,13 @@ class CacheManager:
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self.host = HostTier(host_slots) if host_slots else None
+        self.demotion = Demotion(num_blocks, host_slots)
         self.index = None if hasher is None else _index(hasher, num_blocks, host_slots, eviction)
         self._eviction = eviction
         self.evicted_blocks = 0  # since the start, to make room
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # who was preempted: the tokens that were computed, of a chain
 
     def renewed(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """An empty manager of the same pool, to go on with when this one's bookkeeping broke.
@@ -120,6 +124,11 @@ class CacheManager:
     def available(self) -> int:
         """Blocks that can be had at once: free ones, and those that can be evicted. Read-only."""
         return self.allocator.available
+
+    @property
+    def landing(self) -> int:
+        """Blocks that can be had once the copies of the next plan are done. Read-only."""
+        return self.allocator.landing
 
     @property
     def num_free(self) -> int:
@@ -191,25 +200,28 @@ class CacheManager:
             first += total
         return Extension(tuple(updates))
 
-    def fork(self, parent: int, child: int, num_tokens: int) -> Extension | None:
-        """Give row `child` (empty) the parent's first `num_tokens` tokens: full blocks are shared, the partly filled one
-        is copied to a block of its own. None, and no change, when no block is free for the copy.
+    def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
+        """Give row `child` (empty) the parent's first `num_tokens` tokens, and room for `upto` (None: no more): full blocks
+        are shared, the partly filled one is copied to a block of its own. None, and no change, when blocks are short.
+
+        The parent's tokens must be computed by plans that are done.
         """
         full, rest = divmod(num_tokens, self.block_size)
+        num_fresh = self.blocks_for(num_tokens if upto is None else upto) // len(self.tables) - full
         try:
-            fresh = self._allocate(len(self.tables) if rest else 0)
+            fresh = self._allocate(num_fresh * len(self.tables)).reshape(len(self.tables), num_fresh)
         except NoFreeBlocks:
             return None
         updates, sources = [], []
-        for group, table in enumerate(self.tables):
+        for table, own in zip(self.tables, fresh, strict=True):
             blocks = table.of(parent)[: full + bool(rest)].copy()
             self.allocator.retain(blocks[:full])
-            if rest:
-                sources.append(blocks[full])
-                blocks[full] = fresh[group]
+            sources.append(blocks[full:])
+            blocks = np.append(blocks[:full], own)
             updates.append(_append(table, np.array([child]), np.array([len(blocks)]), blocks))
-        copies = BlockCopies(np.array(sources, np.int32), fresh) if rest else None
-        return Extension(tuple(updates), copies)
+        self._committed[child] = min(int(self._committed[parent]), full)
+        copies = BlockCopies(self._bytes_at[np.concatenate(sources)], fresh[:, 0].copy()) if rest else None
+        return Extension(tuple(updates), copies, num_computed=num_tokens)
 
     def held_blocks(self, rows: Index) -> Index:
         """Blocks in the tables of each of `rows`, all groups together. Read-only."""
@@ -232,6 +244,8 @@ class CacheManager:
         for table in self.tables:
             blocks = table.of_all(rows)
             parked = self.allocator.release(blocks)
+            if self.host is not None:
+                self.demotion.left(blocks)
             if self.index is not None and len(parked):
                 self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
@@ -264,10 +278,12 @@ class CacheManager:
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
         """Let the table of `row` (empty) begin with `hit` and cover `upto` tokens; None, and no change, if blocks are short.
 
-        Behind what was found comes the tail that was kept for `name`, if it is what follows; in any case it is kept no longer.
+        Behind what was found comes the tail that was kept for `name`, if it is what follows; in any case nothing is kept for
+        it any longer.
         """
         if self.needed(upto, hit) > self.available:
             return None
+        returns = self._stop_waiting(name)
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
@@ -284,8 +300,12 @@ class CacheManager:
                 self._promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
             self.index.accept(hit)
             self._committed[row] = num_blocks + num_slots
-        if self.host is not None and name in self.host.tails:
-            num_computed += self._return_tail(self.host, self.host.tails.pop(name), row, hit.num_tokens)
+        if self.host is not None:
+            self.host.resting = False
+            if not returns:  # else it was not found by anybody new
+                self.demotion.found(self.tables[0].blocks[row, : num_blocks + num_slots])
+            if name in self.host.tails:
+                num_computed += self._return_tail(self.host, self.host.tails.pop(name), row, hit.num_tokens)
         return Extension(merged([found, extension.tables]), num_computed=num_computed)
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
@@ -299,10 +319,11 @@ class CacheManager:
         table = self.tables[0]
         blocks = table.blocks[row, :full]
         places = self.index.register(chain, blocks, first)
-        if self.host is not None and len(places.slots):
-            self.host.free(places.slots)  # what was to be found there is computed again
         found = places.blocks
         own = blocks[first : first + len(found)]
+        if self.host is not None:
+            self.demotion.registered(own[found == own], places.slots)
+            self.host.free(places.slots)  # what was to be found there is computed again
         known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
         if not len(known):
@@ -323,9 +344,10 @@ class CacheManager:
             self._forget(self.index.reset())
             self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
             self._committed[self.tables[0].lengths == 0] = 0
+        self._waiting.clear()
         if self.host is not None:
             for name in list(self.host.tails):
-                self.drop_tail(name)
+                self._drop_tail(self.host, name)
 
     def _allocate(self, n: int, keep: Int32 = _NO_SLOTS) -> BlockIds:
         """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
@@ -340,33 +362,54 @@ class CacheManager:
         return self.allocator.allocate(n)
 
     def _give_up(self, index: PrefixIndex, victims: BlockIds, keep: Int32 = _NO_SLOTS) -> None:
-        """Let `victims`, in the order of `PrefixIndex.victims`, go: the last ones to the host tier, as far as it has slots."""
+        """Let `victims`, in the order of `PrefixIndex.victims`, go: to the host tier those that are worth it, and of these the
+        last ones, as far as it has slots.
+        """
+        if self.host is None:
+            return self._evict(index, victims)
+        worth = self.demotion.worth(victims, self.host.least_chance)
+        if not worth.all():
+            self._evict(index, victims[~worth])
+            victims = victims[worth]
+            victims = victims[index.findable(victims)]  # not behind one that was evicted
         slots = self._take_slots(index, len(victims), keep)
         num_evicted = len(victims) - len(slots)
-        if num_evicted:
-            self.evicted_blocks += num_evicted
-            self._forget(index.evict(victims[:num_evicted]))
-        if self.host is not None and len(slots):
-            demoted = victims[num_evicted:]
+        self._evict(index, victims[:num_evicted])
+        demoted = victims[num_evicted:]
+        if len(demoted):
             index.demote(demoted, slots)
+            self.demotion.demoted(demoted, slots)
             self.allocator.forget(demoted)
             self.host.owe_out(self._bytes_at[demoted], slots)
+
+    def _evict(self, index: PrefixIndex, blocks: BlockIds) -> None:
+        """Forget `blocks`, which nobody refers to, and what stands behind them."""
+        if len(blocks):
+            places = index.evict(blocks)
+            self.evicted_blocks += len(places.blocks)
+            self._forget(places)
 
     def _forget(self, places: Places) -> None:
         """What lay in `places` cannot be found any more."""
         self.allocator.forget(places.blocks)
         if self.host is not None and len(places.slots):
+            self.demotion.forgotten(places.slots)
             self.host.free(places.slots)
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
-    def keep_tail(self, name: str, row: int, num_tokens: int) -> None:
-        """Keep the last, partly filled block of the first `num_tokens` tokens of `row`, computed and committed, for `name`.
+    def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int) -> None:
+        """`name` gives up `row`, and will be back. The first `num_tokens` tokens, those of `chain`, are computed and committed.
 
-        Nothing is kept where no slot is to be had, or where the blocks before it could not be found again.
+        Until it is back its blocks are sure to be wanted, and the last, partly filled one is kept; that one is not where no
+        slot is to be had, or where the blocks before it could not be found again.
         """
+        if self.host is None or self.index is None:
+            return
         full, rest = divmod(num_tokens, self.block_size)
-        if self.host is None or self.index is None or not rest or self._committed[row] != full:
+        self._waiting[name] = chain, num_tokens
+        self._want(chain, num_tokens, 1)
+        if not rest or self._committed[row] != full:
             return
         slots = self._take_slots(self.index, 1)
         if len(slots):
@@ -374,10 +417,37 @@ class CacheManager:
             self.host.owe_out(self._bytes_at[block], slots)
             self.host.tails[name] = Tail(int(slots[0]), num_tokens)
 
-    def drop_tail(self, name: str) -> None:
-        """The tail that was kept for `name`, if there is one, is of no use any more."""
-        if self.host is not None and (tail := self.host.tails.pop(name, None)) is not None:
-            self.host.free(np.array([tail.slot], np.int32))
+    def drop_for(self, name: str) -> None:
+        """`name`, for whom something was kept or not, will not be back."""
+        self._stop_waiting(name)
+        if self.host is not None:
+            self._drop_tail(self.host, name)
+
+    def rest(self) -> None:
+        """Let the host tier have no memory: what lies there is forgotten, and nothing comes there until a row is admitted."""
+        if self.host is None or self.index is None:
+            return
+        self._forget(self.index.evict_slots(self.index.used_slots))
+        for name in list(self.host.tails):
+            self._drop_tail(self.host, name)
+        self.host.rest()
+
+    def _stop_waiting(self, name: str) -> bool:
+        """Whoever else wants them, `name` does not wait for its blocks any longer. Returns whether it did."""
+        if (waiting := self._waiting.pop(name, None)) is None:
+            return False
+        self._want(*waiting, -1)
+        return True
+
+    def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
+        """`by` more sequences wait that have computed the first `num_tokens` tokens of `chain`."""
+        assert self.index is not None, "a chain is of an index"
+        hit = self.index.lookup(chain, num_tokens)
+        self.demotion.wanted(hit.blocks, hit.slots, by)
+
+    def _drop_tail(self, host: HostTier, name: str) -> None:
+        if (tail := host.tails.pop(name, None)) is not None:
+            host.free(np.array([tail.slot], np.int32))
 
     def take_swaps(self) -> Swaps | None:
         """The copies from and to the host tier that the plan which is being made must do."""
@@ -388,15 +458,16 @@ class CacheManager:
         if self.host is None or self.index is None:
             return
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
-            self.drop_tail(name)
+            self._drop_tail(self.host, name)
         self._forget(self.index.evict_slots(np.intersect1d(slots, self.index.used_slots)))
         self.host.retire(slots)
 
     def _take_slots(self, index: PrefixIndex, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
         """Up to `n` slots, for which others than `keep` are forgotten if need be; none where demoting is not worth it."""
         host = self.host
-        if host is None or not host.demotes:
+        if host is None or not host.demotes or not n or not host.num_slots:
             return _NO_SLOTS
+        self.demotion.taking(n, host.num_slots)
         lacking = n - host.num_free
         if lacking > 0:
             victims = index.host_victims(lacking + len(keep))
@@ -409,6 +480,7 @@ class CacheManager:
         """What lies in `slots`, found behind what a row has, comes to the row's `blocks`."""
         assert self.host is not None and self.index is not None, "slots are found in a host tier"
         self.index.promote(slots, blocks)
+        self.demotion.returned(slots, blocks)
         self.allocator.publish(blocks)
         self.host.owe_in(slots, blocks.copy())
 
@@ -455,6 +527,7 @@ class CacheManager:
         self._bytes_at[targets] = moves
         if self.index is not None:
             self.index.move(moves, targets)
+            self.demotion.moved(moves, targets)
         places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> where it moved; the null block: nowhere
         places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
@@ -495,6 +568,9 @@ class CacheManager:
             self.index.check_invariants()
         if self.host is not None and self.index is not None:
             self.host.check_invariants(self.index.used_slots)
+            hits = [self.index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
+            assert findable is not None
+            self.demotion.check_invariants(findable, self.index.used_slots, [(hit.blocks, hit.slots) for hit in hits])
 
 
 def _index(

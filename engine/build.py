@@ -23,8 +23,9 @@ from ..cache.storage import Storage, TensorArena
 from ..monitor.host_memory import free_host_bytes
 from ..monitor.units import format_bytes
 from ..scheduler.cost import SwapCost
+from ..scheduler.limits import Limits
 from ..scheduler.request import SamplingParams
-from ..scheduler.scheduler import Limits, Scheduler
+from ..scheduler.scheduler import Scheduler
 from .attention.interface import NAME, register
 from .attention.torch_kernel import TorchKernel
 from .checkpoint import Checkpoint
@@ -80,6 +81,7 @@ class Engine:
             "computed_tokens": counters.computed_tokens,
             "recomputed_tokens": counters.recomputed_tokens,
             "preemptions": counters.preemptions,
+            "forks": counters.forks,
             "peak_used_blocks": counters.peak_used_blocks,
             "prefix_cache": None
             if scheduler.cache.index is None
@@ -163,6 +165,7 @@ def _build(
             trim=lambda: trim(device),
             lease=None if sharing is None else sharing.lease,
             idle_s=config.idle_s,
+            host=host,
         )
     log.info(
         "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",
@@ -257,4 +260,7 @@ def _core(
         host=host,
     )
     cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
+    if host is not None and (measured := host.measure(storage, cache.usable)) is not None:
+        log.info("the host tier: copies at %s a second", format_bytes(int(measured)))
+        cost = SwapCost(plan.geometry.payload_bytes, plan.block_size, bytes_per_s=measured)
     return EngineCore(Scheduler(cache, limits, cost), runner)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..scheduler.outcome import Emissions
 from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
-from ..scheduler.scheduler import Emissions, FinishReason, Scheduler
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import FinishReason
 from .memory import EngineMemory
 
 if TYPE_CHECKING:

@@ -1,15 +1,18 @@
 """The host tier's memory: blocks of the pool's layout in host memory, and the copies from and to the device.
 
 Slot i is block i of a second pool; block 0, the null block, is no slot. Memory is reserved at the start and taken extent by
-extent when a slot of it is first written, so an engine that never runs short takes none; it goes back at `close`. Between host
-pools the caller copies. From and to a device copies stand in the device's current stream.
+extent when a slot of it is first written, so an engine that never runs short takes none; it goes back when nobody has needed
+the tier for long, by `give_back`, and at `close`. Between host pools the caller copies. From and to a device copies stand in
+the device's current stream.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
+import torch
 
 from ..allocator.errors import OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
@@ -19,6 +22,8 @@ from ..cache.storage import Storage
 from ..monitor.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_MEASURED_BYTES = 32 << 20
 
 
 class HostPool:
@@ -58,6 +63,31 @@ class HostPool:
         """Copy `slots`, which were written, to `blocks` of the device."""
         device.copy_from(self._storage, slots, blocks)
 
+    def measure(self, device: Storage, num_blocks: int) -> float | None:
+        """Bytes a second of copies from the device, whose first `num_blocks` blocks have memory and no content yet.
+
+        The tier is empty before and after. None where the host has no memory for it.
+        """
+        num_measured = min(num_blocks, self.num_slots, max(1, _MEASURED_BYTES // device.geometry.payload_bytes))
+        blocks = np.arange(1, num_measured + 1, dtype=np.int32)
+        if not num_measured or len(self.swap_out(device, blocks, blocks)):
+            return None
+        _fence(device)  # what is touched first takes longer: the copies after it count
+        began = time.perf_counter()
+        self.swap_out(device, blocks, blocks)
+        _fence(device)
+        seconds = time.perf_counter() - began
+        self._arena.unmap(sorted(self._arena.mapped_extents))
+        return num_measured * device.geometry.payload_bytes / max(seconds, 1e-9)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Give up to so much memory back, an extent at least, the highest slots' first. Nothing may lie there any more, and
+        all copies must be done.
+        """
+        mapped = sorted(self._arena.mapped_extents)
+        num_extents = max(1, num_bytes // self._arena.extent_bytes)
+        self._arena.unmap(mapped[-num_extents:])
+
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         self._arena.close()
@@ -74,3 +104,9 @@ class HostPool:
             log.warning("the host tier stays at %s: %s", format_bytes(self.mapped_bytes), error)
             return slots[np.isin(slots // self._blocks_per_extent, missing)]
         return slots[:0]
+
+
+def _fence(device: Storage) -> None:
+    """Wait until everything queued on the device is done. A CPU has done it."""
+    if device.device.type == "cuda":
+        torch.cuda.synchronize(device.device)

@@ -18,19 +18,20 @@ from tqdm import tqdm
 
 from ..allocator.errors import LeaseClosed
 from ..scheduler.errors import RequestRejected
+from ..scheduler.outcome import Finished
 from ..scheduler.request import Request, SamplingParams
-from ..scheduler.scheduler import Finished, FinishReason
 from .build import Engine, build
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .errors import EngineClosed
 from .fair_lock import FairLock
-from .outputs import RequestOutput, StreamChunk, Timings
-from .text import TextStream
+from .outputs import RequestOutput, StreamChunk
+from .tickets import Answer, Ticket
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+MOST_PRIORITY = 1000  # either way
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
@@ -102,9 +103,9 @@ class LLM:
         )
         self._engine: Engine | None = build(self.config)
         self._lock = FairLock()
-        self._tickets: dict[str, _Ticket] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
-        self._abandoned: deque[_Ticket] = deque()  # of streams that were forgotten; ended by the next step
+        self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
         self._keeper = threading.Thread(
             target=_keep_memory, args=(weakref.ref(self),), name="pagetide-memory", daemon=True
@@ -125,7 +126,7 @@ class LLM:
         Args:
             prompts: A string or token ids, or several of them, mixed as you like.
             sampling_params: One for all, or one each; None is the model's generation config.
-            priority: Lower goes first.
+            priority: Lower goes first; a step of it weighs as much as 30 seconds of waiting.
             cache_salt: What is computed is shared with requests of the same salt alone, such as those of one tenant.
             progress: Show a bar; None shows one on a terminal when it takes longer than two seconds.
 
@@ -135,16 +136,17 @@ class LLM:
         tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt)
         try:
             with _Bar(
-                total=len(tickets), unit="prompt", delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
-                disable=None if progress is None else not progress, leave=False, desc="generating",
+                total=sum(ticket.number == 0 for ticket in tickets), unit="prompt", leave=False, desc="generating",
+                delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0, disable=None if progress is None else not progress,
             ) as bar:  # fmt: skip
                 for ticket in tickets:
-                    while ticket.output is None:
+                    while ticket.completion is None:
                         self._step(ticket)
-                    bar.update()
+                    if ticket is ticket.answer.tickets[-1]:
+                        bar.update()
         finally:
             self._drop(tickets)
-        return [ticket.output for ticket in tickets if ticket.output is not None]
+        return [ticket.answer.output for ticket in tickets if ticket.number == 0]
 
     def chat(
         self,
@@ -198,6 +200,15 @@ class LLM:
         engine = self._open()
         with self._lock:
             return engine.stats()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
+
+        Who waited or was passed, who was preempted and what that cost, what was evicted or swapped: see `Scheduler.explain`.
+        """
+        engine = self._open()
+        with self._lock:
+            return engine.core.scheduler.explain()
 
     def close(self) -> None:
         """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed."""
@@ -259,18 +270,21 @@ class LLM:
         priority: int,
         cache_salt: str | None,
         streams: bool = False,
-    ) -> list[_Ticket]:
+    ) -> list[Ticket]:
         """Queue all, or, when one is refused, none."""
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
         salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestRejected(f"priority must be an integer, got {priority!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
+            raise RequestRejected(
+                f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}"
+            )
         with self._lock:
             engine = self._open()
-            tickets = []
+            tickets: list[Ticket] = []
             for index, (prompt, ids, given) in enumerate(encoded):
                 params = given.over(engine.sampling)
+                engine.encoder.check_stops(params)
                 request = Request(
                     request_id=f"r{next(self._numbers)}",
                     prompt_token_ids=ids,
@@ -279,18 +293,22 @@ class LLM:
                     arrival=engine.core.clock(),
                     cache_salt=salt,
                 )
-                engine.encoder.check_stops(params)
                 engine.core.scheduler.check(request)
-                tickets.append(_Ticket(index, prompt, request, engine.encoder.text_stream(ids, params), streams))
+                answer = Answer(index, prompt)
+                answer.tickets = [
+                    Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
+                    for number, one in enumerate(request.forked(params.n or 1))
+                ]
+                tickets += answer.tickets
             for ticket in tickets:
                 engine.core.add(ticket.request)
                 self._tickets[ticket.request.request_id] = ticket
         return tickets
 
-    def _step(self, ticket: _Ticket) -> None:
+    def _step(self, ticket: Ticket) -> None:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
         with self._lock:
-            if ticket.output is not None:
+            if ticket.completion is not None:
                 return
             engine = self._open()
             self._advance(engine)
@@ -337,18 +355,18 @@ class LLM:
                 if reason is not None:
                     engine.core.abort(request_id, reason)
 
-    def _drop(self, tickets: Iterable[_Ticket]) -> None:
+    def _drop(self, tickets: Iterable[Ticket]) -> None:
         """Abort what has not ended: its caller is gone."""
         with self._lock:
-            left = [t for t in tickets if t.output is None]
+            left = [t for t in tickets if t.completion is None]
             if self._engine is None or not left:
                 return
             for ticket in left:
                 self._engine.core.abort(ticket.request.request_id)
-            while any(t.output is None for t in left):
+            while any(t.completion is None for t in left):
                 self._advance(self._engine)
 
-    def _next_chunk(self, tickets: list[_Ticket], interval: int) -> StreamChunk | None:
+    def _next_chunk(self, tickets: list[Ticket], interval: int) -> StreamChunk | None:
         """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
         when none had one, after a step.
         """
@@ -357,7 +375,7 @@ class LLM:
                 if ticket.ready(interval):
                     del tickets[i]
                     chunk = ticket.take()
-                    if chunk.output is None:
+                    if chunk.completion is None:
                         tickets.append(ticket)
                     return chunk
             engine = self._open()
@@ -365,9 +383,9 @@ class LLM:
         self._wait_if_starving(engine)
         return None
 
-    def _forget(self, tickets: list[_Ticket]) -> None:
+    def _forget(self, tickets: list[Ticket]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
-        self._abandoned.extend(t for t in tickets if t.output is None)
+        self._abandoned.extend(t for t in tickets if t.completion is None)
         if self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._engine is not None and self._abandoned:
@@ -400,7 +418,7 @@ class _Stream(Iterator[StreamChunk]):
     one, in the very thread that holds the engine's lock, so nothing may be waited for there.
     """
 
-    def __init__(self, llm: LLM, tickets: list[_Ticket], interval: int) -> None:
+    def __init__(self, llm: LLM, tickets: list[Ticket], interval: int) -> None:
         self._llm = llm
         self._tickets = tickets  # those whose last chunk was not given
         self._interval = interval
@@ -423,78 +441,6 @@ class _Stream(Iterator[StreamChunk]):
 
     def __del__(self) -> None:
         self._llm._forget(self._tickets)
-
-
-class _Ticket:
-    """One request as its caller sees it. Mutated under the engine's lock."""
-
-    def __init__(
-        self, index: int, prompt: str | None, request: Request, text: TextStream | None, streams: bool
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.request = request
-        self.output: RequestOutput | None = None
-        self._text = text
-        self._eager = text is not None and (streams or text.has_stops)
-        self._new: list[int] = []
-        self._new_text: list[str] = []
-        self._first_token_at: float | None = None
-        self._failure: str | None = None  # why there is no more text
-
-    def push(self, token: int, now: float) -> FinishReason | None:
-        """Take in a token. Returns why the request is to end here, if it is: a stop string, or text that cannot be made."""
-        if self._first_token_at is None:
-            self._first_token_at = now
-        self._new.append(token)
-        if self._eager and self._failure is None:
-            self._read([token])
-        return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
-
-    def finish(self, finished: Finished, now: float) -> None:
-        """The request has ended: make its output."""
-        tokens = finished.token_ids.tolist()
-        try:
-            if self._text is not None and self._failure is None:
-                self._read(tokens if not self._eager else [], last=True)
-        finally:
-            stopped = self._text is not None and self._text.stopped
-            arrival = self.request.arrival
-            first = None if self._first_token_at is None else self._first_token_at - arrival
-            self.output = RequestOutput(
-                request_id=finished.request_id,
-                prompt=self.prompt,
-                prompt_token_ids=self.request.prompt_token_ids.tolist(),
-                text=None if self._text is None else self._text.text,
-                token_ids=tokens,
-                finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
-                timings=Timings(first_token_s=first, total_s=now - arrival),
-                num_preemptions=finished.num_preemptions,
-                error=self._failure or finished.error,
-            )
-
-    def _read(self, tokens: list[int], last: bool = False) -> None:
-        """Turn tokens into text. A tokenizer that raises fails this request and no other; an interrupt goes on."""
-        assert self._text is not None
-        try:
-            self._new_text.append(self._text.push(tokens)[0])
-            if last:
-                self._new_text.append(self._text.finish())
-        except BaseException as error:
-            self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
-            if not isinstance(error, Exception):
-                raise
-            log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
-
-    def ready(self, interval: int) -> bool:
-        """Whether a chunk is to be given now."""
-        return self.output is not None or len(self._new) >= interval
-
-    def take(self) -> StreamChunk:
-        """What is new since the last chunk."""
-        chunk = StreamChunk(self.index, "".join(self._new_text), self._new, self.output)
-        self._new, self._new_text = [], []
-        return chunk
 
 
 def _keep_memory(reference: weakref.ref[LLM]) -> None:

@@ -7,7 +7,7 @@
 What a lease grants covers all bytes of the process: `base` is what it holds besides KV (weights, libraries, workspaces), and
 the pool may have what is left. Bytes go back in this order: what libraries keep for later, free extents, compaction, then
 the last in order is preempted, and that only for a recall. While requests run, all of it happens in slices, one a step, so
-that no step takes long.
+that no step takes long. The host tier's memory goes back, with what lies there, when there has been no request for long.
 
 Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.
 """
@@ -22,12 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..allocator.arena import Arena
 from ..allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ..monitor.units import GIB, MIB, format_bytes
 from ..scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .host_pool import HostPool  # which loads torch
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,8 @@ class EngineMemory:
         weights_bytes: Of what it holds, the weights; for people.
         trim: Gives back what libraries keep for later.
         lease: None without a broker.
-        idle_s: How long extents stay that nobody needs.
+        idle_s: How long extents stay that nobody needs, and the host tier's memory without a request.
+        host: The host tier's memory; None without one.
         clock: Seconds, monotonic.
     """
 
@@ -103,6 +107,7 @@ class EngineMemory:
         trim: Callable[[], None],
         lease: Lease | None,
         idle_s: float,
+        host: HostPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease = lease
@@ -116,6 +121,7 @@ class EngineMemory:
         self._weights_bytes = weights_bytes
         self._trim = trim
         self._idle_s = idle_s
+        self._host = host
         self._clock = clock
         self._planned_bytes = base_bytes() + reserve_bytes
         self._base_bytes = self._planned_bytes
@@ -124,7 +130,8 @@ class EngineMemory:
         self._trim_at = -math.inf  # when that is due again for what has outgrown the grant
         self._asked = 0  # extents, in the last ask; 0 when it was taken back
         self._told_free = 0  # extents that were reported free
-        self._needed_at = clock()  # when all that is mapped was needed last
+        self._needed_at = self._used_at = clock()  # when all that is mapped was needed last; when a request was here
+        self._in_use = False  # by a request, in the step that is prepared
         self._began_at = self._settled_at = -math.inf  # of the last step
         self._alone = True  # nobody made steps before the one that is prepared
         self._plain_s: deque[float] = deque(maxlen=16)  # what the last steps took that had nothing to copy or map
@@ -146,6 +153,9 @@ class EngineMemory:
         self._listen()
         scheduler = self._scheduler()
         self._limit(scheduler)
+        self._in_use = _in_use(scheduler)
+        if self._host_idle(scheduler):
+            self._rest_host(scheduler)
         if self._recalled(scheduler) or self._shed_excess(scheduler):
             return
         if self._short(scheduler) and now >= self._look_at:
@@ -165,6 +175,8 @@ class EngineMemory:
             return True
         self._answer()  # a recall of what was granted and never mapped needs no step
         if self._excess(scheduler) > 0 and scheduler.idle_extents:
+            return True
+        if self._host_idle(scheduler):
             return True
         may_rest = scheduler.num_extents > self._min_extents and self._clock() - self._needed_at >= self._idle_s
         return may_rest and scheduler.idle_extents > 0
@@ -321,6 +333,18 @@ class EngineMemory:
         elif not scheduler.give_back(min(spare, self._unmap_slice(scheduler))):
             self._needed_at = now  # nothing of it is idle: look again after another while
 
+    def _host_idle(self, scheduler: Scheduler) -> bool:
+        """Whether the host tier has memory, and nobody has been here to need it for long."""
+        if self._host is None or not self._host.mapped_bytes or _in_use(scheduler):
+            return False
+        return self._clock() - self._used_at >= self._idle_s
+
+    def _rest_host(self, scheduler: Scheduler) -> None:
+        """Give back a slice of the host tier's memory; what lies there is forgotten, as prefixes on the device are."""
+        assert self._host is not None
+        scheduler.cache.rest()
+        self._host.give_back(UNMAP_SLICE_BYTES)
+
     def _wanted_extents(self, scheduler: Scheduler) -> int:
         """Extents for what is forecast, and one ahead of it."""
         wanted = scheduler.wanted_blocks()
@@ -337,6 +361,8 @@ class EngineMemory:
         """Take in what a step did to the pool: report it, answer a recall."""
         mapped = self._arena.mapped_bytes
         now = self._settled_at = self._clock()
+        if self._in_use:
+            self._used_at = now
         changed = mapped != self._mapped_bytes
         self._learn(now - self._began_at, max(0, mapped - self._mapped_bytes), changed)
         if changed:
@@ -444,3 +470,8 @@ class EngineMemory:
             "refused_resizes": stats.refused,
             "lost_brokers": stats.lost_brokers,
         }
+
+
+def _in_use(scheduler: Scheduler) -> bool:
+    """Whether a request is here, running or waiting."""
+    return bool(scheduler.num_running or scheduler.num_waiting)

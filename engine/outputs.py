@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..scheduler.scheduler import FinishReason
+from ..scheduler.sequence import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +17,59 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request.
+class Completion:
+    """One continuation of a prompt.
 
     `finish_reason` is "stop" (an end id, stop id or stop string), "length" (`max_new_tokens`, the model's context or the
     pool's capacity), "aborted", or "error" (then `error` says what happened; the tokens so far are there).
     """
 
-    request_id: str
-    prompt: str | None  # None when the prompt was given as token ids
-    prompt_token_ids: list[int]
     text: str | None  # what follows the prompt, cut before a stop string; None without a tokenizer
     token_ids: list[int]  # everything generated, the end id included
     finish_reason: FinishReason
     timings: Timings
     num_preemptions: int = 0
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request: the `n` continuations that were asked for. The properties are those of the first."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: list[int]
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str | None:
+        """What follows the prompt, cut before a stop string; None without a tokenizer."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Everything generated, the end id included."""
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended: see `Completion`."""
+        return self.completions[0].finish_reason
+
+    @property
+    def timings(self) -> Timings:
+        """When the first token came, and the end."""
+        return self.completions[0].timings
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it had to give its blocks back."""
+        return self.completions[0].num_preemptions
+
+    @property
+    def error(self) -> str | None:
+        """What happened, where `finish_reason` is "error"."""
+        return self.completions[0].error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -41,17 +78,20 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What is new of one request: `text` ends at a whole character and never changes later.
+    """What is new of one continuation: `text` ends at a whole character and never changes later.
 
-    The last chunk of a request has `output`, and its `finish_reason`.
+    The last chunk of a continuation has `completion`, and its `finish_reason`; the last chunk of all of a prompt's has
+    `output` as well.
     """
 
     index: int  # of the prompt
     text: str
     token_ids: list[int] = field(default_factory=list)
+    number: int = 0  # of the continuation, of the prompt's n
+    completion: Completion | None = None
     output: RequestOutput | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None until the request has ended."""
-        return self.output.finish_reason if self.output else None
+        """None until the continuation has ended."""
+        return self.completion.finish_reason if self.completion else None

@@ -54,6 +54,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._seed = np.zeros(num_rows, np.uint64)
+        self._index = np.zeros(num_rows, np.uint64)
         self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
         self._top_k = np.zeros(num_rows, np.int64)  # 0: off
         self._top_p = np.ones(num_rows, np.float64)  # 1: off; else as `_share_for` gives it
@@ -69,6 +70,7 @@ class Sampler:
         """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""
         self.release(np.array([row]))
         self._seed[row] = sampling.seed
+        self._index[row] = sampling.index
         self._temperature[row] = min(max(sampling.temperature, _COLDEST), _LARGEST) if sampling.temperature > 0 else 0.0
         self._top_k[row] = sampling.top_k if sampling.top_k < self._vocab_size else 0
         self._top_p[row] = _share_for(sampling.top_p) if sampling.top_p < 1 else 1.0
@@ -114,7 +116,7 @@ class Sampler:
         bad = ~np.isfinite(top)
         special = (self._temperature[rows] > 0) | (self._slot[rows] != _NO_SLOT) | (positions < self._held_until[rows])
         if special.any():
-            noise = uniform(self._seed[rows], np.zeros(len(rows), np.uint64), positions)
+            noise = uniform(self._seed[rows], self._index[rows], positions)
             for part, x in _chunks(logits, np.flatnonzero(special & ~bad)):
                 best = (tokens[part], top[part])
                 tokens[part], bad[part] = self._treat(x, rows[part], positions[part], best, noise[part])

@@ -127,6 +127,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         ("min-p", float), ("repetition-penalty", float), ("seed", int),
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="continuations of each prompt (default 1)")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often"
     )
@@ -157,7 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     given = _given(
         args, "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-        "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens", "n",
     )  # fmt: skip
     params = SamplingParams(**given)
     prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
@@ -171,11 +172,13 @@ def _generate(args: argparse.Namespace) -> int:
             for output in outputs:
                 print(json.dumps(output.to_dict(), ensure_ascii=False))
         elif not args.stream:
-            _print_texts([str(output.text) if output.text is not None else str(output.token_ids) for output in outputs])
-    for output in outputs:
-        if output.error:
-            print(f"pagetide: a request failed: {output.error}", file=sys.stderr)
-    return int(any(output.error for output in outputs))
+            _print_texts(
+                [str(c.token_ids if c.text is None else c.text) for output in outputs for c in output.completions]
+            )
+    errors = [completion.error for output in outputs for completion in output.completions if completion.error]
+    for error in errors:
+        print(f"pagetide: a request failed: {error}", file=sys.stderr)
+    return int(bool(errors))
 
 
 def _read_prompt(name: str) -> str:
@@ -197,12 +200,12 @@ def _print_texts(texts: Sequence[str]) -> None:
 def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
     """Print what comes, as it comes: JSON lines of all prompts mixed, or one text after the other."""
     outputs: dict[int, Any] = {}
-    view = None if as_json else _InTurn(len(prompts))
+    view = None if as_json else _InTurn(len(prompts), params.n)
     for chunk in llm.stream(list(prompts), params):
         if chunk.output is not None:
             outputs[chunk.index] = chunk.output
         if view is None:
-            line = {"index": chunk.index, "text": chunk.text, "token_ids": chunk.token_ids}
+            line = {"index": chunk.index, "number": chunk.number, "text": chunk.text, "token_ids": chunk.token_ids}
             line |= {"output": chunk.output.to_dict()} if chunk.output else {}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         else:
@@ -213,15 +216,17 @@ def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> lis
 class _InTurn:
     """Prints the texts of several streams one after the other: the first that is not complete is live."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, num_prompts: int, each: int) -> None:
+        count, self._each = num_prompts * each, each
         self._waiting = [""] * count
         self._done = [False] * count
         self._live = 0
         self._begin()
 
     def show(self, chunk: Any) -> None:
-        self._waiting[chunk.index] += chunk.text
-        self._done[chunk.index] = chunk.output is not None
+        place = chunk.index * self._each + chunk.number
+        self._waiting[place] += chunk.text
+        self._done[place] = chunk.completion is not None
         while self._live < len(self._done):
             print(self._waiting[self._live], end="", flush=True)
             self._waiting[self._live] = ""

@@ -1,9 +1,11 @@
 """What swapping and computing take: seconds, from rates that are measured while running.
 
-A block that is demoted is copied twice, out now and in when it is wanted again; one that is forgotten is computed again:
+A block that is demoted is copied out now, and in when it is wanted again; one that is forgotten is computed then:
 
-    demoting is worth it    2 x block bytes / bandwidth  <  tokens of a block x seconds of a prefill token
-    bringing back is            block bytes / bandwidth  <  the same
+    copy = block bytes / bandwidth    compute = tokens of a block x seconds of a prefill token
+
+    demoting is worth it    copy + chance x copy  <  chance x compute, for the chance that it is wanted again
+    bringing back is                        copy  <  compute
 
 Both sides begin at a guess that a millisecond of measuring outweighs. Prefill is measured in steps that mostly do that, as
 decoding takes many times longer for a token. What was measured fades with every step, so that a rate nobody measures any more
@@ -11,6 +13,8 @@ decoding takes many times longer for a token. What was measured fades with every
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +58,10 @@ class SwapCost:
         return self._prefill.value
 
     @property
-    def demotes(self) -> bool:
-        """Whether a block is better copied out and in than forgotten and computed again."""
-        return self.swap_s(1) < self.compute_s(self.block_size)
+    def least_chance(self) -> float:
+        """How likely a block must be wanted again to be better copied out than forgotten; 1 or more where none is."""
+        copy_s, compute_s = self.swap_s(1) / 2, self.compute_s(self.block_size)
+        return copy_s / (compute_s - copy_s) if compute_s > copy_s else math.inf
 
     @property
     def promotes(self) -> bool:

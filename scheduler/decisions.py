@@ -37,12 +37,32 @@ class Decisions:
         """`request_id`, preempted with `had` tokens computed, is seated again, with `found` of them."""
         self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
-    def gave_up(self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float) -> None:
-        """Of cached blocks so many were demoted and evicted; a block takes `swap_s` out and in, and `compute_s` to compute."""
+    def waits(self, step: int, request_id: str, needed: int, room: int, expected: int | None, usable: int) -> None:
+        """`request_id` was not seated: it needs so many blocks now and a newcomer can have `room`; or all that run and it are
+        expected to come to `expected` (None: not asked) of the `usable` blocks.
+        """
+        self._kept.append(
+            {
+                "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "expected": expected,
+                "usable": usable,
+            }
+        )  # fmt: skip
+
+    def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
+        """`request_id`, which needs so many blocks, was seated before `others`, who came first and do not fit."""
+        self._kept.append({"step": step, "what": "pass", "request_id": request_id, "needed": needed, "passed": others})
+
+    def gave_up(
+        self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float, chances: tuple[float, float]
+    ) -> None:
+        """Of cached blocks so many were demoted and evicted; a block takes `swap_s` out and in, and `compute_s` to compute.
+
+        `chances` are those that a block is wanted again which no request has found, and one which some has.
+        """
         self._kept.append(
             {
                 "step": step, "what": "give up", "demoted": demoted, "evicted": evicted, "swap_s": swap_s,
-                "compute_s": compute_s,
+                "compute_s": compute_s, "chance_new": chances[0], "chance_found": chances[1],
             }
         )  # fmt: skip
 

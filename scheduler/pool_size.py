@@ -27,6 +27,7 @@ class PoolSize:
         self._growing: list[int] = []
         self._leaving: list[int] = []
         self._copies: list[BlockCopies] = []
+        self._moving: list[BlockCopies] = []  # by the plan that is out
 
     @property
     def pending(self) -> bool:
@@ -83,32 +84,39 @@ class PoolSize:
             self._copies.append(shrink.copies)
         return len(called_off) + len(shrink.extents), shrink.tables
 
-    def take(self) -> tuple[Resize, BlockCopies | None]:
+    def take(self) -> tuple[Resize, list[BlockCopies]]:
         """What the plan that is being made does; its result must come to `settle`."""
         if not self.pending:
-            return NO_RESIZE, None
-        resize, copies = Resize(_sorted(self._growing), _sorted(self._leaving)), _joined(self._copies)
-        self._growing, self._leaving, self._copies = [], [], []
-        return resize, copies
+            return NO_RESIZE, []
+        resize = Resize(_sorted(self._growing), _sorted(self._leaving))
+        self._moving, self._growing, self._leaving, self._copies = self._copies, [], [], []
+        return resize, self._moving
 
-    def settle(self, plan: Plan, result: Result) -> None:
-        """Take in what became of the plan's resize. Raises OutOfTurn, with no change, for extents it did not name."""
+    def settle(self, plan: Plan, result: Result) -> int:
+        """Take in what became of the plan's resize. Returns how many blocks moved.
+
+        Raises OutOfTurn, with no change, for extents it did not name.
+        """
         asked, done = plan.resize, result
         some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
         if some or not np.isin(done.unmapped, asked.unmap).all():
             raise OutOfTurn(f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so")
-        if plan.copies is not None:
-            self.cache.moved(plan.copies)
+        moves = joined(self._moving)
+        if moves is not None:
+            self.cache.moved(moves)
+        self._moving = []
         self.cache.grow(done.mapped)
         self.cache.unmapped(done.unmapped)
         self.cache.keep(np.setdiff1d(asked.unmap, done.unmapped))
+        return 0 if moves is None else len(moves.sources)
 
 
 def _sorted(extents: list[int]) -> Index:
     return np.array(sorted(extents), np.int64)
 
 
-def _joined(copies: list[BlockCopies]) -> BlockCopies | None:
+def joined(copies: list[BlockCopies]) -> BlockCopies | None:
+    """All of `copies` as one, as if at once; None for none."""
     if len(copies) <= 1:
         return copies[0] if copies else None
     return BlockCopies(*(np.concatenate([getattr(c, name) for c in copies]) for name in ("sources", "targets")))

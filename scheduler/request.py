@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 DEFAULT_MAX_NEW_TOKENS = 256
+MOST_FORKS = 4096  # continuations of a prompt
 _MOST = 2**31 - 1  # token ids and counts are 32 bits wide
 
 
@@ -19,6 +20,8 @@ class SamplingParams:
     """How to continue a prompt. `None` everywhere means: as the model's `generation_config.json` says, else the default.
 
     Args:
+        n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws for itself; where
+            nothing is drawn (temperature 0) they are all alike.
         max_new_tokens: Most tokens to generate, at least 1 (default 256). Generation also ends at the model's context.
         min_new_tokens: No end id and no stop id is sampled before so many tokens.
         temperature: 0 is greedy. Defaults to 0 unless the model's generation config says `do_sample`, or one of
@@ -49,8 +52,10 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     add_special_tokens: bool = True
+    n: int | None = None
 
     def __post_init__(self) -> None:
+        _check_integer("n", self.n, least=1, most=MOST_FORKS)
         _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
         _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
         _check_integer("top_k", self.top_k, least=0, most=_MOST)
@@ -124,13 +129,15 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # with the model's end ids, unless they are ignored
     seed: int = 0
+    index: int = 0  # among the continuations of a prompt: with the seed it says what is drawn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt to continue. A lower `priority` goes first; equal ones go by `arrival` (seconds, any clock).
 
-    Prefixes are shared with requests of the same `cache_salt` alone; None is a key space of its own.
+    Prefixes are shared with requests of the same `cache_salt` alone; None is a key space of its own. `fork_of` names a request
+    with the same prompt and salt, waiting or running: its prompt is computed once for both.
     """
 
     request_id: str
@@ -139,6 +146,20 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     cache_salt: bytes | None = None
+    fork_of: str | None = None
+
+    def forked(self, n: int) -> list[Request]:
+        """This request, and n - 1 that share its prompt and draw for themselves."""
+        forks = (
+            replace(
+                self,
+                request_id=f"{self.request_id}.{i}",
+                sampling=replace(self.sampling, index=i),
+                fork_of=self.request_id,
+            )
+            for i in range(1, n)
+        )
+        return [self, *forks]
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

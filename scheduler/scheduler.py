@@ -3,11 +3,16 @@
 There are no prefill and decode phases. A sequence has tokens known and tokens computed, and every step lets some
 sequences catch up: a prompt chunk, a decode token and a resumed sequence are the same thing. Rules:
 
-- Order is (priority, arrival): a lower priority number first, then first come first served.
-- Who lacks one token (decodes) goes first; every one of them is in every step. Then unfinished prompts in order, each by
-  at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the step and blocks last.
+- Who runs is in the order of (priority, arrival): a lower priority number first, then first come first served. Who waits is in
+  the order of arrival too, a step of priority weighing as much as AGING_S seconds of it (waiting.py).
+- Who lacks one token (decodes) goes first; every one of them is in every step, unless a copy still holds its next block.
+  Then unfinished prompts in order, each by at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the
+  step and blocks last.
 - A request is admitted with the blocks of all its known tokens, when the forecast says the others can still grow
-  (policy.py). The head of the queue is never passed over. Who waits does not push out who runs.
+  (policy.py). One that does not fit is passed by smaller ones, of the MOST_TRIED next, no more than MOST_PASSES times; who was
+  preempted is not passed. Who waits does not push out who runs.
+- A fork shares the prompt of another request. It waits until that is computed, and begins with its blocks: the full ones
+  are shared, the partly filled one is copied, the last token is computed again to sample from.
 - What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token. What a
   sequence has computed can be found chunk by chunk of its prompt; what it generated, when it gives up its row.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
@@ -24,110 +29,33 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from ..cache.block_table import Index, Int32, TableUpdate
-from ..cache.manager import CacheManager, merged
+from ..cache.block_table import BlockCopies, Index, TableUpdate
+from ..cache.manager import NO_HIT, CacheManager, merged
 from ..cache.prefix_hash import Chain
 from ..cache.prefix_index import PrefixHit
-from .cost import Seconds, SwapCost
+from .cost import SwapCost
 from .decisions import Decision, Decisions
 from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
+from .expected import ExpectedBlocks
+from .limits import Limits
+from .outcome import Emissions, Finished, Stats
 from .plan import NO_ROWS, Admission, Bool, Plan, Result
 from .policy import LengthForecast
-from .pool_size import PoolSize
+from .pool_size import PoolSize, joined
 from .request import Request
 from .rows import Rows
+from .sequence import FinishReason, Sequence
+from .victims import Victims
+from .waiting import Waiting
 
-FinishReason = Literal["stop", "length", "aborted", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The scheduler's bounds. No more than `max_step_tokens` sequences run, as each gets a token in every step."""
-
-    max_seqs: int
-    max_step_tokens: int
-    max_model_len: int
-    max_chunk_tokens: int | None = None
-    forecast: bool = True  # False admits whatever fits now
-
-    def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_step_tokens", "max_model_len", "max_chunk_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
-    @property
-    def seats(self) -> int:
-        """Sequences that may run at the same time."""
-        return min(self.max_seqs, self.max_step_tokens)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Finished:
-    """A request's end: why, and everything it generated."""
-
-    request_id: str
-    reason: FinishReason
-    token_ids: Int32
-    num_preemptions: int
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Emissions:
-    """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""
-
-    step_id: int
-    request_ids: list[str]
-    tokens: list[int]
-    finished: tuple[Finished, ...] = ()
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters since the start. The scheduler mutates them."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    peak_used_blocks: int = 0
-    grown_extents: int = 0
-    given_back_extents: int = 0
-    moved_blocks: int = 0
-    refused_resizes: int = 0
-    prefix_lookups: int = 0
-    prefix_lookup_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    demoted_blocks: int = 0  # copied to the host tier
-    promoted_blocks: int = 0  # copied back
-
-
-class _Sequence:
-    """One request on its way: in a row, or waiting with the tokens known of it."""
-
-    __slots__ = ("chain", "computed", "key", "marked", "preemptions", "request", "row", "tokens")
-
-    def __init__(self, request: Request, number: int, chain: Chain | None) -> None:
-        self.request = request
-        self.chain = chain  # of the tokens that may be found or made findable; None where nothing is cached
-        self.computed = 0  # tokens when it was preempted
-        self.key = (request.priority, request.arrival, number)
-        self.tokens = request.prompt_token_ids  # current only while it waits
-        self.row: int | None = None
-        self.preemptions = 0
-        self.marked: FinishReason | None = None  # to be ended at the next chance
-
-    def __lt__(self, other: _Sequence) -> bool:
-        return self.key < other.key
+MOST_TRIED = 8  # waiting sequences that may pass one that does not fit, of those next in order
+MOST_PASSES = 16  # before nobody passes it any more
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +65,17 @@ class _Changes:
     released: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
+    copies: list[BlockCopies] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Start:
+    """What a sequence begins with: what was found, or the blocks of `leader_row`. It takes `num_blocks` of those available."""
+
+    num_blocks: int
+    hit: PrefixHit
+    leader_row: int | None = None
 
 
 class Scheduler:
@@ -158,14 +96,15 @@ class Scheduler:
         self.forecast = LengthForecast()
         self.decisions = Decisions()
         self.rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
-        self._sequences: dict[str, _Sequence] = {}
+        self._victims = Victims(cache, self.rows, cost)
+        self._expected = ExpectedBlocks(cache, self.rows, self.forecast)
+        self._sequences: dict[str, Sequence] = {}
         self._size = PoolSize(cache)
-        self._waiting: list[_Sequence] = []  # a heap
-        self._aside: list[_Sequence] = []  # waiting too, but for more blocks than the limit allows
-        self._running: dict[int, _Sequence] = {}  # by row
+        self._waiting = Waiting()
+        self._running: dict[int, Sequence] = {}  # by row
         self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
-        self._prefilling: list[_Sequence] = []  # the other running ones, in order
-        self._marked: list[_Sequence] = []
+        self._prefilling: list[Sequence] = []  # the other running ones, in order
+        self._marked: list[Sequence] = []
         self._changes = _Changes()
         self._plan: Plan | None = None
         self._blocked = False  # nothing changed since the head of the queue was last refused
@@ -184,6 +123,7 @@ class Scheduler:
         """
         fresh = Scheduler(self.cache.renewed(mapped), self.limits, self.cost)
         fresh.stats, fresh.forecast, fresh.decisions = self.stats, self.forecast, self.decisions
+        fresh._expected = ExpectedBlocks(fresh.cache, fresh.rows, fresh.forecast)
         fresh.limit_blocks = self.limit_blocks
         ends = list(self._changes.finished)
         told = {end.request_id for end in ends}
@@ -218,27 +158,32 @@ class Scheduler:
         """
         if self._running or self._marked or self._changes.finished or self._size.pending:
             return False
-        return bool(self._sequences) and (self._blocked or not self._waiting)
+        return bool(self._sequences) and (self._blocked or not self._waiting.queue)
 
     @property
     def waiting_ids(self) -> list[str]:
-        """The queue, first one first."""
-        return [s.request.request_id for s in sorted(self._waiting + self._aside)]
+        """Who waits for a row, first one first; not the forks that wait for a prompt to be computed."""
+        return [sequence.request.request_id for sequence in self._waiting]
 
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
         self.check(request)
         chain = self.cache.chain(request.prompt_token_ids, request.cache_salt)
-        sequence = _Sequence(request, next(self._numbers), chain)
+        leader = None if request.fork_of is None else self._sequences[request.fork_of]
+        sequence = Sequence(request, next(self._numbers), chain, leader)
         self._sequences[request.request_id] = sequence
-        heapq.heappush(self._waiting, sequence)
-        self._blocked = self._blocked and self._waiting[0] is not sequence
+        if leader is not None and not self._is_computed(leader):
+            self._waiting.put_behind(sequence, leader)
+        elif self._waiting.add(sequence) <= MOST_TRIED:
+            self._blocked = False
 
     def check(self, request: Request) -> None:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest for what `add` would refuse. Read-only."""
         length = len(request.prompt_token_ids)
         if request.request_id in self._sequences:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use")
+        if request.fork_of is not None:
+            self._check_fork(request, request.fork_of)
         if length < 1:
             raise RequestRejected("the prompt is empty: at least one token is needed to start from")
         if length >= self.limits.max_model_len:
@@ -251,6 +196,18 @@ class Scheduler:
             raise PromptTooLong(
                 f"the prompt's {length:,} tokens need {needed:,} blocks of {self.cache.block_size} tokens, the whole pool "
                 f"has {self.cache.capacity:,}: shorten it, or give the engine more kv_memory"
+            )
+
+    def _check_fork(self, request: Request, leader_id: str) -> None:
+        leader = self._sequences.get(leader_id)
+        if leader is None:
+            raise RequestRejected(f"{request.request_id!r} is to share the prompt of {leader_id!r}, which is not here")
+        other = leader.request
+        if request.cache_salt != other.cache_salt or not np.array_equal(
+            request.prompt_token_ids, other.prompt_token_ids
+        ):
+            raise RequestRejected(
+                f"{request.request_id!r} is to share the prompt of {leader_id!r}, but has another prompt or cache_salt"
             )
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
@@ -280,9 +237,7 @@ class Scheduler:
         if blocks < 0:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._size.limit_blocks = min(blocks, self.cache.capacity)
-        self._waiting += self._aside
-        heapq.heapify(self._waiting)
-        self._aside.clear()
+        self._waiting.call_back()
         self._blocked = False
 
     @property
@@ -302,7 +257,7 @@ class Scheduler:
 
     def running_blocks(self) -> int:
         """Blocks that whoever runs is forecast to need at one time: with fewer, somebody is preempted soon. Read-only."""
-        return self._needed([])
+        return self._expected.needed(self._running_rows(), [])
 
     def wanted_blocks(self) -> int:
         """Blocks that whoever runs, and whoever waits and has a seat, are forecast to need at one time. Read-only.
@@ -311,12 +266,12 @@ class Scheduler:
         somebody wants to know, not for every step.
         """
         newcomers, needed = [], 0
-        for sequence in self._waiting[: self.rows.num_free]:  # of a longer queue its head and some others: it is a heap
+        for sequence in self._waiting.queue[: self.rows.num_free]:
             if needed >= self.cache.capacity:
                 break
             newcomers.append(sequence)
             needed += self.cache.blocks_for(len(sequence.tokens))
-        return self._needed(newcomers)
+        return self._expected.needed(self._running_rows(), newcomers)
 
     def grow(self, num_extents: int) -> int:
         """Let the next plan map up to `num_extents` extents more, within the limit. Returns how many it will.
@@ -352,7 +307,7 @@ class Scheduler:
         self._end_marked()
         due = min(num_extents, self._size.removable_extents)
         while self._running and (missing := self._size.missing_blocks(due)) > 0:
-            victims = self._by_worth()[::-1]
+            victims = self._victims.by_worth(self._running.values())[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
             self._admits = False
@@ -361,7 +316,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
 
-        `now` (seconds) is for policies that weigh waiting times; today's order needs none.
+        `now` (seconds) is for policies that weigh waiting times; today's order needs none (waiting.py).
         """
         if self._plan is not None:
             raise OutOfTurn(f"plan {self._plan.step_id} is out: apply its result first")
@@ -372,7 +327,7 @@ class Scheduler:
         chunks = self._chunk_prefills(budget)
         budget -= sum(length for _, length in chunks)
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
-        if self._waiting and not self._blocked and settled and self._admits:
+        if self._waiting.queue and not self._blocked and settled and self._admits:
             chunks += self._admit(budget)
         if self._withheld:
             self._withheld, self._blocked = 0, False
@@ -401,7 +356,7 @@ class Scheduler:
             self._promote()
         for failure in result.failures:
             self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
-        if ended.any():
+        if np.count_nonzero(ended):
             for i in np.flatnonzero(ended):
                 self._end_if_due(self._running[int(sampled[i])], int(result.tokens[i]))
         self._end_marked()
@@ -414,9 +369,11 @@ class Scheduler:
     def explain(self) -> list[Decision]:
         """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
 
-        "preempt" names a victim, the blocks won, and the seconds that swapping and computing what it loses would take;
+        "wait" names one that did not fit when it was first its turn: the blocks it needs, those there are, and what all who run
+        and it are expected to come to; "pass" a smaller one that was seated before others; "preempt" a victim, the blocks
+        won, and the seconds that swapping and computing what it loses would take;
         "return" one that is seated again, the tokens it had and those it found; "give up" how many cached blocks were
-        demoted and evicted, and what a block takes either way.
+        demoted and evicted, what a block takes either way, and how likely one is to be wanted again.
         """
         return self.decisions.to_list()
 
@@ -425,7 +382,7 @@ class Scheduler:
         self.cache.check_invariants()
         rows, held = self.rows, self.cache.tables[0].lengths
         assert {s.row for s in self._running.values()} == set(self._running), "a sequence's row is not its own"
-        assert len(self._waiting) + len(self._aside) == self.num_waiting, "a sequence neither waits nor runs"
+        assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
         assert rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
         prefilling = [s.row for s in self._prefilling]
         assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self._running), "a row is in no list, or two"
@@ -440,23 +397,32 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _extend_decodes(self) -> Index:
-        """A block for every decoding row at a block's border, preempting the last in order when blocks are short."""
+        """A block for every decoding row at a block's border, preempting the last in order when blocks are short.
+
+        Returns the rows that decode in this step: all, but for those whose block is still read or written by a copy.
+        """
         known = self.rows.known
         short = self.cache.short(self._decoding, known[self._decoding])
         if len(short):
             extension = self.cache.extend(short, known[short])
             if extension is None:
                 short = self._make_room(short)
+                now = self.cache.available // len(self.cache.tables)
+                short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
+                self._changes.tables.append(extension.tables)
+                return self._decoding[~np.isin(self._decoding, later)] if len(later) else self._decoding
             self._changes.tables.append(extension.tables)
         return self._decoding
 
     def _make_room(self, short: Index) -> Index:
-        """Preempt, last in order first, until the rows of `short` that remain can each have a block. Returns those."""
+        """Preempt, last in order first, until the rows of `short` that remain can each have a block, now or when the copies of
+        the next plan are done. Returns those.
+        """
         groups = len(self.cache.tables)
-        victims = self._by_worth()
-        while len(short) * groups > self.cache.available:
+        victims = self._victims.by_worth(self._running.values())
+        while len(short) * groups > self.cache.available + self.cache.landing:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
@@ -465,34 +431,7 @@ class Scheduler:
                 self._end(victim, "length")  # the pool may not: this is as long as it can get
         return short
 
-    def _by_worth(self) -> list[_Sequence]:
-        """Whoever runs; the last one is preempted first.
-
-        That is one of the lowest priority; of these one that was not preempted yet; of these whose blocks cost least, each,
-        to swap or compute again, whichever is cheaper; of these the youngest. Without a host tier it is the last in order.
-        """
-        running = sorted(self._running.values())
-        if self.cache.host is None or self.cost is None:
-            return running
-        won, _, seconds = self._at_stake(running)
-        per_block = np.full(len(running), np.inf)
-        np.divide(np.minimum(*seconds), won, out=per_block, where=won > 0)
-        priority = np.array([s.request.priority for s in running])
-        spared = np.array([s.preemptions == 0 for s in running])
-        return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
-
-    def _at_stake(self, sequences: list[_Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
-        """What preempting each of `sequences` wins and loses: blocks that nobody else has, tokens computed in them, and the
-        seconds to swap these and to compute them.
-        """
-        assert self.cost is not None
-        rows = np.array([s.row for s in sequences], np.int64)
-        won = self.cache.sole_blocks(rows)
-        shared = (self.cache.held_blocks(rows) - won) // len(self.cache.tables)
-        tokens = np.maximum(self.rows.computed[rows] - shared * self.cache.block_size, 0)
-        return won, tokens, self.cost.victims_s(tokens)
-
-    def _chunk_prefills(self, budget: int) -> list[tuple[_Sequence, int]]:
+    def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []
         for sequence in self._prefilling:
             if budget <= 0:
@@ -503,40 +442,85 @@ class Scheduler:
             budget -= length
         return chunks
 
-    def _admit(self, budget: int) -> list[tuple[_Sequence, int]]:
-        """Seat waiting sequences, in order, while seats, blocks and tokens of this step last."""
-        chunks = []
-        while budget > 0 and self._waiting and self.rows.num_free:
-            sequence = self._waiting[0]
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Seat waiting sequences, in order, while seats, blocks and tokens of this step last.
+
+        Whoever does not fit now may be passed by some of the next that need less: MOST_PASSES times, so that it is not held up
+        for good; never after a preemption.
+        """
+        chunks: list[tuple[Sequence, int]] = []
+        refused: list[Sequence] = []
+        least = self.cache.capacity + 1  # blocks that a refused one needs
+        while budget > 0 and len(refused) < len(self._waiting.queue) and self.rows.num_free:
+            place = len(refused)
+            sequence = self._waiting.queue[place]
             known = len(sequence.tokens)
             if self.cache.blocks_for(known) > self.limit_blocks:
-                self._aside.append(heapq.heappop(self._waiting))  # nobody waits for what may not come
+                self._waiting.put_aside(place)  # nobody waits for what may not come
                 continue
-            hit = self.cache.lookup(sequence.chain, known - 1)
-            if not self._fits(sequence, hit):
-                self._blocked = True
+            start = self._start(sequence)
+            if start is None:
+                assert sequence.leader is not None
+                self._waiting.remove(sequence)
+                self._waiting.put_behind(sequence, sequence.leader)
+                continue
+            if (not refused or start.num_blocks <= least // 2) and self._fits(sequence, start.num_blocks):
+                self._waiting.remove(sequence)
+                self._seat(sequence, start)
+                length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
+                chunks.append((sequence, length))
+                budget -= length
+                if refused:
+                    self._pass(sequence, start.num_blocks, refused)
+            else:
+                refused.append(sequence)
+                least = min(least, start.num_blocks)
+            if len(refused) > MOST_TRIED or any(s.preemptions or s.passes >= MOST_PASSES for s in refused):
                 break
-            heapq.heappop(self._waiting)
-            self._seat(sequence, hit)
-            length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
-            chunks.append((sequence, length))
-            budget -= length
+        self._blocked = bool(refused)
         return chunks
+
+    def _start(self, sequence: Sequence) -> _Start | None:
+        """What a waiting sequence can begin with now; None for a fork that better waits for its leader's prompt."""
+        known, leader = len(sequence.tokens), sequence.leader
+        if leader is not None and leader.row is not None and not sequence.preemptions:
+            if not self._is_computed(leader):
+                return None
+            shared = (known - 1) // self.cache.block_size * len(self.cache.tables)
+            return _Start(self.cache.blocks_for(known) - shared, NO_HIT, leader.row)
+        hit = self.cache.lookup(sequence.chain, known - 1)
+        return _Start(self.cache.needed(known, hit), hit)
+
+    def _is_computed(self, leader: Sequence) -> bool:
+        """Whether `leader` runs and has a step's result behind its prompt, so that its blocks can be shared. Read-only."""
+        return leader.row is not None and bool(self.rows.known[leader.row] > len(leader.tokens))
 
     def _chunk(self, lacking: int, budget: int) -> int:
         return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
-    def _fits(self, sequence: _Sequence, hit: PrefixHit) -> bool:
-        """Whether the sequence's tokens fit now and, unless it would be alone, everybody's growth does as forecast."""
-        known = len(sequence.tokens)
-        needed = self.cache.needed(known, hit)
-        if needed > self._room:
-            return False
-        if not self._running or not self.limits.forecast:
-            return True
-        usable = min(self.cache.usable - self._withheld, self.limit_blocks)
-        shared = self.cache.blocks_for(known) - needed
-        return self._peak([sequence]) - shared <= usable - self.cache.counts().in_flight
+    def _fits(self, sequence: Sequence, needed: int) -> bool:
+        """Whether the sequence, which needs so many blocks, fits now and, unless it would be alone, everybody's growth does as
+        forecast.
+        """
+        expected, room = None, self._room
+        usable = min(self.cache.usable - self._withheld, self.limit_blocks) - self.cache.counts().in_flight
+        if needed <= room:
+            if not self._running or not self.limits.forecast:
+                return True
+            shared = self.cache.blocks_for(len(sequence.tokens)) - needed
+            expected = self._expected.peak(self._running_rows(), [sequence]) - shared
+            if expected <= usable:
+                return True
+        if not sequence.refused:
+            sequence.refused = True
+            self.decisions.waits(self.stats.steps, sequence.request.request_id, needed, room, expected, usable)
+        return False
+
+    def _pass(self, sequence: Sequence, needed: int, others: list[Sequence]) -> None:
+        for other in others:
+            other.passes += 1
+        ids = [other.request.request_id for other in others]
+        self.decisions.passed(self.stats.steps, sequence.request.request_id, needed, ids)
 
     @property
     def _room(self) -> int:
@@ -544,41 +528,27 @@ class Scheduler:
         available = self.cache.available
         return min(available - self._withheld, self.limit_blocks - (self.cache.usable - available))
 
-    def _peak(self, newcomers: list[_Sequence]) -> int:
-        """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time."""
-        rows, running = self.rows, self._running_rows()
-        known = np.array([len(s.tokens) for s in newcomers], np.int64)
-        prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
-        limit = np.array(
-            [rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64
-        )
-        generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
-        allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
-        peak = self.forecast.peak(np.append(rows.known[running], known), generated, allowed, self.cache.block_size)
-        return peak.blocks * len(self.cache.tables) - self.cache.shared
-
-    def _needed(self, newcomers: list[_Sequence]) -> int:
-        """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
-        known = [*self.rows.known[self._running_rows()].tolist(), *(len(s.tokens) for s in newcomers)]
-        if not known:
-            return 0
-        now = sum(self.cache.blocks_for(tokens) for tokens in known) - self.cache.shared
-        return min(max(now, self._peak(newcomers)), self.cache.capacity)
-
     def _running_rows(self) -> Index:
         return np.fromiter(self._running, np.int64, len(self._running))
 
-    def _seat(self, sequence: _Sequence, hit: PrefixHit) -> None:
+    def _seat(self, sequence: Sequence, start: _Start) -> None:
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
-        extension = self.cache.admit(row, len(tokens), hit, request.request_id)
+        if start.leader_row is None:
+            extension = self.cache.admit(row, len(tokens), start.hit, request.request_id)
+        else:
+            extension = self.cache.fork(start.leader_row, row, len(tokens) - 1, len(tokens))
         assert extension is not None, "admitted without enough blocks"
+        if extension.copies is not None:
+            self._changes.copies.append(extension.copies)
         self.rows.computed[row] = extension.num_computed
-        if sequence.chain is not None:
+        if start.leader_row is not None:
+            self.stats.forks += 1
+        elif sequence.chain is not None:
             self.stats.prefix_lookups += 1
             self.stats.prefix_lookup_tokens += len(tokens)
-            self.stats.prefix_hit_tokens += hit.num_tokens
+            self.stats.prefix_hit_tokens += start.hit.num_tokens
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
             self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
@@ -588,7 +558,7 @@ class Scheduler:
         self._changes.tables.append(extension.tables)
         self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, request.sampling))
 
-    def _build(self, decodes: Index, chunks: list[tuple[_Sequence, int]]) -> Plan:
+    def _build(self, decodes: Index, chunks: list[tuple[Sequence, int]]) -> Plan:
         changes, n = self._changes, len(decodes)
         rows, lengths, samples = decodes, self._ones[:n], self._trues[:n]
         if chunks:
@@ -596,7 +566,7 @@ class Scheduler:
             rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
             lengths = np.append(lengths, np.array([length for _, length in chunks]))
             samples = self.rows.computed[rows] + lengths == self.rows.known[rows]
-        resize, copies = self._size.take()
+        resize, moves = self._size.take()
         plan = Plan(
             step_id=self.stats.steps,
             rows=rows,
@@ -606,17 +576,18 @@ class Scheduler:
             released=np.array(changes.released) if changes.released else NO_ROWS,
             admitted=tuple(changes.admitted),
             tables=merged(changes.tables),
-            copies=copies,
+            copies=joined(moves + changes.copies),
             resize=resize,
             swaps=self.cache.take_swaps(),
         )
         if self.cache.host is not None:
             self._count_swaps(plan)
-        self._changes = _Changes(finished=changes.finished)
-        counts = self.cache.counts()
+        if changes.tables or changes.released:
+            counts = self.cache.counts()
+            self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
+            self._changes = _Changes(finished=changes.finished)
         self.stats.steps += 1
         self.stats.computed_tokens += n + sum(length for _, length in chunks)
-        self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
         return plan
 
     def _count_swaps(self, plan: Plan) -> None:
@@ -629,7 +600,8 @@ class Scheduler:
         if (demoted or evicted) and self.cost is not None:
             self._evicted = self.cache.evicted_blocks
             compute_s = self.cost.compute_s(self.cache.block_size)
-            self.decisions.gave_up(plan.step_id, demoted, evicted, self.cost.swap_s(1), compute_s)
+            chances = self.cache.demotion.chances
+            self.decisions.gave_up(plan.step_id, demoted, evicted, self.cost.swap_s(1), compute_s, chances)
 
     def _check_turn(self, num_extents: int) -> None:
         """Raise OutOfTurn while a plan is out: it names blocks and extents as they are."""
@@ -643,7 +615,7 @@ class Scheduler:
     def _sampled_rows(self, plan: Plan, result: Result) -> Index:
         """The rows that got a token. Raises OutOfTurn when the counts are not what the plan asked for."""
         got = result.counts == 1
-        if got.all() and plan.samples.all():
+        if np.count_nonzero(got) == len(got) == np.count_nonzero(plan.samples):  # a third of what `all` takes
             return plan.rows
         failed = np.zeros(len(got), np.bool_)
         failed[[f.index for f in result.failures]] = True
@@ -654,13 +626,12 @@ class Scheduler:
 
     def _settle(self, plan: Plan, result: Result) -> None:
         """The pool has the size that the result says, and the host tier what it says."""
-        self._size.settle(plan, result)
+        self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
             self.cache.lost(result.lost_slots)
         self._blocked = False
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
-        self.stats.moved_blocks += 0 if plan.copies is None else len(plan.copies.sources)
         self.stats.refused_resizes += result.refused is not None
 
     def _promote(self) -> None:
@@ -669,39 +640,30 @@ class Scheduler:
         if done:
             self._prefilling = [s for s in self._prefilling if self.rows.known[s.row] <= len(s.tokens)]
             self._decoding = np.append(self._decoding, np.array([s.row for s in done]))
+        for sequence in done:
+            if sequence.forks:
+                self._waiting.release_forks(sequence)
+                self._blocked = False
 
-    def _preempt(self, victims: list[_Sequence]) -> None:
+    def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
         self.stats.preemptions += len(victims)
-        self._explain(victims)
+        self._victims.explain(victims, self.stats.steps, self.decisions)
         for sequence in victims:
             sequence.preemptions += 1
+            sequence.refused = False
             sequence.computed = int(self.rows.computed[sequence.row])
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
         self._leave_rows(victims, keep_tails=True)
         for sequence in victims:
-            heapq.heappush(self._waiting, sequence)
-
-    def _explain(self, victims: list[_Sequence]) -> None:
-        """Note what preempting `victims` wins and loses; of more than 64 the last ones."""
-        if self.cost is None:
-            return
-        victims = victims[-64:]
-        won, tokens, (swap_s, compute_s) = self._at_stake(victims)
-        swaps = self.cache.host is not None and self.cache.host.demotes
-        for i, victim in enumerate(victims):
-            request = victim.request
-            self.decisions.preempted(
-                self.stats.steps, request.request_id, request.priority, int(won[i]), int(tokens[i]),
-                float(swap_s[i]) if swaps else None, float(compute_s[i]),
-            )  # fmt: skip
+            self._waiting.add(sequence)
 
     def _weigh(self) -> None:
         """Let the host tier know whether swapping is worth it at present."""
         if self.cache.host is not None and self.cost is not None:
-            self.cache.host.demotes, self.cache.host.promotes = self.cost.demotes, self.cost.promotes
+            self.cache.host.least_chance, self.cache.host.promotes = self.cost.least_chance, self.cost.promotes
 
-    def _end_if_due(self, sequence: _Sequence, token: int) -> None:
+    def _end_if_due(self, sequence: Sequence, token: int) -> None:
         sampling, row = sequence.request.sampling, sequence.row
         generated = self.rows.known[row] - self.rows.prompt[row]
         if token in sampling.stop_token_ids and generated >= sampling.min_new_tokens:
@@ -715,16 +677,15 @@ class Scheduler:
                 self._end(sequence, sequence.marked)
         self._marked.clear()
 
-    def _end(self, sequence: _Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         request = sequence.request
         if sequence.row is not None:
             self._leave_rows([sequence], computed=error is None)
-        elif sequence in self._aside:
-            self._aside.remove(sequence)
         else:
             self._waiting.remove(sequence)
-            heapq.heapify(self._waiting)
-        self.cache.drop_tail(request.request_id)
+        if sequence.forks:
+            self._waiting.hand_over_forks(sequence)
+        self.cache.drop_for(request.request_id)
         self._blocked = False
         del self._sequences[request.request_id]
         generated = sequence.tokens[len(request.prompt_token_ids) :]
@@ -740,14 +701,14 @@ class Scheduler:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
         return self.cache.commit(row, chain, computed)
 
-    def _leave_rows(self, sequences: list[_Sequence], computed: bool = True, keep_tails: bool = False) -> None:
+    def _leave_rows(self, sequences: list[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
         """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         for sequence, row in zip(sequences, rows, strict=True):
             if computed and sequence.chain is not None:
                 self._commit(row, sequence.chain)
                 if keep_tails:
-                    self.cache.keep_tail(sequence.request.request_id, row, int(self.rows.computed[row]))
+                    self.cache.keep_for(sequence.request.request_id, row, sequence.chain, int(self.rows.computed[row]))
         self.cache.release(np.array(rows))
         self._blocked = False
         self._changes.released += rows

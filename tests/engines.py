@@ -20,9 +20,11 @@ from pagetide.engine.host_pool import HostPool
 from pagetide.engine.runner import Runner
 from pagetide.engine.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.limits import Limits
+from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Finished, Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
 
 POISON = float("nan")
 

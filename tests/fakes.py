@@ -15,9 +15,11 @@ import numpy as np
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.limits import Limits
+from pagetide.scheduler.outcome import Emissions, Finished
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Emissions, Finished, Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -202,11 +204,11 @@ class World:
 
     def add(
         self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
-        salt: bytes | None = None, **more,
+        salt: bytes | None = None, fork_of: str | None = None, **more,
     ) -> None:  # fmt: skip
         """`prompt` is a number of random tokens, or the tokens."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
-        request = Request(name, tokens, Sampling(max_new, **more), priority, arrival, salt)
+        request = Request(name, tokens, Sampling(max_new, **more), priority, arrival, salt, fork_of)
         self.scheduler.add(request)
         self.requests[name] = request
 

@@ -1,4 +1,4 @@
-"""Random life of a scheduler: requests come, steps run, some are aborted at any moment, some fail.
+"""Random life of a scheduler: requests come, some with forks, steps run, some are aborted at any moment, some fail.
 
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
@@ -72,8 +72,11 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
                     stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
                     salt=None if rng.random() < 0.8 else b"tenant",
                 )  # fmt: skip
+                live.append(f"r{n}")
             except PromptTooLong:
                 assert length >= world.scheduler.limits.max_model_len or length > capacity
+            if rng.random() < 0.25 and live:
+                _fork(world, live[-1] if rng.random() < 0.7 else str(rng.choice(live)), n)
         elif kind < 0.25 and live:
             name = str(rng.choice(live))
             if world.scheduler.abort(name):
@@ -115,6 +118,18 @@ def _alike(world: World, length: int) -> np.ndarray:
     return prompt
 
 
+def _fork(world: World, leader: str, n: int) -> None:
+    """Some more requests with the prompt of `leader`, which waits or runs, at whatever point it is."""
+    rng, request = world.rng, world.requests[leader]
+    if leader not in world.scheduler._sequences:
+        return  # it ended between two steps, and is yet to be told
+    for k in range(int(rng.integers(1, 4))):
+        world.add(
+            f"r{n}+{k}", request.prompt_token_ids, max_new=int(rng.integers(1, 60)), arrival=request.arrival,
+            priority=request.priority, salt=request.cache_salt, fork_of=leader,
+        )  # fmt: skip
+
+
 def turn(world: World, rng: np.random.Generator) -> None:
     """Something happens to the pool."""
     scheduler, kind, n = world.scheduler, rng.random(), int(rng.integers(1, 5))
@@ -142,17 +157,17 @@ def turn(world: World, rng: np.random.Generator) -> None:
 
 def turn_host(world: World, rng: np.random.Generator) -> None:
     """Something happens to the host tier."""
-    world.scheduler.cost.worth = bool(rng.random() < 0.9)
+    world.scheduler.cost.share = float(rng.choice([0.0, 0.3, 0.8, 1e9], p=[0.5, 0.2, 0.2, 0.1]))
     world.runner.refuses_slots = bool(rng.random() < 0.02)
 
 
 class Whim(SwapCost):
-    """Swapping is worth it, or not."""
+    """Swapping takes a share of what computing does: it is worth it, for what is likely to be wanted again, or not."""
 
-    worth = True
+    share = 0.0
 
     def swap_s(self, num_blocks: int) -> float:
-        return 0.0 if self.worth else 1e9
+        return self.share * self.compute_s(num_blocks * self.block_size)
 
 
 def waits_for_memory(world: World) -> bool:

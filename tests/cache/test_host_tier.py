@@ -124,7 +124,7 @@ class Cache:
         """All of it is computed; with a `name` its tail is kept."""
         self.manager.commit(row, self.manager.chain(np.array(tokens, np.int32), None), len(tokens))
         if name is not None:
-            self.manager.keep_tail(name, row, len(tokens))
+            self.manager.keep_for(name, row, self.manager.chain(np.array(tokens, np.int32), None), len(tokens))
         self.manager.release(np.array([row]))
         self.manager.check_invariants()
 
@@ -212,8 +212,8 @@ def test_a_tail_is_dropped_with_its_copy() -> None:
     cache = Cache(9, 8)
     cache.begin(0, A[:14])
     cache.end(0, A[:14], "a")
-    cache.manager.drop_tail("a")
-    cache.manager.drop_tail("nobody")
+    cache.manager.drop_for("a")
+    cache.manager.drop_for("nobody")
     assert cache.swaps() == ({}, {}, {})
     cache.begin(0, A[:12])
     cache.end(0, A[:12], "full")
@@ -236,7 +236,7 @@ def test_what_is_computed_again_needs_no_slot() -> None:
 
 def test_nothing_leaves_where_it_is_not_worth_it() -> None:
     cache = Cache(5, 8)
-    cache.manager.host.demotes = False
+    cache.manager.host.least_chance = 1.0
     cache.run(A)
     cache.begin(0, B[:14])
     cache.end(0, B[:14], "b")

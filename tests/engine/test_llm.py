@@ -600,6 +600,92 @@ def test_an_end_id_shows_no_text_and_a_stop_string_may_come_before_it(folder, lo
     assert tokens_of(outputs) == [script[:6], script[:4], script]
 
 
+# -- several continuations of a prompt ---------------------------------------------------------------------------------
+
+
+def drawn(seed: int, n: int | None = None, new: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, temperature=1.5, seed=seed, n=n, **more)
+
+
+def test_n_continuations_of_each_prompt(saved, load):
+    llm = load(saved)
+    prompts = [[5, 6, 7] * 9, "the tide"]
+    one = llm.generate(prompts, drawn(3))
+    many = llm.generate(prompts, [drawn(3, n=4), drawn(3, n=2)])
+    assert [len(output.completions) for output in many] == [4, 2]
+    for first, output in zip(one, many, strict=True):
+        assert output.token_ids == output.completions[0].token_ids == first.token_ids, "the first is as without n"
+        assert len({tuple(c.token_ids) for c in output.completions}) == len(output.completions)
+        assert [c.text for c in output.completions] == [decoded(c.token_ids) for c in output.completions]
+    again = llm.generate(prompts[0], drawn(3, n=4))[0]
+    assert [c.token_ids for c in again.completions] == [c.token_ids for c in many[0].completions]
+    other = llm.generate(prompts[0], drawn(4, n=4))[0]
+    assert not {tuple(c.token_ids) for c in other.completions} & {tuple(c.token_ids) for c in again.completions}
+    assert llm.stats()["forks"] == 3 + 1 + 3 + 3
+
+
+def test_continuations_are_the_same_with_few_seats_and_blocks(saved, load):
+    prompt = [(7 * i) % 300 + 5 for i in range(70)]
+    roomy = load(saved).generate(prompt, drawn(1, n=6, new=40))[0]
+    small = load(saved, max_seqs=4, kv_memory=15 * 8192)  # blocks of 16 tokens
+    tight = small.generate(prompt, drawn(1, n=6, new=40))[0]
+    assert [c.token_ids for c in tight.completions] == [c.token_ids for c in roomy.completions]
+    assert 0 < small.stats()["forks"] < 5 and small.stats()["prefix_cache"]["hit_tokens"] >= 64
+
+
+def test_the_prompt_of_continuations_is_computed_once(saved, load):
+    llm = load(saved, prefix_caching=False)
+    llm.generate([[9] * 50], drawn(2, n=8, new=5))
+    assert llm.stats()["computed_tokens"] == 50 + 4 + 7 * 5
+    assert llm.stats()["blocks"]["live"] == 0
+
+
+def test_each_continuation_has_its_own_end(llm):
+    free = llm.generate("the tide", drawn(3, n=4, new=30))[0]
+    stop = decoded(free.completions[2].token_ids)[8:11]
+    output = llm.generate("the tide", drawn(3, n=4, new=30, stop=stop))[0]
+    for before, after in zip(free.completions, output.completions, strict=True):
+        assert after.text == before.text.split(stop)[0]
+        assert after.finish_reason == ("stop" if stop in before.text else "length")
+    assert is_idle(llm)
+
+
+def test_continuations_stream_side_by_side(llm):
+    prompts, params = ["the tide", [5, 6]], [drawn(3, n=3), drawn(3)]
+    expected = llm.generate(prompts, params)
+    chunks = list(llm.stream(prompts, params))
+    for index, output in enumerate(expected):
+        for number, completion in enumerate(output.completions):
+            own = [c for c in chunks if (c.index, c.number) == (index, number)]
+            assert [t for c in own for t in c.token_ids] == completion.token_ids
+            assert "".join(c.text for c in own) == completion.text
+            assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + ["length"]
+            assert replace(own[-1].completion, timings=completion.timings) == completion
+        last = [c for c in chunks if c.index == index and c.output]
+        assert [len(c.output.completions) for c in last] == [len(output.completions)], "once, when all have ended"
+
+
+def test_closing_a_stream_of_continuations_ends_all_of_them(llm):
+    for steps in (0, 1, 5):
+        chunks = llm.stream([[5] * 40], drawn(3, n=5, new=200))
+        for _ in range(steps):
+            next(chunks)
+        chunks.close()
+        assert is_idle(llm) and not llm._tickets
+
+
+@pytest.mark.parametrize("n", [0, -1, 4097, 1.0, True, "2"])
+def test_n_is_checked(n):
+    with pytest.raises(ValueError, match="n must be"):
+        SamplingParams(n=n)
+
+
+@pytest.mark.parametrize("priority", [1001, -1001, 1.0, True, 10**400])
+def test_priorities_are_checked(llm, priority):
+    with pytest.raises(RequestRejected, match="priority must be an integer from -1000 to 1000"):
+        llm.generate("the tide", priority=priority)
+
+
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
@@ -617,7 +703,8 @@ def test_chunks_say_what_the_output_says(llm, interval):
         assert [c.output is not None for c in own] == [False] * (len(own) - 1) + [True]
         assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + [output.finish_reason]
         last = own[-1].output
-        assert replace(last, timings=output.timings, request_id=output.request_id) == output
+        same = replace(last.completions[0], timings=output.timings)
+        assert replace(last, completions=(same,), request_id=output.request_id) == output
         assert last.timings.first_token_s <= last.timings.total_s
     if interval == 1:
         assert [c.index for c in chunks[:6]] == [0, 1, 2, 3, 0, 1], "they do not come side by side"
@@ -784,7 +871,8 @@ def test_stats_are_plain_data_and_count(saved, load):
         "steps": 5, "computed_tokens": 24, "peak_used_blocks": 2,
         "blocks": empty["blocks"] | cached, "prefix_cache": prefixes,
     }  # fmt: skip
-    assert json.loads(json.dumps(output.to_dict()))["token_ids"] == plain((5,) * 20)[:5]
+    told = json.loads(json.dumps(output.to_dict()))
+    assert told["completions"][0]["token_ids"] == plain((5,) * 20)[:5]
 
 
 def test_prefixes_are_found_within_a_salt_and_until_they_are_reset(saved, load):

@@ -19,8 +19,8 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.engine.memory import SLICE_BYTES, EngineMemory, Slice
+from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Finished
 
 MIB = 1 << 20
 TOKEN_BYTES = 4096

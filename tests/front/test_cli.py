@@ -76,10 +76,11 @@ def test_prompts_from_everywhere_as_json_lines(demo: LLM, tmp_path: Path) -> Non
     assert [line["prompt"] for line in lines] == [*PROMPTS, "潮汐 in the"]
     for line, output in zip(lines, expected, strict=True):
         told = output.to_dict()
-        assert {k: v for k, v in line.items() if k not in ("request_id", "timings")} == {
-            k: v for k, v in told.items() if k not in ("request_id", "timings")
-        }
-        assert 0 < line["timings"]["first_token_s"] <= line["timings"]["total_s"]
+        (completion,), timings = line["completions"], line["completions"][0]["timings"]
+        same = {"request_id": told["request_id"], "completions": told["completions"]}
+        assert line | same == told
+        assert completion | {"timings": 0} == told["completions"][0] | {"timings": 0}
+        assert 0 < timings["first_token_s"] <= timings["total_s"]
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
@@ -131,7 +132,7 @@ def test_stream_as_json_lines(demo: LLM, capsys: pytest.CaptureFixture[str]) -> 
         assert [token for chunk in own for token in chunk["token_ids"]] == output.token_ids
         assert "".join(chunk["text"] for chunk in own) == output.text
         assert ["output" in chunk for chunk in own] == [False] * (len(own) - 1) + [True]
-        assert own[-1]["output"]["text"] == output.text
+        assert own[-1]["output"]["completions"][0]["text"] == output.text
     assert [chunk["index"] for chunk in chunks[:6]] == [0, 1, 2, 0, 1, 2]
 
 
@@ -163,7 +164,8 @@ class FakeLLM:
         self.told.update(prompts=prompts, params=params)
         if self.raises:
             raise self.raises
-        return [SimpleNamespace(text=None, token_ids=[1, 2], error=self.error) for _ in prompts]
+        one = SimpleNamespace(text=None, token_ids=[1, 2], error=self.error)
+        return [SimpleNamespace(completions=(one,) * params.n) for _ in prompts]
 
 
 @pytest.fixture
@@ -178,7 +180,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from\nstdin"))
     engine = "--device cuda:1 --dtype bfloat16 --kv-memory 2GiB --block-size 32 --max-seqs 7 --max-step-tokens 99"
-    numbers = "--max-new-tokens 5 --min-new-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed -4"
+    numbers = (
+        "--max-new-tokens 5 --min-new-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed -4 --n 2"
+    )
     ends = "--repetition-penalty 1.5 --stop a --stop bc --stop-token-id 5 --stop-token-id 6 --ignore-eos"
     options = f"{engine} --max-model-len 512 {numbers} {ends} --no-special-tokens --prompt-file - --prompt p"
     arguments = ["generate", "--model", "org/model", *options.split()]
@@ -189,16 +193,16 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "params": SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125,
             repetition_penalty=1.5, seed=-4, stop=["a", "bc"], stop_token_ids=[5, 6], ignore_eos=True,
-            add_special_tokens=False,
+            add_special_tokens=False, n=2,
         ),
     }  # fmt: skip
-    assert capsys.readouterr().out == "--- 1 of 2 ---\n[1, 2]\n\n--- 2 of 2 ---\n[1, 2]\n"  # ids, without a tokenizer
+    assert capsys.readouterr().out == "\n".join(f"--- {i} of 4 ---\n[1, 2]\n" for i in range(1, 5))  # ids
     assert main(["generate", "--model-name", "m", "--prompt", "p", "--block-size", "auto"]) == 0
     assert fake.told == {
         "model": "m",
         "block_size": "auto",
         "prompts": ["p"],
-        "params": SamplingParams(),
+        "params": SamplingParams(n=1),
         "closed": True,
     }
 

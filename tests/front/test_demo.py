@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pagetide import demo
+from pagetide import RequestOutput, demo
 from pagetide.cli import main
 from pagetide.engine import llm as llm_module
 
@@ -99,6 +99,12 @@ def test_as_json(shown: tuple[int, str, Runs], played_back: Callable[..., tuple[
     assert pressed.pressure.items() <= told.items()
 
 
+def with_first(output: RequestOutput, **changes: Any) -> RequestOutput:
+    """`output` with another first completion."""
+    first, *others = output.completions
+    return replace(output, completions=(replace(first, **changes), *others))
+
+
 @pytest.mark.parametrize("which", ["the pressed run", "the other run"])
 def test_the_verdict_is_computed(
     which: str, shown: tuple[int, str, Runs], played_back: Callable[..., tuple[int, dict[str, Any]]]
@@ -109,7 +115,7 @@ def test_the_verdict_is_computed(
     outputs = list(runs[at].outputs)
     tokens = list(outputs[5].token_ids)
     tokens[-1] += 1
-    outputs[5] = replace(outputs[5], token_ids=tokens)
+    outputs[5] = with_first(outputs[5], token_ids=tokens)
     changed = [*runs]
     changed[at] = replace(runs[at], outputs=outputs)
     status, told = played_back(*changed)
@@ -121,7 +127,7 @@ def test_a_request_that_was_not_served_fails_the_demo(
 ) -> None:
     _, _, (pressed, free) = shown
     for run in (pressed, free):
-        outputs = [*run.outputs[:-1], replace(run.outputs[-1], finish_reason="error", error="planted")]
+        outputs = [*run.outputs[:-1], with_first(run.outputs[-1], finish_reason="error", error="planted")]
         changed = replace(run, outputs=outputs)
         status, _ = played_back(*(changed if one is run else one for one in (pressed, free)))
         assert status == 1

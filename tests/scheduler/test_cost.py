@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from fakes import World
@@ -9,6 +11,7 @@ from fakes import World
 from pagetide.cache.host_tier import Swaps
 from pagetide.scheduler.cost import START_BYTES_PER_S, START_TOKENS_PER_S, SwapCost
 from pagetide.scheduler.plan import NO_ROWS, NO_TOKENS, Plan, Result
+from pagetide.scheduler.sequence import Sequence
 
 MIB = 1 << 20
 ONE = np.array([3], np.int32)
@@ -31,11 +34,17 @@ def test_swapping_is_worth_it_while_two_copies_take_less_than_computing() -> Non
     def cost(bytes_per_s: float) -> SwapCost:
         return SwapCost(MIB, 16, bytes_per_s=bytes_per_s, tokens_per_s=1000)  # a block is computed in 16 ms
 
-    assert (cost(132 * MIB).demotes, cost(132 * MIB).promotes) == (True, True)  # 15.2 ms
-    assert (cost(120 * MIB).demotes, cost(120 * MIB).promotes) == (False, True)  # 16.7 ms, half of it to come back
-    assert (cost(60 * MIB).demotes, cost(60 * MIB).promotes) == (False, False)
+    assert (cost(132 * MIB).least_chance < 1, cost(132 * MIB).promotes) == (True, True)  # 15.2 ms
+    assert (cost(120 * MIB).least_chance < 1, cost(120 * MIB).promotes) == (False, True)  # 16.7 ms, half to come back
+    assert (cost(60 * MIB).least_chance, cost(60 * MIB).promotes) == (math.inf, False)
     assert cost(128 * MIB).swap_s(64) == 1.0
     assert cost(1.0).compute_s(500) == 0.5
+
+
+def test_the_rarer_a_block_is_wanted_again_the_cheaper_its_copy_must_be() -> None:
+    """Of ten copies out of 2 ms each one is wanted again: 20 ms, and 2 to come back, against 22 of computing."""
+    cost = SwapCost(MIB, 22, bytes_per_s=500 * MIB, tokens_per_s=1000)
+    assert cost.least_chance == pytest.approx(0.1)
 
 
 def test_rates_are_measured() -> None:
@@ -61,10 +70,10 @@ def test_what_looked_too_dear_is_tried_again() -> None:
     """One slow copy must not end swapping for good: where nothing is copied, nothing is measured."""
     cost = SwapCost(MIB, 16)
     cost.observe(plan([1], swaps()), result(swapped=1, swap_s=5.0))
-    assert not cost.demotes
+    assert cost.least_chance == math.inf
     for _ in range(20_000):
         cost.observe(plan([1]), result())
-    assert cost.demotes
+    assert cost.least_chance < 1
 
 
 @pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"block_size": 0}, {"bytes_per_s": 0.0}, {"tokens_per_s": -1.0}])
@@ -129,8 +138,13 @@ def test_a_prompt_just_begun_is_cheaper_than_what_is_long_computed() -> None:
     world.step()
     world.add("decodes", 14, 90, arrival=1.0)
     world.step()
-    order = [s.request.request_id for s in world.scheduler._by_worth()]
+    order = [s.request.request_id for s in by_worth(world)]
     assert order == ["decodes", "young prompt"], "32 tokens for 7 blocks, against 14 for one"
+
+
+def by_worth(world: World) -> list[Sequence]:
+    scheduler = world.scheduler
+    return scheduler._victims.by_worth(scheduler._running.values())
 
 
 def test_a_lower_priority_goes_first_whatever_it_costs() -> None:
@@ -139,7 +153,7 @@ def test_a_lower_priority_goes_first_whatever_it_costs() -> None:
     world.add("decodes", 14, 90, priority=1)
     world.step()
     world.step()
-    assert [s.request.request_id for s in world.scheduler._by_worth()] == ["prompt", "decodes"]
+    assert [s.request.request_id for s in by_worth(world)] == ["prompt", "decodes"]
 
 
 def test_who_was_preempted_is_spared_while_there_are_others() -> None:
@@ -159,7 +173,7 @@ def test_only_the_last_decisions_are_kept_and_they_are_plain() -> None:
     world.run()
     world.check_outputs()
     told = world.scheduler.explain()
-    assert len(told) == 64 and {d["what"] for d in told} <= {"preempt", "return", "give up"}
+    assert len(told) == 64 and {d["what"] for d in told} <= {"wait", "preempt", "return", "give up"}
     assert all(type(value) in (int, float, str, type(None)) for d in told for value in d.values())
     told[0].clear()
     assert world.scheduler.explain()[0]
@@ -174,5 +188,5 @@ def test_without_a_host_tier_the_choice_and_its_numbers_are_those_of_computing()
         world.run()
         world.check_outputs()
     assert plain.scheduler.stats == none.scheduler.stats
-    why = none.scheduler.explain()[0]
+    why = next(d for d in none.scheduler.explain() if d["what"] == "preempt")
     assert (why["chosen"], why["swap_s"], why["compute_s"]) == ("compute", None, why["tokens"] / 1000)

@@ -140,6 +140,25 @@ def test_isolation_by_salt() -> None:
     world.check_outputs()
 
 
+def test_what_others_computed_under_another_salt_shows_in_nothing() -> None:
+    """The steps of a request to its end, their chunks and blocks, are those of a pool where nobody was before."""
+    prompt, plans = tokens(130), []
+    for before in (None, b"tenant", b"another"):
+        world = cached(max_chunk_tokens=48)
+        alone(world, "before", tokens(130, 7) if before is None else prompt, salt=before)
+        num_before = len(world.plans)
+        assert alone(world, "mine", prompt, max_new=20, salt=b"mine") == 0
+        plans.append(
+            [
+                (p.starts.tolist(), p.lengths.tolist(), [t.blocks.tolist() for t in p.tables])
+                for p in world.plans[num_before:]
+            ]
+        )
+        world.check_outputs()
+    assert plans[0] == plans[1] == plans[2]
+    assert [lengths for _, lengths, _ in plans[0]][:4] == [[48], [48], [34], [1]]
+
+
 def test_a_second_turn_finds_what_was_generated() -> None:
     """B 19: generated tokens are cached too, the last one excepted, which was never computed."""
     world = cached()

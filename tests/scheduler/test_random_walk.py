@@ -23,17 +23,17 @@ def test_any_seed_with_what_was_computed_kept(live, kept, seed):
 
 
 def test_the_walks_really_swap():
-    worlds = [some(seed, events=300, host=True) for seed in range(12) for some in (walk, elastic_walk)]
+    worlds = [some(seed, events=300, host=True) for seed in range(6) for some in (walk, elastic_walk)]
     stats = [world.scheduler.stats for world in worlds]
-    assert sum(s.demoted_blocks for s in stats) > 500
-    assert sum(s.promoted_blocks for s in stats) > 100
-    assert sum(s.preemptions for s in stats) > 50
+    assert sum(s.demoted_blocks for s in stats) > 200
+    assert sum(s.promoted_blocks for s in stats) > 50
+    assert sum(s.preemptions for s in stats) > 25
 
 
 def test_the_walks_really_find_prefixes():
-    worlds = [some(seed, events=300, caching=True) for seed in range(8) for some in (walk, elastic_walk)]
-    assert sum(world.scheduler.stats.prefix_hit_tokens for world in worlds) > 1000
-    assert sum(world.scheduler.stats.preemptions for world in worlds) > 50
+    worlds = [some(seed, events=300, caching=True) for seed in range(4) for some in (walk, elastic_walk)]
+    assert sum(world.scheduler.stats.prefix_hit_tokens for world in worlds) > 500
+    assert sum(world.scheduler.stats.preemptions for world in worlds) > 25
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -52,8 +52,8 @@ def test_any_seed_in_an_elastic_pool(seed):
 
 
 def test_the_elastic_walks_really_move_and_refuse():
-    stats = [elastic_walk(seed, events=400).scheduler.stats for seed in range(20)]
+    stats = [elastic_walk(seed, events=400).scheduler.stats for seed in range(12)]
     for counter, least in {
-        "preemptions": 50, "grown_extents": 200, "given_back_extents": 200, "moved_blocks": 50, "refused_resizes": 20
+        "preemptions": 30, "grown_extents": 100, "given_back_extents": 100, "moved_blocks": 30, "refused_resizes": 10
     }.items():  # fmt: skip
         assert sum(getattr(s, counter) for s in stats) > least, counter

@@ -528,3 +528,28 @@ def test_a_broken_scheduler_goes_on_with_the_same_extents():
     fresh, _ = world.scheduler.renewed("broke")
     assert (fresh.cache.usable, fresh.num_extents) == (11, 3)
     fresh.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "kept", [{}, {"caching": True}, {"host_slots": 20}], ids=["nothing", "prefixes", "a host tier"]
+)
+def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
+    """A victim's blocks have just moved, and are free with the next plan: no second victim, the needy one waits a step."""
+    caching = bool(kept)
+    world = World(15, block_size=4, blocks_per_extent=4, **{"caching": caching} | kept)
+    for name, prompt, new, arrival in (("a", 12, 30, 0), ("h", 8, 1, 0.5), ("b", 22, 30, 1), ("y", 6, 30, 3)):
+        world.add(name, prompt, new, arrival=arrival)
+    world.step()
+    world.cache.reset()
+    assert world.scheduler.give_back(1) == 1
+    plan = world.schedule()
+    assert world.scheduler.stats.preemptions == 1 and world.scheduler.waiting_ids == ["y"]
+    assert plan.copies is not None and len(plan.rows) == 1, "b decodes, a waits for a block that is copied to"
+    world.finish(plan)
+    plan = world.schedule()
+    assert len(plan.rows) == 2
+    world.finish(plan)
+    world.scheduler.grow(1)
+    world.run()
+    world.check_outputs()
+    world.check_empty()

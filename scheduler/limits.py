@@ -1,0 +1,27 @@
+"""The bounds of what runs at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's bounds. No more than `max_step_tokens` sequences run, as each gets a token in every step."""
+
+    max_seqs: int
+    max_step_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int | None = None
+    forecast: bool = True  # False admits whatever fits now
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqs", "max_step_tokens", "max_model_len", "max_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def seats(self) -> int:
+        """Sequences that may run at the same time."""
+        return min(self.max_seqs, self.max_step_tokens)

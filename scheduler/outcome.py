@@ -1,0 +1,50 @@
+"""What a scheduler tells to the outside: what a step gave, who ended, and its counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cache.block_table import Int32
+from .sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """A request's end: why, and everything it generated."""
+
+    request_id: str
+    reason: FinishReason
+    token_ids: Int32
+    num_preemptions: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emissions:
+    """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""
+
+    step_id: int
+    request_ids: list[str]
+    tokens: list[int]
+    finished: tuple[Finished, ...] = ()
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start. The scheduler mutates them."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    peak_used_blocks: int = 0
+    grown_extents: int = 0
+    given_back_extents: int = 0
+    moved_blocks: int = 0
+    refused_resizes: int = 0
+    prefix_lookups: int = 0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    forks: int = 0  # sequences that began with the blocks of another one
+    demoted_blocks: int = 0  # copied to the host tier
+    promoted_blocks: int = 0  # copied back

@@ -1,0 +1,64 @@
+"""Whom to preempt: what giving up a sequence's blocks wins, and what it costs to have them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..cache.block_table import Index
+from ..cache.manager import CacheManager
+from .cost import Seconds, SwapCost
+from .decisions import Decisions
+from .rows import Rows
+from .sequence import Sequence
+
+
+class Victims:
+    """Weighs the sequences that run. Without a host tier `cost` need not be there, and the order is that of the queue."""
+
+    def __init__(self, cache: CacheManager, rows: Rows, cost: SwapCost | None) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._cost = cost
+
+    def by_worth(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """`sequences`, which run; the last one is preempted first.
+
+        That is one of the lowest priority; of these one that was not preempted yet; of these whose blocks cost least, each,
+        to swap or compute again, whichever is cheaper; of these the youngest. Without a host tier it is the last in order.
+        """
+        running = sorted(sequences)
+        if self._cache.host is None or self._cost is None:
+            return running
+        won, _, seconds = self._at_stake(running)
+        per_block = np.full(len(running), np.inf)
+        np.divide(np.minimum(*seconds), won, out=per_block, where=won > 0)
+        priority = np.array([s.request.priority for s in running])
+        spared = np.array([s.preemptions == 0 for s in running])
+        return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
+
+    def _at_stake(self, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
+        """What preempting each of `sequences` wins and loses: blocks that nobody else has, tokens computed in them, and the
+        seconds to swap these and to compute them.
+        """
+        assert self._cost is not None
+        rows = np.array([s.row for s in sequences], np.int64)
+        won = self._cache.sole_blocks(rows)
+        shared = (self._cache.held_blocks(rows) - won) // len(self._cache.tables)
+        tokens = np.maximum(self._rows.computed[rows] - shared * self._cache.block_size, 0)
+        return won, tokens, self._cost.victims_s(tokens)
+
+    def explain(self, victims: list[Sequence], step: int, decisions: Decisions) -> None:
+        """Note what preempting `victims` wins and loses; of more than 64 the last ones."""
+        if self._cost is None:
+            return
+        victims = victims[-64:]
+        won, tokens, (swap_s, compute_s) = self._at_stake(victims)
+        swaps = self._cache.host is not None and self._cache.host.demotes
+        for i, victim in enumerate(victims):
+            request = victim.request
+            decisions.preempted(
+                step, request.request_id, request.priority, int(won[i]), int(tokens[i]),
+                float(swap_s[i]) if swaps else None, float(compute_s[i]),
+            )  # fmt: skip

@@ -1,0 +1,269 @@
+"""Which blocks are worth a copy to the host tier: what is learned, what is sampled, and what who waits wants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, Demotion
+from pagetide.cache.eviction import Lru
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
+
+BLOCK_SIZE = 4
+NONE = np.empty(0, np.int32)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+# ---- what is learned -------------------------------------------------------------------------------
+
+
+def test_before_anything_is_known_the_rule_of_succession_says() -> None:
+    demotion = Demotion(10, 10)
+    assert demotion.chances == (1 / 2, 2 / 3)
+    demotion.registered(ids(1, 2, 3), NONE)
+    demotion.found(ids(2))
+    for least, expected in (0.49, [1, 1, 1]), (0.5, [0, 1, 0]), (0.66, [0, 1, 0]), (0.67, [0, 0, 0]), (1.0, [0, 0, 0]):
+        assert demotion.worth(ids(1, 2, 3), least).tolist() == expected
+
+
+def test_what_lies_there_while_the_tier_is_taken_once_is_lost() -> None:
+    demotion = Demotion(20, 10)
+    demotion.registered(ids(*range(1, 11)), NONE)
+    demotion.taking(2, 10)
+    demotion.demoted(ids(1, 2), ids(1, 2))
+    assert demotion.chances[0] == 1 / 2, "nothing was taken since"
+    demotion.taking(5, 10)
+    demotion.demoted(ids(3, 4, 5, 6, 7), ids(3, 4, 5, 6, 7))
+    assert demotion.chances[0] == pytest.approx(1 / (2 + 2 * 5 / 10))
+    demotion.taking(5, 10)
+    demotion.forgotten(ids(1, 2))
+    assert demotion.chances[0] == pytest.approx(1 / (2 + 2 + 5 * 5 / 10)), "two are lost, and half of each of five"
+
+
+def test_what_comes_back_is_won_and_is_found_from_then_on() -> None:
+    demotion = Demotion(20, 10)
+    demotion.registered(ids(1, 2), NONE)
+    demotion.demoted(ids(1, 2), ids(5, 6))
+    demotion.returned(ids(5), ids(9))
+    demotion.found(ids(9))
+    assert demotion.chances[0] == 2 / 3
+    demotion.forgotten(ids(6))
+    assert demotion.chances[0] == 2 / 3, "it was not there for long enough to be lost"
+    demotion.demoted(ids(9), ids(7))
+    demotion.returned(ids(7), ids(3))
+    assert demotion.chances == (2 / 3, 3 / 4), "a block that had been found"
+
+
+def live(demotion: Demotion, block: int, num: int, wanted: bool) -> None:
+    """`num` times `block` goes to a tier of one slot, and comes back or makes room."""
+    for _ in range(num):
+        demotion.demoted(ids(block), ids(1))
+        if wanted:
+            demotion.returned(ids(1), ids(block))
+        else:
+            demotion.taking(1, 1)
+            demotion.forgotten(ids(1))
+
+
+def test_what_was_found_is_no_less_likely_than_what_was_not() -> None:
+    demotion = Demotion(3, 1)
+    demotion.registered(ids(1, 2), NONE)
+    demotion.found(ids(1))
+    live(demotion, 1, 9, wanted=False)
+    assert demotion.chances == (1 / 2, 1 / 2)
+    live(demotion, 2, 8, wanted=True)
+    assert demotion.chances == (9 / 10, 9 / 10)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_change_of_load_is_noticed(first: bool) -> None:
+    """However long it was otherwise, a few thousand blocks tell."""
+    demotion = Demotion(2, 1)
+    live(demotion, 1, 5_000, wanted=first)
+    before = demotion.chances[0]
+    live(demotion, 1, 2 * RECENT_BLOCKS, wanted=not first)
+    after = demotion.chances[0]
+    assert (before > 0.99 and after < 0.2) if first else (before < 0.01 and after > 0.8)
+
+
+def test_a_small_share_is_sampled_however_unlikely() -> None:
+    demotion = Demotion(SAMPLED_ROWS * 4, 8)
+    chosen = []
+    for row in range(2 * SAMPLED_ROWS):
+        blocks = ids(2 * row % 64 + 1, 2 * row % 64 + 2)
+        demotion.registered(blocks, NONE)
+        demotion.left(blocks)
+        chosen.append(demotion.worth(blocks, 0.9).tolist())
+    assert [i for i, worth in enumerate(chosen) if worth == [True, True]] == [SAMPLED_ROWS - 1, 2 * SAMPLED_ROWS - 1]
+    assert sum(map(sum, chosen)) == 4
+    assert not demotion.worth(ids(1), 1.0).any(), "where nothing pays nothing is sampled"
+
+
+def test_wants_are_counted_and_move_along() -> None:
+    demotion = Demotion(20, 10)
+    demotion.registered(ids(1, 2, 3), NONE)
+    demotion.wanted(ids(1, 2), NONE, 1)
+    demotion.wanted(ids(1), NONE, 1)
+    assert demotion.worth(ids(1, 2, 3), 0.9).tolist() == [True, True, False]
+    demotion.demoted(ids(2), ids(4))
+    demotion.moved(ids(1), ids(7))
+    demotion.returned(ids(4), ids(8))
+    demotion.wanted(ids(7), NONE, -1)
+    assert demotion.worth(ids(7, 8), 0.9).tolist() == [True, True], "one of two still waits"
+    demotion.wanted(ids(7, 8), NONE, -1)
+    assert not demotion.worth(ids(7, 8), 0.9).any()
+    assert demotion.chances == (1 / 2, 2 / 3), "of what was sure to be wanted nothing is learned"
+
+
+# ---- the manager -----------------------------------------------------------------------------------
+
+
+class Cache:
+    """A manager driven without a scheduler. A copy pays only for what is all but sure to be wanted again."""
+
+    def __init__(self, usable: int, host_slots: int, least_chance: float = 0.9) -> None:
+        self.manager = CacheManager(
+            usable + 1,
+            BLOCK_SIZE,
+            4,
+            256,
+            hasher=PrefixHasher(BLOCK_SIZE, b"seed"),
+            host_slots=host_slots,
+            eviction=Lru,
+        )
+        self.manager.host.least_chance = least_chance
+
+    def chain(self, tokens: list[int]):
+        return self.manager.chain(np.array(tokens, np.int32), None)
+
+    def begin(self, row: int, tokens: list[int], name: str = "") -> int:
+        """Returns the tokens that need not be computed."""
+        extension = self.manager.admit(row, len(tokens), self.manager.lookup(self.chain(tokens), len(tokens) - 1), name)
+        assert extension is not None
+        self.manager.check_invariants()
+        return extension.num_computed
+
+    def end(self, row: int, tokens: list[int], name: str | None = None) -> None:
+        """All of it is computed; with a `name` it will be back."""
+        chain = self.chain(tokens)
+        self.manager.commit(row, chain, len(tokens))
+        if name is not None:
+            self.manager.keep_for(name, row, chain, len(tokens))
+        self.manager.release(np.array([row]))
+        self.manager.check_invariants()
+
+    def run(self, tokens: list[int]) -> int:
+        found = self.begin(0, tokens)
+        self.end(0, tokens)
+        return found
+
+    def demoted(self) -> int:
+        """Blocks that the plan which is made now copies out."""
+        swaps = self.manager.take_swaps()
+        self.manager.check_invariants()
+        return 0 if swaps is None else len(swaps.out_slots)
+
+
+A, B, C, D = (list(range(start, start + 17)) for start in (100, 200, 300, 400))  # 4 full blocks and a token each
+
+
+def test_what_nobody_waits_for_is_evicted_and_what_somebody_does_is_demoted() -> None:
+    cache = Cache(10, 20)
+    cache.begin(0, A)
+    cache.end(0, A, "a")
+    cache.run(B)
+    cache.run(C)
+    assert cache.demoted() == 4, "A's tail, and three of its blocks"
+    cache.run(D)
+    assert cache.demoted() == 1 and cache.manager.evicted_blocks == 3, "the last one of A's, and B's"
+    assert cache.begin(0, A, "a") == 17
+    cache.end(0, A)
+    cache.run(B)
+    cache.run(C)
+    cache.demoted()
+    cache.run(D)
+    assert cache.demoted() == 0, "A ended"
+
+
+def test_who_ends_while_it_waits_wants_nothing_any_more() -> None:
+    cache = Cache(10, 20)
+    cache.begin(0, A)
+    cache.end(0, A, "a")
+    cache.manager.drop_for("a")
+    cache.run(B)
+    cache.run(C)
+    assert cache.demoted() == 0 and cache.manager.host.num_used == 0
+
+
+def test_what_two_wait_for_stays_worth_it_when_one_is_back() -> None:
+    cache = Cache(10, 20)
+    longer = [*A[:16], *B]
+    for name, tokens in ("a", A), ("b", longer):
+        cache.begin(0, tokens)
+        cache.end(0, tokens, name)
+    assert cache.begin(0, A, "a") == 17
+    cache.end(0, A)
+    cache.demoted()
+    for tokens in C, D, C:
+        cache.run(tokens)
+    assert cache.begin(0, longer, "b") == len(longer), "with what it shares with the other"
+
+
+def test_an_ancestor_that_is_evicted_takes_along_what_was_worth_it() -> None:
+    """Only what is behind nothing but what stays can stay."""
+    cache = Cache(5, 20)
+    cache.run(A)
+    index = cache.manager.index
+    blocks = index.lookup(cache.chain(A), 16).blocks
+    cache.manager.demotion.wanted(blocks[2:3], NONE, 1)
+    cache.run(B)
+    swaps = cache.manager.take_swaps()
+    assert swaps is None and cache.manager.host.num_used == 0
+    assert index.lookup(cache.chain(A), 16).num_tokens == 0
+
+
+def test_found_blocks_are_demoted_where_others_are_not() -> None:
+    cache = Cache(6, 20, least_chance=0.6)
+    cache.run(A)
+    assert cache.run([*A[:8], *B[:7]]) == 8, "two blocks of A's"
+    cache.run(C)
+    cache.run(D)
+    assert cache.demoted() == 2
+    assert cache.run(A) == 8
+
+
+def test_what_was_forgotten_with_the_cache_is_wanted_by_nobody() -> None:
+    cache = Cache(10, 20)
+    cache.begin(0, A)
+    cache.end(0, A, "a")
+    cache.manager.reset()
+    cache.run(A)
+    for tokens in B, C, D:
+        cache.run(tokens)
+    assert cache.demoted() == 0
+    cache.manager.drop_for("a")
+    cache.manager.check_invariants()
+
+
+def test_a_tier_that_rests_forgets_and_takes_nothing_until_somebody_comes() -> None:
+    cache = Cache(10, 20, least_chance=0.0)
+    for tokens in A, B, C:
+        cache.run(tokens)
+    cache.demoted()
+    manager = cache.manager
+    assert manager.host.num_used > 0
+    cached = manager.counts().cached
+    manager.rest()
+    manager.check_invariants()
+    assert manager.host.num_used == 0 and not manager.host.demotes
+    assert manager.counts().cached == cached, "what is on the device stays"
+    assert cache.begin(0, C) == 16
+    assert manager.host.demotes
+    cache.begin(1, D)
+    assert cache.demoted() > 0
+    with pytest.raises(ValueError, match="slots are in use"):
+        manager.host.rest()

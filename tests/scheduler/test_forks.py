@@ -1,0 +1,170 @@
+"""Requests that share a prompt: computed once, its full blocks shared, the partly filled one copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import World
+
+from pagetide.scheduler.errors import DuplicateRequest, RequestRejected
+
+
+def forked(world: World, prompt: int | np.ndarray, n: int, max_new: int = 6, **more) -> None:
+    """Requests a, b, c, ... of which all but the first are forks of it."""
+    world.add("a", prompt, max_new, **more)
+    for name in "bcdefgh"[: n - 1]:
+        world.add(name, world.requests["a"].prompt_token_ids, max_new, fork_of="a", **more)
+
+
+def blocks(world: World, name: str) -> list[int]:
+    (row,) = (r for r, s in world.scheduler._running.items() if s.request.request_id == name)
+    found: list[int] = world.cache.tables[0].of(row).tolist()
+    return found
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching: bool) -> None:
+    world = World(64, block_size=4, caching=caching)
+    forked(world, 10, n=3)
+    plan = world.step() and world.plans[-1]
+    assert [new.request_id for new in plan.admitted] == ["a"], "the others wait for the prompt"
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 2)
+    plan = world.schedule()
+    assert [new.request_id for new in plan.admitted] == ["b", "c"]
+    a, b, c = (blocks(world, name) for name in "abc")
+    assert a[:2] == b[:2] == c[:2] and len({a[2], b[2], c[2]}) == 3
+    assert world.cache.allocator.references(np.array(a)).tolist() == [3, 3, 1]
+    assert plan.copies is not None
+    assert (plan.copies.sources.tolist(), plan.copies.targets.tolist()) == ([a[2], a[2]], [b[2], c[2]])
+    assert plan.lengths.tolist() == [1, 1, 1] and plan.starts.tolist() == [10, 9, 9], (
+        "only the last token is computed again"
+    )
+    world.finish(plan)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+    assert world.scheduler.stats.forks == 2
+    assert world.scheduler.stats.computed_tokens == (10 + 5) + 2 * (1 + 5)
+
+
+@pytest.mark.parametrize("length", [1, 4, 8, 9])
+def test_nothing_is_copied_where_the_last_token_begins_a_block(length: int) -> None:
+    world = World(64, block_size=4)
+    forked(world, length, n=4)
+    world.step()
+    plan = world.schedule()
+    rest = (length - 1) % 4
+    assert (plan.copies is None) == (rest == 0)
+    assert world.used == -(-length // 4) + 3 + (length % 4 == 0), "a block each, and one for who is a token ahead"
+    world.finish(plan)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_forks_wait_through_every_chunk_of_the_prompt_and_hold_nobody_up() -> None:
+    world = World(64, block_size=4, max_step_tokens=6)
+    forked(world, 20, n=2)
+    world.add("other", 3, 2)
+    while "b" not in world.started:
+        world.step()
+    assert world.started == ["a", "other", "b"]
+    world.run()
+    world.check_outputs()
+
+
+def test_more_forks_than_seats() -> None:
+    world = World(64, block_size=4, max_seqs=3, caching=True)
+    forked(world, 21, n=8)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+    assert world.scheduler.stats.forks < 7, "some came when the first had ended"
+    assert world.scheduler.stats.computed_tokens <= (21 + 5) + 7 * (1 + 5), "and found what it had computed"
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_first_is_aborted_and_the_others_go_on(moment: str, n: int) -> None:
+    world = World(64, block_size=4, max_step_tokens=6)
+    forked(world, 20, n)
+    for _ in range({"waiting": 0, "prefilling": 2, "decoding": 4}[moment]):
+        world.step()
+    world.scheduler.abort("a")
+    world.run()
+    assert world.finished["a"].reason == "aborted"
+    world.check_outputs(but=("a",))
+    world.check_empty()
+    if moment == "waiting":
+        assert world.scheduler.stats.forks == n - 2, "the second computes the prompt, for the others too"
+
+
+def test_a_fork_is_aborted_while_it_waits_for_the_prompt() -> None:
+    world = World(64, block_size=4, max_step_tokens=6)
+    forked(world, 20, n=3)
+    world.step()
+    assert world.scheduler.abort("b")
+    assert world.step().finished[0].request_id == "b"
+    world.run()
+    world.check_outputs(but=("b",))
+    world.check_empty()
+
+
+def test_the_first_fails_and_the_others_try_for_themselves() -> None:
+    world = World(64, block_size=4)
+    forked(world, 20, n=3)
+    world.runner.fail.add("a")
+    world.run()
+    assert world.finished["a"].reason == "error"
+    world.check_outputs(but=("a",))
+    assert world.scheduler.stats.forks == 1
+    world.check_empty()
+
+
+@pytest.mark.parametrize("host_slots", [0, 40])
+@pytest.mark.parametrize("caching", [False, True])
+def test_forks_under_pressure(caching: bool, host_slots: int) -> None:
+    world = World(14, block_size=4, caching=caching or host_slots > 0, host_slots=host_slots)
+    forked(world, 17, n=6, max_new=20)
+    world.run()
+    assert world.scheduler.stats.preemptions > 0
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_forks_of_forks_share_the_same_prompt() -> None:
+    world = World(64, block_size=4)
+    forked(world, 9, n=2)
+    world.add("c", world.requests["a"].prompt_token_ids, 6, fork_of="b")
+    world.run()
+    world.check_outputs()
+    assert world.scheduler.stats.forks == 2
+
+
+def test_a_late_fork_begins_with_what_there_is() -> None:
+    world = World(64, block_size=4)
+    forked(world, 9, n=1, max_new=12)
+    for _ in range(5):
+        world.step()
+    world.add("late", world.requests["a"].prompt_token_ids, 12, fork_of="a")
+    plan = world.schedule()
+    assert plan.starts[plan.lengths == 1].tolist() == [13, 8]
+    world.finish(plan)
+    world.run()
+    world.check_outputs()
+
+
+def test_what_is_no_fork_is_refused() -> None:
+    world = World(64, block_size=4)
+    forked(world, 9, n=1)
+    prompt = world.requests["a"].prompt_token_ids
+    with pytest.raises(RequestRejected, match="'b' is to share the prompt of 'x', which is not here"):
+        world.add("b", prompt, fork_of="x")
+    with pytest.raises(RequestRejected, match="has another prompt or cache_salt"):
+        world.add("b", prompt[:-1], fork_of="a")
+    with pytest.raises(RequestRejected, match="has another prompt or cache_salt"):
+        world.add("b", prompt, fork_of="a", salt=b"tenant")
+    with pytest.raises(DuplicateRequest):
+        world.add("a", prompt, fork_of="a")
+    world.run()
+    world.check_outputs()

@@ -1,0 +1,139 @@
+"""Who waits for a row: order, aging, who may pass whom."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import World
+
+from pagetide.scheduler.scheduler import MOST_PASSES, MOST_TRIED
+from pagetide.scheduler.waiting import AGING_S
+
+
+def test_a_step_of_priority_weighs_as_much_as_some_seconds_of_waiting() -> None:
+    world = World(64, max_seqs=1)
+    world.add("first", 8, 2)
+    world.step()
+    world.add("low", 8, 2, priority=1, arrival=10.0)
+    world.add("later", 8, 2, priority=0, arrival=10.0 + AGING_S - 1)
+    world.add("much later", 8, 2, priority=0, arrival=10.0 + AGING_S + 1)
+    assert world.scheduler.waiting_ids == ["later", "low", "much later"]
+    world.run()
+    assert world.started == ["first", "later", "low", "much later"]
+
+
+def test_a_stream_of_high_priority_does_not_starve_a_low_one() -> None:
+    world = World(8, block_size=16, max_seqs=2)
+    world.add("low", 100, 20, priority=2, arrival=0.0)
+    for second in range(200):
+        world.add(f"high{second}", 100, 2, arrival=float(second))
+        world.step()
+        if "low" in world.started:
+            break
+    assert 2 * AGING_S - 5 <= second, "it is of low priority"
+    world.run()
+    world.check_outputs()
+    assert "low" in world.started[: int(2 * AGING_S) + 5]
+
+
+def big_and_small(usable: int = 10) -> World:
+    """One runs in 4 of the blocks; a big one, of 8, waits at the head."""
+    world = World(usable, block_size=4, max_seqs=64)
+    world.add("runs", 13, 200)
+    world.step()
+    world.add("big", 32, 2, arrival=1.0)
+    return world
+
+
+def test_small_ones_pass_a_big_one_that_does_not_fit() -> None:
+    world = big_and_small()
+    world.add("small", 4, 2, arrival=2.0)
+    world.step()
+    assert world.started == ["runs", "small"] and world.scheduler.waiting_ids == ["big"]
+    world.scheduler.abort("runs")
+    world.run()
+    world.check_outputs(but=("runs",))
+    assert world.started == ["runs", "small", "big"]
+
+
+def test_who_waits_and_who_passes_is_told_with_the_numbers() -> None:
+    world = big_and_small()
+    world.add("small", 4, 2, arrival=2.0)
+    world.step()
+    world.step()
+    assert [{k: v for k, v in told.items() if k != "step"} for told in world.scheduler.explain()] == [
+        {"what": "wait", "request_id": "big", "needed": 8, "room": 6, "expected": None, "usable": 10},
+        {"what": "pass", "request_id": "small", "needed": 1, "passed": ["big"]},
+    ], "once, not with every step"
+
+
+def test_who_would_fit_but_for_the_growth_of_others_is_told_so() -> None:
+    world = World(16, block_size=4, forecast=True)
+    world.add("runs", 16, 40)
+    world.step()
+    world.add("late", 30, 20, arrival=1.0)
+    world.step()
+    (told,) = world.scheduler.explain()
+    assert (told["what"], told["request_id"], told["needed"], told["room"], told["usable"]) == (
+        "wait",
+        "late",
+        8,
+        11,
+        16,
+    )
+    assert 16 < told["expected"] <= 14 + 13
+    world.run()
+    world.check_outputs()
+
+
+def test_who_needs_more_than_half_as_much_does_not_pass() -> None:
+    world = big_and_small()
+    world.add("not so small", 17, 2, arrival=2.0)
+    world.step()
+    assert world.started == ["runs"]
+    world.add("half", 8, 2, arrival=3.0)
+    world.step()
+    assert world.started == ["runs", "half"]
+
+
+def test_nobody_is_passed_without_end() -> None:
+    world = big_and_small()
+    for i in range(3 * MOST_PASSES):
+        world.add(f"small{i}", 4, 1, arrival=2.0 + i)
+        world.step()
+    assert world.scheduler.num_running == 1 or "big" in world.started
+    passed = world.started.index("big") - 1 if "big" in world.started else len(world.started) - 1
+    assert passed == MOST_PASSES
+    world.scheduler.abort("runs")
+    world.run()
+    world.check_outputs(but=("runs",))
+    assert world.started.index("big") == 1 + MOST_PASSES, "when it can, it is the next"
+
+
+def test_only_the_next_few_are_tried() -> None:
+    world = big_and_small()
+    for i in range(MOST_TRIED + 1):
+        world.add(f"big{i}", 32, 2, arrival=2.0 + i)
+    world.add("small", 4, 2, arrival=99.0)
+    world.step()
+    assert world.started == ["runs"]
+    world.scheduler.abort("big0")
+    world.scheduler.abort("big1")
+    world.step()
+    assert world.started == ["runs", "small"]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_who_was_preempted_is_not_passed(caching: bool) -> None:
+    world = World(8, block_size=4, max_seqs=64, caching=caching)
+    world.add("a", 13, 18, arrival=0.0)
+    world.add("b", 13, 18, arrival=1.0)
+    while not world.scheduler.stats.preemptions:
+        world.step()
+    assert world.scheduler.waiting_ids == ["b"]
+    world.add("small", 1, 1, arrival=2.0)
+    while "a" not in world.finished:
+        world.step()
+        assert "small" not in world.started
+    world.run()
+    assert world.started == ["a", "b", "b", "small"]
+    world.check_outputs()
