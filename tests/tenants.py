@@ -38,9 +38,10 @@ from pagetide.engine.core import EngineCore
 from pagetide.engine.memory import EngineMemory
 from pagetide.monitor.host_memory import free_host_bytes
 from pagetide.monitor.runtime_dir import RuntimeDir
+from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
 
 MIB = 1 << 20
 BLOCK_SIZE = 16
@@ -385,7 +386,8 @@ def _llm(config: str) -> None:
     """`LLM("demo", **options)`. What its requests give alone is known from an engine that shares with nobody, before.
 
     With `libraries` the lease's minimum holds so much for code that is read late: this process has read all there is.
-    With `waits` there is no engine before `start DIRECTORY`, and none any more after `end`, so that there may be another.
+    With `waits` there is no engine before `start DIRECTORY`, which makes one in a process of its own (forked, as the libraries
+    take seconds to read); that ends at `end`, so that there may be another.
     """
     from pagetide import LLM, SamplingParams
     from pagetide.engine import sharing
@@ -430,6 +432,9 @@ def _llm(config: str) -> None:
     for line in _lines(work):
         match line.split() if line else None:
             case ["start", directory]:
+                if (child := os.fork()) != 0:
+                    assert os.waitpid(child, 0)[1] == 0, "an engine's process failed"
+                    continue
                 os.environ["PAGETIDE_RUNTIME_DIR"] = directory
                 llm = start()
             case ["bursts"]:
@@ -445,6 +450,8 @@ def _llm(config: str) -> None:
                 bursts = False
                 llm.close()
                 _say(asdict(tally))
+                if given.get("waits", False):
+                    os._exit(0)
 
 
 # ---- a stranger ---------------------------------------------------------------------------------
