@@ -11,23 +11,25 @@ from __future__ import annotations
 import bisect
 import time
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.replay_clock import Clock, Roofline
+from benchmarks.replay_stub import Seconds, Stub
 from benchmarks.replay_traces import STOP, Trace
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.limits import Limits
+from pagetide.scheduler.outcome import Stats
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Finished, Limits, Scheduler, Stats
-
-Seconds = npt.NDArray[np.float64]
-Index = npt.NDArray[np.int64]
+from pagetide.scheduler.scheduler import Scheduler
 
 EXTENTS = 100  # that the pool consists of, about: the grain of what a co-tenant takes
+SAMPLES = 200  # of the state that are taken while requests arrive, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,16 @@ class Tenant:
         except ValueError:
             raise ValueError(f"a co-tenant's schedule is SECONDS:SHARE,SECONDS:SHARE,..., got {text!r}") from None
         times, shares = zip(*sorted(steps), strict=True)
-        if not all(0 <= share < 1 for share in shares) or times[0] < 0 or len(set(times)) < len(times):
+        known = all(0 <= share < 1 for share in shares) and all(0 <= at_s < np.inf for at_s in times)
+        if not known or len(set(times)) < len(times):
             raise ValueError(
                 f"a co-tenant takes a share in [0, 1) of the pool, once at a time from 0 s on, got {text!r}"
             )
         return cls(times, shares)
+
+    def __str__(self) -> str:
+        steps = zip(self.times_s, self.shares, strict=True)
+        return ", ".join(f"from {at_s:g} s on {share:.0%} of the pool" for at_s, share in steps)
 
     def share(self, now: float) -> float:
         """What it has at `now`."""
@@ -64,27 +71,70 @@ class Tenant:
 
 NOBODY = Tenant((0.0,), (0.0,))
 
+Copies = Literal["series", "beside"]  # of a step to and from the host: on top of its computing, or while it computes
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What is replayed on."""
 
-    num_blocks: int
+    num_blocks: int  # at most, of the pool
     block_size: int
     roofline: Roofline
     limits: Limits
     ask_tokens: int  # max_new_tokens of every request, unless its output is longer still
     tenant: Tenant = NOBODY
     caching: bool = True
+    host_slots: int = 0  # blocks that the host tier holds
+    copies: Copies = "series"
     sample_s: float = 1.0
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of a block."""
+        return self.roofline.block_bytes(self.block_size)
+
+    @property
+    def blocks_per_extent(self) -> int:
+        """Blocks that a co-tenant takes together."""
+        return max(1, self.num_blocks // EXTENTS)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of whole extents, the null block among them."""
+        return self.num_blocks // self.blocks_per_extent * self.blocks_per_extent
+
+    def parameters(self) -> dict[str, Any]:
+        """What tells this replay from others."""
+        return {
+            "block_size_tokens": self.block_size,
+            "block_bytes": self.block_bytes,
+            "pool_blocks": self.pool_blocks,
+            "pool_bytes": self.pool_blocks * self.block_bytes,
+            "blocks_per_extent": self.blocks_per_extent,
+            "host_tier_blocks": self.host_slots,
+            "host_tier_bytes": self.host_slots * self.block_bytes,
+            "host_copies": self.copies,
+            "prefix_caching": self.caching,
+            "seats": self.limits.max_seqs,
+            "step_token_budget": self.limits.max_step_tokens,
+            "max_model_len": self.limits.max_model_len,
+            "max_new_tokens": self.ask_tokens,
+            "co_tenant": [
+                {"from_s": at_s, "share_of_pool": share}
+                for at_s, share in zip(self.tenant.times_s, self.tenant.shares, strict=True)
+            ],
+        }
 
 
 def settings_for(trace: Trace, roofline: Roofline, block_size: int) -> Settings:
     """All of the GPU for a pool; 256 seats, 8,192 tokens a step; every request asks for as much as the longest output."""
     ask = max(turn.output_tokens for turn in trace.turns)
+    span_s = trace.turns[-1].at_s
     longest = max(turn.prompt_tokens for turn in trace.turns) + ask
     limits = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=longest + 1)
-    return Settings(roofline.blocks_that_fit(block_size), block_size, roofline, limits, ask)
+    num_blocks = roofline.blocks_that_fit(block_size)
+    return Settings(num_blocks, block_size, roofline, limits, ask, sample_s=max(0.1, span_s / SAMPLES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +163,11 @@ class Counters:
     hit_tokens: int
     moved_blocks: int
     given_back_extents: int
-    swapped_bytes: int | None  # None: there is no host tier
+    demoted_bytes: int  # copied to the host tier
+    promoted_bytes: int  # copied back
 
     @classmethod
-    def of(cls, stats: Stats) -> Counters:
+    def of(cls, stats: Stats, block_bytes: int) -> Counters:
         return cls(
             steps=stats.steps,
             computed_tokens=stats.computed_tokens,
@@ -126,7 +177,8 @@ class Counters:
             hit_tokens=stats.prefix_hit_tokens,
             moved_blocks=stats.moved_blocks,
             given_back_extents=stats.given_back_extents,
-            swapped_bytes=None,
+            demoted_bytes=stats.demoted_blocks * block_bytes,
+            promoted_bytes=stats.promoted_blocks * block_bytes,
         )
 
 
@@ -136,7 +188,8 @@ class Outcome:
 
     counters: Counters
     modelled_s: float
-    busy_s: float
+    busy_s: float  # all steps
+    copy_s: float  # copies to and from the host, by themselves
     wall_s: float
     cpu_s: float
     refused: int
@@ -154,71 +207,20 @@ class Outcome:
         return float(np.count_nonzero(good)) / len(good)
 
 
-class Stub:
-    """Stands for the model, and takes the times. Rows are the scheduler's."""
-
-    def __init__(self, trace: Trace, seats: int) -> None:
-        turns = trace.turns
-        self._first = np.cumsum([0] + [turn.output_tokens for turn in turns])  # of each request, in `_outputs`
-        self._outputs = np.zeros(self._first[-1], np.int32)
-        self._number = np.zeros(seats, np.int64)  # by row: whose it is
-        self._next = np.zeros(seats, np.int64)  # by row: its next token in `_outputs`
-        self.ttft_s = np.full(len(turns), np.nan)
-        self.last_s = np.array([turn.at_s for turn in turns])  # when each got its last token, or arrived
-        self.ended = np.zeros(len(turns), np.bool_)  # whose output is complete
-        self.cut_short = 0  # outputs for which there was no room in the pool
-        self._lengths = np.diff(self._first)
-        self._gaps: list[Seconds] = []
-
-    def expect(self, number: int, output: npt.NDArray[np.int32]) -> None:
-        """Request `number` will give `output`."""
-        self._outputs[self._first[number] : self._first[number] + len(output)] = output
-
-    def execute(self, plan: Plan, now: float) -> Result:
-        """The plan's tokens, which are there at `now`."""
-        for new in plan.admitted:
-            number = int(new.request_id)
-            self._number[new.row] = number
-            self._next[new.row] = self._first[number] + len(new.token_ids) - new.num_prompt
-        rows = plan.rows if plan.samples.all() else plan.rows[plan.samples]
-        places = self._next[rows]
-        self._next[rows] = places + 1
-        numbers = self._number[rows]
-        gaps = now - self.last_s[numbers]
-        self.last_s[numbers] = now
-        chunks = np.flatnonzero(places == self._first[numbers]) if len(rows) and plan.lengths[-1] > 1 else ()
-        if len(chunks):
-            self.ttft_s[numbers[chunks]] = gaps[chunks]
-            gaps = np.delete(gaps, chunks)
-        self._gaps.append(gaps)
-        resize = plan.resize
-        return Result(
-            plan.step_id, plan.samples.astype(np.int64), self._outputs[places], mapped=resize.map, unmapped=resize.unmap
-        )
-
-    def end(self, finished: Finished) -> None:
-        """A request is over."""
-        number = int(finished.request_id)
-        self.ended[number] = len(finished.token_ids) == self._lengths[number]
-        self.cut_short += not self.ended[number]
-
-    def gaps_s(self) -> Seconds:
-        """All times between two tokens of a request."""
-        return np.concatenate(self._gaps) if self._gaps else np.empty(0)
-
-
 def build(settings: Settings) -> Scheduler:
-    """A scheduler over an elastic pool, all of it mapped. Rounds the pool down to whole extents."""
-    per = max(1, settings.num_blocks // EXTENTS)
+    """A scheduler over an elastic pool, all of it mapped."""
     cache = CacheManager(
-        settings.num_blocks // per * per,
+        settings.pool_blocks,
         settings.block_size,
         settings.limits.seats,
         settings.limits.max_model_len,
-        blocks_per_extent=per,
+        blocks_per_extent=settings.blocks_per_extent,
         hasher=PrefixHasher(settings.block_size, b"replay") if settings.caching else None,
+        host_slots=settings.host_slots,
     )
-    return Scheduler(cache, settings.limits)
+    # With the link's rate for a guess: what is thought too slow is never tried, and so never measured.
+    cost = SwapCost(settings.block_bytes, settings.block_size, bytes_per_s=settings.roofline.host_bytes_per_s)
+    return Scheduler(cache, settings.limits, cost)
 
 
 def replay(trace: Trace, settings: Settings) -> Outcome:
@@ -244,7 +246,7 @@ class Replay:
         self.scheduler = build(settings)
         self.stub = Stub(trace, settings.limits.seats)
         self.clock = Clock(settings.roofline, settings.block_size)
-        self.now = self.busy_s = 0.0
+        self.now = self.busy_s = self.copy_s = 0.0
         self.refused = 0
         self.samples: list[Sample] = []
         self._pool_extents = self.scheduler.num_extents
@@ -281,10 +283,15 @@ class Replay:
     def step(self) -> None:
         """One step; the clock goes on."""
         plan = self.scheduler.schedule(self.now)
-        seconds = self.clock.step_s(plan)
+        seconds = compute_s = self.clock.step_s(plan)
+        swapped, copy_s = 0, 0.0
+        if plan.swaps is not None:
+            swapped, copy_s = len(plan.swaps.out_slots) + len(plan.swaps.in_slots), self.clock.copy_s(plan)
+            seconds = compute_s + copy_s if self.settings.copies == "series" else max(compute_s, copy_s)
+            self.copy_s += copy_s
         self.now += seconds
         self.busy_s += seconds
-        emissions = self.scheduler.apply(plan, self.stub.execute(plan, self.now))
+        emissions = self.scheduler.apply(plan, self.stub.execute(plan, self.now, swapped, copy_s, compute_s))
         for finished in emissions.finished:
             self.stub.end(finished)
 
@@ -315,24 +322,25 @@ class Replay:
 
     def _sample(self) -> None:
         scheduler = self.scheduler
-        counts, stats = scheduler.cache.counts(), Counters.of(scheduler.stats)
+        counts, stats = scheduler.cache.counts(), scheduler.stats
         self.samples.append(
             Sample(
                 self.now, scheduler.num_running, scheduler.num_waiting, counts.live, counts.cached,
-                scheduler.cache.usable, stats.lookup_tokens, stats.hit_tokens,
+                scheduler.cache.usable, stats.prefix_lookup_tokens, stats.prefix_hit_tokens,
             )
         )  # fmt: skip
 
     def outcome(self, wall_s: float, cpu_s: float) -> Outcome:
         """What was seen."""
-        turns = self.trace.turns
+        turns, last_s = self.trace.turns, self.stub.last_s()
         between = np.array([turn.output_tokens - 1 for turn in turns], np.float64)
         between[between == 0] = np.nan
         arrived = np.array([turn.at_s for turn in turns])
         return Outcome(
-            counters=Counters.of(self.scheduler.stats),
-            modelled_s=float(self.stub.last_s.max()),
+            counters=Counters.of(self.scheduler.stats, self.settings.block_bytes),
+            modelled_s=float(last_s.max()),
             busy_s=self.busy_s,
+            copy_s=self.copy_s,
             wall_s=wall_s,
             cpu_s=cpu_s,
             refused=self.refused,
@@ -340,7 +348,7 @@ class Replay:
             cut_short=self.stub.cut_short,
             ended=self.stub.ended,
             ttft_s=self.stub.ttft_s,
-            tpot_s=(self.stub.last_s - arrived - self.stub.ttft_s) / between,
+            tpot_s=(last_s - arrived - self.stub.ttft_s) / between,
             gaps_s=self.stub.gaps_s(),
             samples=self.samples,
         )

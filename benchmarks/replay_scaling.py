@@ -1,9 +1,4 @@
-"""How the cost of a replay grows: with requests, with running sequences, with the pool. Processor time, nothing modelled.
-
-requests            the synthetic load, more of it at the same rate
-running sequences   all there at once, 96 tokens each in blocks of 16; then steps in which each gains one
-pool                blocks of 16, all of them cached; prompts of 8,192 tokens that nobody has seen drive others out
-"""
+"""How the cost of a replay grows: with requests, with running sequences, with the pool. Processor time, nothing modelled."""
 
 from __future__ import annotations
 
@@ -24,6 +19,14 @@ _STEPS = 200  # that are timed with so many running
 _NEWCOMERS = 20  # that come one by one
 _PROMPT = 8_192  # tokens
 _EVICTING = 100  # requests that are timed in a full pool
+LOADS = {
+    "requests": "the synthetic load at 3 requests/s, blocks of 512 tokens; the mean from the first arrival to the last end",
+    "running sequences": "all queued at once, 96 tokens each in blocks of 16; the median of "
+    f"{_STEPS} steps in which each gains a token, and of {_NEWCOMERS} in which one more is seated",
+    "blocks of the pool": "blocks of 16 tokens, all of them cached; the median of "
+    f"{_EVICTING} prompts of {_PROMPT:,} tokens that nobody has seen and that drive others out, making and looking up the "
+    "prompt included; building and resizing the pool once",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Series:
 
 
 def measure(roofline: Roofline, say: Callable[[str], None]) -> list[Series]:
-    """All of it; a minute or so."""
+    """All of it; half a minute or so."""
     say("scaling with requests ...")
     by_requests = [_requests(roofline, size) for size in REQUESTS]
     say("scaling with running sequences ...")
@@ -52,8 +55,8 @@ def measure(roofline: Roofline, say: Callable[[str], None]) -> list[Series]:
     by_pool = [_pool(roofline, size) for size in POOLS]
     return [
         *_series("requests", REQUESTS, by_requests),
-        *_series("running", RUNNING, by_running),
-        *_series("blocks", POOLS, by_pool),
+        *_series("running sequences", RUNNING, by_running),
+        *_series("blocks of the pool", POOLS, by_pool),
     ]
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
+Row = TypeVar("Row")
 
 STOP = 2
 _OWN = 1 << 29  # ids from here on are requests' own
@@ -37,6 +39,17 @@ class Turn:
     output_tokens: int  # the stop token included
     ids: Ids
     own_id: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_s < float("inf"):
+            raise ValueError(f"a request comes at a time from 0 s on, got {self.at_s}")
+        for name, tokens in (("prompt", self.prompt_tokens), ("output", self.output_tokens)):
+            if not isinstance(tokens, int) or tokens < 1:
+                raise ValueError(f"a request has at least 1 token of {name}, got {tokens!r}")
+
+
+class BadTrace(ValueError):
+    """A trace's file is not there, or not what its name says: the message says which line, and why."""
 
 
 class Trace:
@@ -68,7 +81,8 @@ class Trace:
             ids = turn.ids[: -(-turn.prompt_tokens // self.id_tokens)].tolist()
             known = sum(i in seen for i in ids)  # an id's whole prefix is the same: they are the first ones
             total += min(known * self.id_tokens, turn.prompt_tokens - 1) // block_size * block_size
-            seen.update(ids)
+            covered = -(-(turn.prompt_tokens + turn.output_tokens - 1) // self.id_tokens)
+            seen.update(turn.ids[:covered].tolist())
         return total
 
     def taken(self, num_requests: int | None, speed: float) -> Trace:
@@ -80,39 +94,74 @@ class Trace:
 def mooncake(folder: Path) -> Trace:
     """The source rounds times to 3 s; requests of one instant are spread evenly over the 3 s that follow."""
     file = folder / "mooncake_conversation_0-20min.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    times = np.array([row["timestamp"] for row in rows]) / 1e3
-    _, first, counts = np.unique(times, return_index=True, return_counts=True)
-    place = (np.arange(len(rows)) - np.repeat(first, counts)) / np.repeat(counts, counts)
-    turns = [
-        Turn(at_s, row["input_length"], row["output_length"], np.array(row["hash_ids"], np.int64), _OWN + number)
-        for number, (at_s, row) in enumerate(zip((times + 3 * place).tolist(), rows, strict=True))
-    ]
-    return Trace(f"{file.name} (times spread over their 3 s)", 512, turns)
+
+    def turn(number: int, line: str) -> Turn:
+        row = _object(line)
+        ids = np.array(row["hash_ids"], np.int64)
+        return Turn(row["timestamp"] / 1e3, row["input_length"], row["output_length"], ids, _OWN + number)
+
+    turns = _turns(file, _lines(file), turn)
+    _, first, counts = np.unique([turn.at_s for turn in turns], return_index=True, return_counts=True)
+    place = (np.arange(len(turns)) - np.repeat(first, counts)) / np.repeat(counts, counts)
+    spread = [replace(turn, at_s=turn.at_s + 3 * share) for turn, share in zip(turns, place.tolist(), strict=True)]
+    return Trace(f"{file.name} (times spread over their 3 s)", 512, spread)
 
 
 def agentic(folder: Path) -> Trace:
     """Sessions of coding agents; times as they are, whether or not the session's turn before has ended."""
     file = folder / "agentic_sessions.jsonl"
-    turns = []
-    for number, line in enumerate(file.read_text().splitlines()):
-        row = json.loads(line)
+
+    def turn(number: int, line: str) -> Turn:
+        row = _object(line)
         ids = np.concatenate([np.arange(at, at + count, dtype=np.int64) for at, count in row["hash_runs"]] or [_NO_IDS])
-        turns.append(Turn(row["timestamp"] / 1e3, row["input_length"], row["output_length"], ids, _OWN + number))
-    return Trace(file.name, 64, sorted(turns, key=lambda turn: turn.at_s))
+        return Turn(row["timestamp"] / 1e3, row["input_length"], row["output_length"], ids, _OWN + number)
+
+    return Trace(file.name, 64, _turns(file, _lines(file), turn))
 
 
 def azure(folder: Path, name: str) -> Trace:
     """Times and lengths alone: no prefix is shared."""
     file = folder / f"azure2023_{name}_0-20min.csv"
-    turns: list[Turn] = []
-    with file.open(newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines)):
-            at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            at_s -= turns[0].at_s if turns else 0.0
-            turns.append(Turn(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), _NO_IDS, _OWN + number))
-    turns[0] = replace(turns[0], at_s=0.0)
-    return Trace(file.name, 512, turns)
+
+    def turn(number: int, row: dict[str, str]) -> Turn:
+        at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        return Turn(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), _NO_IDS, _OWN + number)
+
+    turns = _turns(file, csv.DictReader(_lines(file)), turn, header_lines=1)
+    return Trace(file.name, 512, [replace(turn, at_s=turn.at_s - turns[0].at_s) for turn in turns])
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTrace(
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): name the folder of traces by --data, or "
+            "take --trace synthetic"
+        ) from None
+
+
+def _object(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a line is a JSON object, got {line[:40]}")
+    return row
+
+
+def _turns(file: Path, rows: Iterable[Row], turn: Callable[[int, Row], Turn], header_lines: int = 0) -> list[Turn]:
+    """`turn` of each of the file's rows, in order of time. Raises BadTrace for the first one that is none."""
+    turns = []
+    for number, row in enumerate(rows):
+        try:
+            turns.append(turn(number, row))
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise BadTrace(
+                f"line {number + 1 + header_lines} of {file} is not a request of this trace: {why}"
+            ) from None
+    if not turns:
+        raise BadTrace(f"{file} holds no request")
+    return sorted(turns, key=lambda turn: turn.at_s)
 
 
 SYNTHETIC = (

@@ -1,0 +1,177 @@
+"""How far a request's tokens and log-probabilities depend on what the engine does beside it, in float32 and in bfloat16.
+
+    python -m benchmarks.divergence [--json FILE] [--model demo] [--device cpu] [--prompts 16] [--new-tokens 48] [--seed 0]
+
+Prompts out of the held-out text, greedy. What is right is each request alone, its prompt in one piece, nothing cached, in the
+same type. Against it: all at once; behind a prefix hit (a request with the first half of each prompt ran before, then one at
+a time); prompts in chunks of 16 (one at a time); and all at once in two fifths of the blocks that they need, where whoever is
+preempted is computed again, or swapped to the host and back.
+
+Two figures each: the share of tokens before a request's first difference; and the largest difference of a log-probability,
+over the whole vocabulary, at the positions up to there: those whose history is the same. Rounding explains both: a sum over
+another number of rows is taken in another order. In float32 every token must be the same, and log-probabilities within
+1e-4; in bfloat16 the figures are for the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.figures import Figure, report
+from pagetide import LLM, SamplingParams
+from pagetide.engine import demo_model
+from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.plan import Plan, Result
+
+BLOCK_SIZE = 16
+CHUNK_TOKENS = 16
+SHARE = 0.4  # of the blocks that all need, in a pool that is too small
+WORDS = (12, 48)  # of a prompt
+TARGETS = {"float32": (1.0, 1e-4), "bfloat16": (None, None)}  # share of tokens, difference of log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A prompt, the tokens that came, and the log-probabilities [vocabulary] that each came from."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[torch.Tensor]
+
+
+Run = list[Served]
+
+
+class AlwaysSwap(SwapCost):
+    """Swapping is worth it, however fast a small model computes."""
+
+    def swap_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def observe(self, plan: Plan, result: Result) -> None:
+        pass
+
+
+class Engine:
+    """An engine that keeps the log-probabilities of every token it samples, and seats whatever fits now."""
+
+    def __init__(self, model: str, device: str, dtype: str, kv_memory: int | str, **options: Any) -> None:
+        self.llm = LLM(
+            model, device=device, dtype=dtype, kv_memory=kv_memory, block_size=BLOCK_SIZE, share=False, **options
+        )
+        engine = self.llm._engine
+        assert engine is not None
+        self.core = engine.core
+        scheduler = self.core.scheduler
+        scheduler.limits = replace(scheduler.limits, forecast=False)  # else hardly anybody would be preempted
+        self.block_bytes = self.llm.stats()["kv_bytes_per_token"] * BLOCK_SIZE
+        if scheduler.cache.host is not None:
+            scheduler.cost = AlwaysSwap(self.block_bytes, BLOCK_SIZE)
+        self._log_probs: dict[str, list[torch.Tensor]] = {}
+        self._sample = self.core.runner.sampler.sample
+        self.core.runner.sampler.sample = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, rows: Any, positions: Any, logits: torch.Tensor) -> Any:
+        log_probs = torch.log_softmax(logits.float(), -1).cpu()
+        for name, one in zip(self.core.scheduler.rows.request_ids[rows].tolist(), log_probs, strict=True):
+            self._log_probs.setdefault(name, []).append(one)
+        return self._sample(rows, positions, logits)
+
+    def run(self, prompts: Sequence[Any], new_tokens: int) -> Run:
+        """Greedy continuations of `prompts`: texts or token ids."""
+        self._log_probs = {}
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        outputs = self.llm.generate(list(prompts), params, progress=False)
+        assert all(len(output.token_ids) == new_tokens for output in outputs), [output.error for output in outputs]
+        return [Served(o.prompt_token_ids, o.token_ids, self._log_probs[o.request_id]) for o in outputs]
+
+
+def texts(num: int, seed: int) -> list[str]:
+    """Pieces of the held-out text."""
+    text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
+    passages = [passage.split() for passage in text.split("\n%%\n") if len(passage.split()) > max(WORDS)]
+    rng = np.random.default_rng(seed)
+    pieces = []
+    for i in range(num):
+        words, length = passages[i % len(passages)], int(rng.integers(*WORDS))
+        first = int(rng.integers(len(words) - length))
+        pieces.append(" ".join(words[first : first + length]))
+    return pieces
+
+
+def differences(run: Run, right: Run) -> tuple[list[float], list[float]]:
+    """For each prompt the share of tokens before the first difference, and the largest difference of log-probabilities."""
+    shares, largest = [], []
+    for got, expected in zip(run, right, strict=True):
+        pairs = enumerate(zip(got.token_ids, expected.token_ids, strict=True))
+        same = next((n for n, (a, b) in pairs if a != b), len(got.token_ids))
+        both = zip(got.log_probs[: same + 1], expected.log_probs, strict=False)
+        shares.append(same / len(got.token_ids))
+        largest.append(max(float((a - b).abs().max()) for a, b in both))
+    return shares, largest
+
+
+def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: int) -> tuple[Run, dict[str, Run]]:
+    """What is right, and what each way of being served gives. Raises RuntimeError where a way did not come about."""
+    bare: dict[str, Any] = {"prefix_caching": False}
+    engine = Engine(model, device, dtype, "256MiB", max_seqs=1, **bare)
+    with engine.llm:
+        right, block_bytes = engine.run(texts(num, seed), new_tokens), engine.block_bytes
+    prompts = [one.prompt_token_ids for one in right]
+    each = [-(-(len(prompt) + new_tokens) // BLOCK_SIZE) for prompt in prompts]
+    room, little = (block_bytes * (1 + n) for n in (2 * sum(each), max(max(each), int(SHARE * sum(each)))))
+
+    def served(kv_memory: int, shows: str, before: Sequence[list[int]] = (), **options: Any) -> Run:
+        engine = Engine(model, device, dtype, kv_memory, **options)
+        with engine.llm:
+            if before:
+                engine.run(before, 1)
+            run = engine.run(prompts, new_tokens)
+            stats = engine.core.scheduler.stats
+            if not getattr(stats, shows) or (kv_memory == little and 4 * stats.preemptions < num):
+                raise RuntimeError(f"with {options} it says nothing: {shows} was to be shown, and there was {stats}")
+        return run
+
+    return right, {
+        "all at once": served(room, "steps", **bare),
+        "prefix hits": served(room, "prefix_hit_tokens", [p[: len(p) // 2] for p in prompts], max_seqs=1),
+        "chunks": served(room, "steps", max_seqs=1, max_chunk_tokens=CHUNK_TOKENS, **bare),
+        "computed again": served(little, "recomputed_tokens", **bare),
+        "swapped": served(little, "promoted_blocks", host_kv_memory=room),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--model", default="demo", help="a name or a folder, as LLM takes it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    figures = []
+    for dtype in TARGETS:
+        right, ways = runs(args.model, args.device, dtype, args.prompts, args.new_tokens, args.seed)
+        for way, run in ways.items():
+            shares, largest = differences(run, right)
+            name = f"{dtype}, {way}"
+            share, nats = TARGETS[dtype]
+            figures += [
+                Figure(
+                    f"{name}: tokens before a difference", sum(shares) / len(shares), "share", share, "higher", shares
+                ),
+                Figure(f"{name}: log-probabilities, largest difference", max(largest), "nats", nats, samples=largest),
+            ]
+    report("divergence from each request alone", figures, args.seed, args.json)
+
+
+if __name__ == "__main__":
+    main()
