@@ -118,9 +118,12 @@ class Stub:
         sampled = plan.rows[plan.samples]
         computed = (plan.starts + plan.lengths)[plan.samples]
         tokens = np.where(computed == self._last[sampled], STOP, TOKEN).astype(np.int32)
-        swapped = 0 if plan.swaps is None else len(plan.swaps.out_slots) + len(plan.swaps.in_slots)
+        swapped = before = 0
+        if plan.swaps is not None:
+            swapped, before = len(plan.swaps.out_slots) + len(plan.swaps.in_slots), plan.swaps.num_before
         swap_s, compute_s = swapped * BLOCK_BYTES / HOST_BYTES_PER_S, self._clock.step_s(plan)
-        self.seconds += swap_s + compute_s
+        before_s = before * BLOCK_BYTES / HOST_BYTES_PER_S
+        self.seconds += before_s + max(swap_s - before_s, compute_s)
         counts = plan.samples.astype(np.int32)
         return Result(plan.step_id, counts, tokens, swapped=swapped, swap_s=swap_s, compute_s=compute_s)
 

@@ -1,7 +1,7 @@
 """Traces replayed: the real scheduler and cache manager, a modelled clock instead of a model, a co-tenant's schedule.
 
 python -m benchmarks.replay [--data FOLDER] [--trace mooncake] [--block 512] [--gpu h200] [--gpus 2]
-                            [--tenant 0:0,300:0.4,600:0.1] [--host-gb 512] [--copies series] [--slo 5,0.1]
+                            [--tenant 0:0,300:0.4,600:0.1] [--host-gb 512] [--slo 5,0.1]
                             [--json FILE] [--plot PREFIX]
 python -m benchmarks.replay --scaling [--json FILE] [--plot PREFIX]
 
@@ -109,10 +109,6 @@ def parse() -> argparse.Namespace:
         help=f"of a host tier in every replay, 0 for none; default: a last replay has {DEFAULT_HOST_GB:g} GB for each GPU",
     )  # fmt: skip
     parser.add_argument(
-        "--copies", choices=("series", "beside"), default="series",
-        help="to and from the host: on top of a step's computing (default), or while it computes",
-    )  # fmt: skip
-    parser.add_argument(
         "--slo", type=said(Slo.parse), default=Slo(5.0, 0.1), metavar="TTFT,TPOT", help="seconds (default 5,0.1)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -205,9 +201,7 @@ def adjusted(settings: Settings, args: argparse.Namespace) -> Settings:
             f"replay: a pool of {blocks} blocks of {settings.block_size:,} tokens is too small, {LEAST_BLOCKS} are the least: "
             "take smaller blocks, more GPUs, or more --blocks"
         )
-    return replace(
-        settings, limits=limits, ask_tokens=ask, num_blocks=blocks, caching=not args.no_cache, copies=args.copies
-    )
+    return replace(settings, limits=limits, ask_tokens=ask, num_blocks=blocks, caching=not args.no_cache)
 
 
 def runs_of(settings: Settings, args: argparse.Namespace) -> dict[str, Settings]:
@@ -239,11 +233,10 @@ def describe(trace: Trace, runs: dict[str, Settings], slo: Slo) -> None:
         f"step; max_new_tokens of every request: {settings.ask_tokens:,}, or its output's length where that is more"
     )
     if settings.host_slots:
-        how = "a step takes both" if settings.copies == "series" else "a step takes the longer of the two"
         print(
             f"host tier: {settings.host_slots * block_bytes / 1e9:.1f} GB ({settings.host_slots:,} blocks), where a replay's "
-            f"name says so; copies at {roofline.host_bytes_per_s / 1e9:g} GB/s "
-            f"{'in series with' if settings.copies == 'series' else 'beside'} computing: {how}"
+            f"name says so; copies at {roofline.host_bytes_per_s / 1e9:g} GB/s beside computing, but for those that a step's "
+            "own chunks depend on"
         )
     for name, run in runs.items():
         if run.tenant is not NOBODY:

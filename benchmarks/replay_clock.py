@@ -5,8 +5,8 @@
 
 FLOPs: two for each multiplied weight and token, the output layer's for sampled positions alone, and attention, 4 for each
 query channel and position attended. Bytes: all multiplied weights once a step, the K and V of what each chunk attends once,
-those of what it computes written. No step overlaps another; the scheduler's own time is not in it. Whether copying comes on
-top of computing or runs beside it is for who adds them up.
+those of what it computes written. No step overlaps another; the scheduler's own time is not in it. Copies that a step's own
+chunks depend on come before its computing; the others run beside it, and the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Roofline:
             "overhead_s_per_step": self.overhead_s,
             "share_of_memory_used": MEMORY_USED,
             "computing_s": "max(FLOPs / (peak x reached), bytes / (bandwidth x reached)) + overhead + moves + maps",
-            "copying_s": "bytes to and from the host / (gpus x host bandwidth); series: added, beside: the longer of the two",
+            "copying_s": "bytes to and from the host / (gpus x host bandwidth); added, or beside computing, as the plan says",
         }
 
     def __str__(self) -> str:
@@ -185,13 +185,16 @@ class Clock:
             seconds += self._moving_s(len(plan.copies.sources))
         return seconds
 
-    def copy_s(self, plan: Plan) -> float:
-        """Seconds that the plan's copies to and from the host take by themselves."""
+    def copy_s(self, plan: Plan) -> tuple[float, float]:
+        """Seconds that the plan's copies to and from the host take by themselves: before its chunks, and beside them."""
         swaps = plan.swaps
         if swaps is None:
-            return 0.0
-        seconds = (len(swaps.out_slots) + len(swaps.in_slots)) * self._block_bytes / self._host_bytes_per_s
-        return seconds if swaps.back is None else seconds + self._moving_s(len(swaps.back.sources))
+            return 0.0, 0.0
+        each_s = self._block_bytes / self._host_bytes_per_s
+        before_s = swaps.num_before * each_s
+        if swaps.back is not None:
+            before_s += self._moving_s(len(swaps.back.sources))
+        return before_s, (len(swaps.out_slots) - swaps.num_before + len(swaps.in_slots)) * each_s
 
     def _moving_s(self, num_blocks: int) -> float:
         """Of copies within the GPU: read and written."""

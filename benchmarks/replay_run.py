@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,6 @@ class Tenant:
 
 NOBODY = Tenant((0.0,), (0.0,))
 
-Copies = Literal["series", "beside"]  # of a step to and from the host: on top of its computing, or while it computes
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -86,7 +84,6 @@ class Settings:
     tenant: Tenant = NOBODY
     caching: bool = True
     host_slots: int = 0  # blocks that the host tier holds
-    copies: Copies = "series"
     sample_s: float = 1.0
 
     @property
@@ -114,7 +111,6 @@ class Settings:
             "blocks_per_extent": self.blocks_per_extent,
             "host_tier_blocks": self.host_slots,
             "host_tier_bytes": self.host_slots * self.block_bytes,
-            "host_copies": self.copies,
             "prefix_caching": self.caching,
             "seats": self.limits.max_seqs,
             "step_token_budget": self.limits.max_step_tokens,
@@ -286,8 +282,10 @@ class Replay:
         seconds = compute_s = self.clock.step_s(plan)
         swapped, copy_s = 0, 0.0
         if plan.swaps is not None:
-            swapped, copy_s = len(plan.swaps.out_slots) + len(plan.swaps.in_slots), self.clock.copy_s(plan)
-            seconds = compute_s + copy_s if self.settings.copies == "series" else max(compute_s, copy_s)
+            swapped = len(plan.swaps.out_slots) + len(plan.swaps.in_slots)
+            before_s, beside_s = self.clock.copy_s(plan)
+            seconds = before_s + max(compute_s, beside_s)
+            copy_s = before_s + beside_s
             self.copy_s += copy_s
         self.now += seconds
         self.busy_s += seconds

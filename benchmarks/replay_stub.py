@@ -46,7 +46,9 @@ class Stub:
 
     def execute(self, plan: Plan, now: float, swapped: int = 0, swap_s: float = 0.0, compute_s: float = 0.0) -> Result:
         """The plan's tokens, which are there at `now`; of its seconds the result tells."""
-        if plan.rows is self._decoding and len(plan.rows):  # the very same array: plans' are never written again
+        if (
+            plan.rows is self._decoding and len(plan.rows) and not plan.admitted
+        ):  # the very same array: plans' are never written again
             places = self._places
             self._places = places + 1
             self._equal_gaps.append((now - self._decoded_s, len(places)))

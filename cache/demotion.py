@@ -82,11 +82,15 @@ class Demotion:
         """A request found `blocks`."""
         self._found[blocks] = True
 
+    def sample(self, num_rows: int) -> range:
+        """Which of so many rows that are given up now are a sample: `left` is to have their blocks."""
+        first = -(self._num_rows + 1) % SAMPLED_ROWS
+        self._num_rows += num_rows
+        return range(first, num_rows, SAMPLED_ROWS)
+
     def left(self, blocks: Int32) -> None:
-        """A row was given up that had `blocks`: all of its chain, so that nothing of a sample stands behind what is none."""
-        self._num_rows += 1
-        if self._num_rows % SAMPLED_ROWS == 0:
-            self._sampled[blocks] = True
+        """A row of the sample had `blocks`: all of its chain, so that nothing of a sample stands behind what is none."""
+        self._sampled[blocks] = True
 
     def wanted(self, blocks: Int32, slots: Int32, by: int) -> None:
         """`by` more sequences wait that have computed what lies in `blocks` and `slots`; fewer, where it is negative."""

@@ -1,11 +1,14 @@
 """The host tier's slots: which are free, which hold the end of a sequence that waits, and which copies the next plan owes.
 
 A slot is a place in host memory for the bytes of one block. What is findable in it the prefix index knows; here is who may
-have one, and when. The copies of a plan are done in this order, and before anything else writes to a block:
+have one, and when. The copies of a plan are done in this order:
 
     out    block -> slot     the block is reused in the very same plan
     back   block -> block    what was to leave, and was wanted again before it had
     in     slot -> block     the slot is free for the plans after this one
+
+Those that a plan's own chunks depend on are done before them, the others beside them: copies in, and those out of blocks whose
+new owner is seated and computes from the next plan on. Nobody else's chunk reads or writes these blocks.
 
 A slot therefore takes bytes in one plan at the earliest after the plan that reads it for somebody: no copy out can destroy
 what a copy in of the same plan still reads. Only the last one of two copies to a slot is owed. Pure logic, no memory.
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..allocator.blocks import BlockIds
 from .block_table import BlockCopies, Int32
 
 _NONE: Int32 = np.empty(0, np.int32)
@@ -25,13 +29,22 @@ _NONE.flags.writeable = False
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swaps:
-    """Whole blocks that a step copies out, back and in, in this order, each kind as if at once. Plain data."""
+    """Whole blocks that a step copies out, back and in, in this order, each kind as if at once. Plain data.
+
+    The first `num_before` of those out, and those back, are to be done before the step's chunks, the others when it is over.
+    """
 
     out_blocks: Int32
     out_slots: Int32
     in_slots: Int32
     in_blocks: Int32
     back: BlockCopies | None = None
+    num_before: int = 0
+
+    @property
+    def any_beside(self) -> bool:
+        """Whether there are copies that may be done beside the chunks."""
+        return len(self.out_slots) > self.num_before or len(self.in_slots) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,11 @@ class HostTier:
         self.resting = False
         self.tails: dict[str, Tail] = {}
         self._num_given = num_slots  # those included that were retired
+        self.num_owed = 0  # copies since the start, those that were called off included
         self._leaving = np.zeros(num_slots + 1, np.int32)  # the block whose bytes a slot is owed; 0: none
+        self._beside = np.zeros(
+            num_slots + 1, np.bool_
+        )  # of what leaves: whether no chunk of the next plan touches the block
         self._any_leaving = False
         self._ins: list[tuple[Int32, Int32]] = []
         self._back: list[tuple[Int32, Int32]] = []
@@ -116,13 +133,18 @@ class HostTier:
         self._give_all()
         self.resting = True
 
-    def owe_out(self, blocks: Int32, slots: Int32) -> None:
-        """The next plan copies `blocks`, where the bytes are now, to `slots`."""
+    def owe_out(self, blocks: Int32, slots: Int32, beside: bool = False) -> None:
+        """The next plan copies `blocks`, where the bytes are now, to `slots`; `beside` its chunks, if none of them touches
+        these blocks.
+        """
         self._leaving[slots] = blocks
+        self._beside[slots] = beside
         self._any_leaving = True
+        self.num_owed += len(slots)
 
     def owe_in(self, slots: Int32, blocks: Int32) -> None:
         """The next plan copies `slots` to `blocks`. They are free once a plan has taken that over."""
+        self.num_owed += len(slots)
         leaving = self._leaving[slots]
         early = leaving != 0
         if early.any():
@@ -131,11 +153,20 @@ class HostTier:
             slots, blocks = slots[~early], blocks[~early]
         self._ins.append((slots, blocks))
 
-    def take_swaps(self) -> Swaps | None:
-        """What the plan that is being made copies; None where nothing. Plans are executed in the order they are made."""
+    def is_arriving(self, blocks: BlockIds) -> bool:
+        """Whether the next plan copies to one of `blocks`. Read-only."""
+        return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))
+
+    def take_swaps(self, alone: bool = True) -> Swaps | None:
+        """What the plan that is being made copies; None where nothing. Plans are executed in the order they are made.
+
+        Unless `alone`, the plan moves blocks or extents as well: then all that leaves does so before its chunks.
+        """
         if not (self._any_leaving or self._ins):
             return None
         out_slots = np.flatnonzero(self._leaving).astype(np.int32)
+        beside = self._beside[out_slots] & (alone and not self._back)
+        out_slots = np.concatenate((out_slots[~beside], out_slots[beside]))
         out_blocks = self._leaving[out_slots]
         self._leaving[out_slots] = 0
         in_slots, in_blocks = _joined(self._ins)
@@ -144,7 +175,7 @@ class HostTier:
         self.free(in_slots)
         if not (len(out_slots) or len(in_slots) or back):
             return None  # all was called off
-        return Swaps(out_blocks, out_slots, in_slots, in_blocks, back)
+        return Swaps(out_blocks, out_slots, in_slots, in_blocks, back, int(np.count_nonzero(~beside)))
 
     def check_invariants(self, findable: Int32) -> None:
         """Every slot is free, findable, a tail or about to be read, and only one of these. Raises AssertionError."""

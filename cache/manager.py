@@ -42,12 +42,14 @@ NO_HIT = PrefixHit(0, np.empty(0, np.int32), _NO_SLOTS, np.empty(0, np.int64))
 class Extension:
     """What an extend or a fork changed: the new table entries of each group, and the blocks to copy first, if any.
 
-    Of an admission, `num_computed` tokens are computed already.
+    Of an admission, `num_computed` tokens are computed already; `waits` says that the next plan copies to or from its blocks
+    beside its chunks, so that none of its own may be among these.
     """
 
     tables: tuple[TableUpdate, ...]
     copies: BlockCopies | None = None
     num_computed: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,16 +184,16 @@ class CacheManager:
         """Those of `rows` whose tables do not reach to `upto[i]` tokens. Read-only."""
         return rows[upto > self.tables[0].lengths[rows] * self.block_size]
 
-    def extend(self, rows: Index, upto: Index, keep: Int32 = _NO_SLOTS) -> Extension | None:
+    def extend(self, rows: Index, upto: Index, hit: PrefixHit | None = None) -> Extension | None:
         """Let the tables of `rows` (distinct) cover `upto[i]` tokens each; None, and no change, when blocks are short.
 
-        What lies in the slots `keep` of the host tier stays there.
+        With `hit` a row is seated that begins with it: what lies in its slots stays there.
         """
         wanted = (upto + (self.block_size - 1)) // self.block_size
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
         totals = [int(need.sum()) for need in needs]
         try:
-            blocks = self._allocate(sum(totals), keep)
+            blocks = self._allocate(sum(totals), hit)
         except NoFreeBlocks:
             return None
         updates, first = [], 0
@@ -245,7 +247,8 @@ class CacheManager:
             blocks = table.of_all(rows)
             parked = self.allocator.release(blocks)
             if self.host is not None:
-                self.demotion.left(blocks)
+                for i in self.demotion.sample(len(rows)):
+                    self.demotion.left(table.of(int(rows[i])))
             if self.index is not None and len(parked):
                 self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
@@ -284,6 +287,7 @@ class CacheManager:
         if self.needed(upto, hit) > self.available:
             return None
         returns = self._stop_waiting(name)
+        owed = 0 if self.host is None else self.host.num_owed
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
@@ -292,7 +296,7 @@ class CacheManager:
             if len(taken):
                 self.index.take(taken)
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
-        extension = self.extend(one, np.array([upto]), hit.slots)
+        extension = self.extend(one, np.array([upto]), hit)
         assert extension is not None, "enough blocks were available"
         num_computed = hit.num_tokens
         if self.index is not None and hit.num_tokens:
@@ -306,7 +310,8 @@ class CacheManager:
                 self.demotion.found(self.tables[0].blocks[row, : num_blocks + num_slots])
             if name in self.host.tails:
                 num_computed += self._return_tail(self.host, self.host.tails.pop(name), row, hit.num_tokens)
-        return Extension(merged([found, extension.tables]), num_computed=num_computed)
+        waits = self.host is not None and (self.host.num_owed > owed or self.host.is_arriving(hit.blocks))
+        return Extension(merged([found, extension.tables]), num_computed=num_computed, waits=waits)
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """The first `num_tokens` of `row`, which are those of `chain`, are computed: full blocks of them can be found now.
@@ -349,19 +354,20 @@ class CacheManager:
             for name in list(self.host.tails):
                 self._drop_tail(self.host, name)
 
-    def _allocate(self, n: int, keep: Int32 = _NO_SLOTS) -> BlockIds:
+    def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
 
-        What lies in the slots `keep` of the host tier, which are the end of a chain's way, stays there.
+        With `hit` they are for a row that is seated and begins with that. What lies in its slots, which are the end of a
+        chain's way, stays there; what leaves may do so beside the next plan's chunks.
         """
         lacking = n - self.allocator.num_free
         if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                self._give_up(self.index, victims, keep)
+                self._give_up(self.index, victims, hit)
                 lacking = n - self.allocator.num_free  # what a copy still reads comes free later
         return self.allocator.allocate(n)
 
-    def _give_up(self, index: PrefixIndex, victims: BlockIds, keep: Int32 = _NO_SLOTS) -> None:
+    def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
         """Let `victims`, in the order of `PrefixIndex.victims`, go: to the host tier those that are worth it, and of these the
         last ones, as far as it has slots.
         """
@@ -372,7 +378,7 @@ class CacheManager:
             self._evict(index, victims[~worth])
             victims = victims[worth]
             victims = victims[index.findable(victims)]  # not behind one that was evicted
-        slots = self._take_slots(index, len(victims), keep)
+        slots = self._take_slots(index, len(victims), _NO_SLOTS if hit is None else hit.slots)
         num_evicted = len(victims) - len(slots)
         self._evict(index, victims[:num_evicted])
         demoted = victims[num_evicted:]
@@ -380,7 +386,7 @@ class CacheManager:
             index.demote(demoted, slots)
             self.demotion.demoted(demoted, slots)
             self.allocator.forget(demoted)
-            self.host.owe_out(self._bytes_at[demoted], slots)
+            self.host.owe_out(self._bytes_at[demoted], slots, beside=hit is not None)
 
     def _evict(self, index: PrefixIndex, blocks: BlockIds) -> None:
         """Forget `blocks`, which nobody refers to, and what stands behind them."""
@@ -414,7 +420,7 @@ class CacheManager:
         slots = self._take_slots(self.index, 1)
         if len(slots):
             block = self.tables[0].blocks[row, full : full + 1]
-            self.host.owe_out(self._bytes_at[block], slots)
+            self.host.owe_out(self._bytes_at[block], slots, beside=False)
             self.host.tails[name] = Tail(int(slots[0]), num_tokens)
 
     def drop_for(self, name: str) -> None:
@@ -449,9 +455,9 @@ class CacheManager:
         if (tail := host.tails.pop(name, None)) is not None:
             host.free(np.array([tail.slot], np.int32))
 
-    def take_swaps(self) -> Swaps | None:
-        """The copies from and to the host tier that the plan which is being made must do."""
-        return None if self.host is None else self.host.take_swaps()
+    def take_swaps(self, alone: bool = True) -> Swaps | None:
+        """The copies from and to the host tier that the plan which is being made must do; `alone`: it moves nothing else."""
+        return None if self.host is None else self.host.take_swaps(alone)
 
     def lost(self, slots: Int32) -> None:
         """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,27 +92,40 @@ class Engine:
                 "hit_tokens": counters.prefix_hit_tokens,
                 "findable_blocks": scheduler.cache.index.num_nodes,
             },
-            "swapped_out_bytes": counters.demoted_blocks * self.plan.geometry.payload_bytes,
-            "swapped_in_bytes": counters.promoted_blocks * self.plan.geometry.payload_bytes,
-            "host_blocks": None
-            if scheduler.cache.host is None
-            else {"used": scheduler.cache.host.num_used, "total": scheduler.cache.host.num_slots},
-            "host_kv_bytes": 0 if self.core.runner.host is None else self.core.runner.host.mapped_bytes,
+            "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
+        }
+
+    def _host_tier(self) -> dict[str, Any] | None:
+        tier, pool = self.core.scheduler.cache.host, self.core.runner.host
+        if tier is None or pool is None:
+            return None
+        block_bytes, counters = self.plan.geometry.payload_bytes, self.core.scheduler.stats
+        return {
+            "used_blocks": tier.num_used,
+            "total_blocks": tier.num_slots,
+            "bytes": pool.mapped_bytes,
+            "swapped_out_bytes": counters.demoted_blocks * block_bytes,
+            "swapped_in_bytes": counters.promoted_blocks * block_bytes,
         }
 
     def close(self) -> None:
         """Give back the KV memory, and the weights as far as nobody else holds them. Idempotent."""
-        self.arena.close()
-        self.occupant.close()
-        if self.sharing is not None:
-            self.sharing.close()
-        if self.core.memory is not None:
-            self.core.memory.close()
-        self.core.runner.close()
-        gc.collect()  # models are full of reference cycles
-        if self.plan.device != "cpu":
-            torch.cuda.empty_cache()
+        with ExitStack() as last:  # each is done, whatever another one raises
+            last.callback(_collect, self.plan.device)
+            last.callback(self.core.runner.close)
+            if self.core.memory is not None:
+                last.callback(self.core.memory.close)
+            if self.sharing is not None:
+                last.callback(self.sharing.close)
+            last.callback(self.occupant.close)
+            last.callback(self.arena.close)
+
+
+def _collect(device: str) -> None:
+    gc.collect()  # models are full of reference cycles
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def build(config: EngineConfig) -> Engine:
@@ -162,7 +176,7 @@ def _build(
             base_bytes=lambda: occupant.base_bytes,
             reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             weights_bytes=plan.weights_bytes,
-            trim=lambda: trim(device),
+            trim=lambda: _trim(core, device),
             lease=None if sharing is None else sharing.lease,
             idle_s=config.idle_s,
             host=host,
@@ -174,6 +188,12 @@ def _build(
     )  # fmt: skip
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
     return Engine(core, encoder, plan, arena, occupant, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
+
+
+def _trim(core: EngineCore, device: torch.device) -> None:
+    """Let libraries, and the attention kernel, give back what they keep for later."""
+    core.runner.kernel.release_buffers()
+    trim(device)
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:

@@ -48,14 +48,14 @@ class LLM:
         dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
         kv_memory: Bytes for the KV cache. A number, or a text like "2GiB": exactly so much. A mapping {"min", "max", "weight",
             "priority"}: it grows and shrinks between the bounds. "auto" does so too, within what `pagetide plan` shows.
-        block_size: Tokens in a block; "auto" is what the attention kernel likes best.
+        block_size: Tokens in a block; "auto" is 16.
         max_seqs: Sequences that run at the same time.
         max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
         host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
-            being computed again. None: none. Taken as it is needed, given back by `close`.
+            being computed again. None: none. Taken as it is needed, given back after `idle_s` without a request and by `close`.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
         trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
@@ -181,7 +181,7 @@ class LLM:
         has not ended. A chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
         if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
-            raise ValueError(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
+            raise RequestRejected(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
         tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt, streams=True)
         return _Stream(self, tickets, stream_interval)
 
@@ -197,18 +197,16 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: requests, blocks, bytes, counters. Plain data."""
-        engine = self._open()
         with self._lock:
-            return engine.stats()
+            return self._open().stats()
 
     def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
 
         Who waited or was passed, who was preempted and what that cost, what was evicted or swapped: see `Scheduler.explain`.
         """
-        engine = self._open()
         with self._lock:
-            return engine.core.scheduler.explain()
+            return self._open().core.scheduler.explain()
 
     def close(self) -> None:
         """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed."""
@@ -253,7 +251,7 @@ class LLM:
             each = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
         for given in each:
             if not isinstance(given, SamplingParams):
-                raise TypeError(f"sampling_params must be SamplingParams, got {type(given).__name__}")
+                raise RequestRejected(f"sampling_params must be SamplingParams, got {type(given).__name__}")
         if len(each) != len(many):
             raise RequestRejected(
                 f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
@@ -321,7 +319,7 @@ class LLM:
             with suppress(LeaseClosed):  # whoever closed it: the next step says so
                 memory.wait(STARVING_WAIT_S)
 
-    def _keep_memory(self) -> float | None:
+    def _serve_memory(self) -> float | None:
         """Move memory between steps that nobody makes: serve recalls and give back when idle.
 
         Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
@@ -452,7 +450,7 @@ def _keep_memory(reference: weakref.ref[LLM]) -> None:
         memory = engine.core.memory
         wait_s: float | None = KEEPER_WAIT_S
         try:
-            wait_s = llm._keep_memory()
+            wait_s = llm._serve_memory()
         except Exception:
             log.exception("the engine's memory could not be moved; tried again in %g s", KEEPER_WAIT_S)
         if wait_s is None:

@@ -4,9 +4,9 @@
     the step        maps, copies, unmaps (runner), each bracketed in the lease's record (LeasedArena)
     after it        what is held is reported, recalls are answered
 
-What a lease grants covers all bytes of the process: `base` is what it holds besides KV (weights, libraries, workspaces), and
+What a lease grants covers all bytes of the engine: `base` is what it holds besides KV (weights, libraries, workspaces), and
 the pool may have what is left. Bytes go back in this order: what libraries keep for later, free extents, compaction, then
-the last in order is preempted, and that only for a recall. While requests run, all of it happens in slices, one a step, so
+somebody is preempted (victims.py), and that only for a recall. While requests run, all of it happens in slices, one a step, so
 that no step takes long. The host tier's memory goes back, with what lies there, when there has been no request for long.
 
 Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.

@@ -2,8 +2,8 @@
 
 It keeps, per row, the tokens (from admissions and from its own samples) and the block tables, packs the chunks of a plan
 into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the pool's
-memory: extents are mapped, blocks swapped out, copied and swapped in, extents unmapped, in that order and before the model
-runs.
+memory: extents are mapped, blocks swapped out and copied, extents unmapped, in that order and before the model runs; beside it
+goes what its chunks do not touch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
 from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
 from .attention.context import Kernel, StepContext, running
-from .host_pool import HostPool
+from .host_pool import Copies, HostPool, Swapped
 from .sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,7 @@ class _Moved:
     mapped: Index
     unmapped: Index
     refused: str | None = None
-    lost_slots: Int32 = field(default_factory=lambda: NO_TOKENS)
-    swapped: int = 0
-    swap_s: float = 0.0
+    swaps: list[Swapped] = field(default_factory=list)
 
 
 class Runner:
@@ -84,6 +82,7 @@ class Runner:
         with torch.inference_mode():
             self._follow(plan)
             moved = self._move_memory(plan)
+            copies = self._begin_swaps(plan.swaps)
             began = time.perf_counter()
             every = np.arange(len(plan.rows))
             try:
@@ -91,6 +90,12 @@ class Runner:
             except Exception as error:
                 log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
                 tokens, failures = self._one_by_one(plan, error)
+            finally:
+                if self.host is not None:
+                    self._fence()  # else what samples nothing would look as if it took no time
+                compute_s = time.perf_counter() - began
+                if copies is not None:
+                    moved.swaps.append(copies.wait())
         failed = [f.index for f in failures]
         counts = plan.samples.astype(np.int64)
         counts[failed] = 0
@@ -98,15 +103,19 @@ class Runner:
         rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
         return Result(
-            plan.step_id, counts, got, tuple(failures), moved.mapped, moved.unmapped, moved.refused, moved.lost_slots,
-            moved.swapped, moved.swap_s, time.perf_counter() - began,
+            plan.step_id, counts, got, tuple(failures), moved.mapped, moved.unmapped, moved.refused,
+            np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in moved.swaps)]),
+            sum(swap.num_timed for swap in moved.swaps), sum(swap.seconds for swap in moved.swaps), compute_s,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards."""
-        if self.host is not None:
-            self.host.close()
-        del self.model, self.storage, self.arena, self.host, self.kernel, self._layers
+        """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
+        Idempotent.
+        """
+        if (host := self.__dict__.pop("host", None)) is not None:
+            host.close()
+        for name in ("model", "storage", "arena", "kernel", "_layers"):
+            self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:
         """Take in what changed: rows left and taken, tables grown."""
@@ -119,7 +128,7 @@ class Runner:
             table[update.rows, update.slots] = update.blocks
 
     def _move_memory(self, plan: Plan) -> _Moved:
-        """Map, swap out, copy, swap in, unmap, as the plan says.
+        """Map, swap out what the chunks depend on, copy, unmap, as the plan says.
 
         The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
         """
@@ -132,42 +141,33 @@ class Runner:
             moved.refused = _refusal(arena.map, resize.map)
             moved.mapped = NO_EXTENTS if moved.refused else resize.map
         if swaps is not None:
-            self._swap_out(swaps, moved)
+            self._swap_before(swaps, moved)
         if plan.copies is not None:
             self.storage.copy(plan.copies.sources, plan.copies.targets)
-        if swaps is not None:
-            self._swap_in(swaps, moved)
         if arena is not None and len(resize.unmap):
             self._fence()  # the copies read there
             moved.refused = _refusal(arena.unmap, resize.unmap) or moved.refused
             moved.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
         return moved
 
-    def _swap_out(self, swaps: Swaps, moved: _Moved) -> None:
-        """Copy to the host tier, and what is wanted again already to its new place. Notes slots that got no memory."""
+    def _swap_before(self, swaps: Swaps, moved: _Moved) -> None:
+        """Copy out what has to leave first, and what is wanted again already to its new place."""
         if self.host is None:
             raise BlockMisuse("a runner without a host tier cannot swap")
-        if len(swaps.out_slots):
-            mapped_bytes = self.host.mapped_bytes
-            began = self._now()
-            moved.lost_slots = self.host.swap_out(self.storage, swaps.out_blocks, swaps.out_slots)
-            if self.host.mapped_bytes == mapped_bytes:  # else it is not the copies that took the time
-                moved.swap_s += self._now() - began
-                moved.swapped += len(swaps.out_slots) - len(moved.lost_slots)
+        first = slice(swaps.num_before)
+        if swaps.num_before:
+            moved.swaps.append(self.host.swap(self.storage, swaps.out_blocks[first], swaps.out_slots[first]))
         if swaps.back is not None:
             self.storage.copy(swaps.back.sources, swaps.back.targets)
 
-    def _swap_in(self, swaps: Swaps, moved: _Moved) -> None:
-        if self.host is not None and len(swaps.in_slots):
-            began = self._now()
-            self.host.swap_in(self.storage, swaps.in_slots, swaps.in_blocks)
-            moved.swap_s += self._now() - began
-            moved.swapped += len(swaps.in_slots)
-
-    def _now(self) -> float:
-        """Seconds, when all that was queued on the device is done."""
-        self._fence()
-        return time.perf_counter()
+    def _begin_swaps(self, swaps: Swaps | None) -> Copies | None:
+        """Begin the copies that are done beside the chunks."""
+        if self.host is None or swaps is None or not swaps.any_beside:
+            return None
+        rest = slice(swaps.num_before, None)
+        return self.host.begin(
+            self.storage, swaps.out_blocks[rest], swaps.out_slots[rest], swaps.in_slots, swaps.in_blocks
+        )
 
     def _fence(self) -> None:
         """Wait until everything queued on the device is done. A CPU has done it."""

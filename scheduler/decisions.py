@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from .policy import Peak
+
 _KEPT = 64
 
 Decision = dict[str, Any]
@@ -37,14 +39,16 @@ class Decisions:
         """`request_id`, preempted with `had` tokens computed, is seated again, with `found` of them."""
         self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
-    def waits(self, step: int, request_id: str, needed: int, room: int, expected: int | None, usable: int) -> None:
+    def waits(self, step: int, request_id: str, needed: int, room: int, peak: Peak | None, usable: int) -> None:
         """`request_id` was not seated: it needs so many blocks now and a newcomer can have `room`; or all that run and it are
-        expected to come to `expected` (None: not asked) of the `usable` blocks.
+        expected to come to more than the `usable` blocks (None: not asked), margin included, so many steps from now.
         """
         self._kept.append(
             {
-                "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "expected": expected,
-                "usable": usable,
+                "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "usable": usable,
+                "expected": None if peak is None else peak.blocks,
+                "margin": None if peak is None else round(peak.margin_blocks, 1),
+                "in_steps": None if peak is None else peak.in_steps,
             }
         )  # fmt: skip
 

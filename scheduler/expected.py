@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..cache.block_table import Index
 from ..cache.manager import CacheManager
-from .policy import LengthForecast
+from .policy import LengthForecast, Peak
 from .rows import Rows
 from .sequence import Sequence
 
@@ -19,8 +21,10 @@ class ExpectedBlocks:
         self._rows = rows
         self._lengths = lengths
 
-    def peak(self, running: Index, newcomers: list[Sequence]) -> int:
-        """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time."""
+    def peak(self, running: Index, newcomers: list[Sequence]) -> Peak:
+        """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time, less
+        what they share.
+        """
         rows = self._rows
         known = np.array([len(s.tokens) for s in newcomers], np.int64)
         prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
@@ -30,7 +34,7 @@ class ExpectedBlocks:
         generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         peak = self._lengths.peak(np.append(rows.known[running], known), generated, allowed, self._cache.block_size)
-        return peak.blocks * len(self._cache.tables) - self._cache.shared
+        return replace(peak, blocks=peak.blocks * len(self._cache.tables) - self._cache.shared)
 
     def needed(self, running: Index, newcomers: list[Sequence]) -> int:
         """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
@@ -38,4 +42,4 @@ class ExpectedBlocks:
         if not known:
             return 0
         now = sum(self._cache.blocks_for(tokens) for tokens in known) - self._cache.shared
-        return min(max(now, self.peak(running, newcomers)), self._cache.capacity)
+        return min(max(now, self.peak(running, newcomers).blocks), self._cache.capacity)

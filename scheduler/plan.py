@@ -3,8 +3,9 @@
 A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
 the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
 only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tables
-grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied (`copies`), blocks are swapped
-in (`swaps`), extents lose theirs (`resize.unmap`), then the chunks run. So what leaves is read before anything is written.
+grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied (`copies`), extents lose theirs
+(`resize.unmap`), then the chunks run. So what leaves is read before anything is written. Beside the chunks those blocks are
+swapped out and in which none of them touches; they are there when the step is over.
 No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan or result are never
 written again.
 """

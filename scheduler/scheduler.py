@@ -16,9 +16,10 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
 - What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token. What a
   sequence has computed can be found chunk by chunk of its prompt; what it generated, when it gives up its row.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
-  it is computed. When blocks run out the last in order is preempted: its blocks go, its tokens stay, it waits at its old
-  place in the queue and is computed again. The last one running ends, with reason "length", when the pool may not hold
-  what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only small at the moment it waits too.
+  it is computed. When blocks run out the last in order is preempted (with a host tier the cheapest: victims.py): its blocks
+  go, its tokens stay, it waits at its old place in the queue and is computed again. The last one running ends, with reason
+  "length", when the pool may not hold what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only
+  small at the moment it waits too.
 - With a host tier what it had computed is swapped out as far as its place is needed, and in again when it is seated: nothing
   is computed twice while the tier has slots, and swapping is cheaper than computing (cost.py).
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
@@ -66,7 +67,6 @@ class _Changes:
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,17 +83,19 @@ class Scheduler:
     between an `apply` and the next `schedule`. Not thread-safe.
     """
 
-    def __init__(self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None) -> None:
+    def __init__(
+        self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None, forecast: LengthForecast | None = None
+    ) -> None:  # fmt: skip
         if cache.host is not None and cost is None:
             raise ValueError(
                 "a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost"
             )
         self.cache = cache
         self.limits = limits
-        self.cost = cost  # of swaps; means nothing without a host tier
+        self.cost = cost  # of swapping and computing; without a host tier it is only told
         self._weigh()
         self.stats = Stats()
-        self.forecast = LengthForecast()
+        self.forecast = forecast or LengthForecast()
         self.decisions = Decisions()
         self.rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
         self._victims = Victims(cache, self.rows, cost)
@@ -106,6 +108,7 @@ class Scheduler:
         self._prefilling: list[Sequence] = []  # the other running ones, in order
         self._marked: list[Sequence] = []
         self._changes = _Changes()
+        self._finished: list[Finished] = []  # that are yet to be told
         self._plan: Plan | None = None
         self._blocked = False  # nothing changed since the head of the queue was last refused
         self._admits = True  # False for the step after somebody was preempted to give his blocks back
@@ -121,11 +124,10 @@ class Scheduler:
         with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
         extents that have memory; None where nobody but the broken bookkeeping knows.
         """
-        fresh = Scheduler(self.cache.renewed(mapped), self.limits, self.cost)
-        fresh.stats, fresh.forecast, fresh.decisions = self.stats, self.forecast, self.decisions
-        fresh._expected = ExpectedBlocks(fresh.cache, fresh.rows, fresh.forecast)
+        fresh = Scheduler(self.cache.renewed(mapped), self.limits, self.cost, self.forecast)
+        fresh.stats, fresh.decisions = self.stats, self.decisions
         fresh.limit_blocks = self.limit_blocks
-        ends = list(self._changes.finished)
+        ends = list(self._finished)
         told = {end.request_id for end in ends}
         for request_id, sequence in self._sequences.items():
             prompt = len(sequence.request.prompt_token_ids)
@@ -148,7 +150,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: somebody is here, an end is not yet told, or the pool is to be resized."""
-        return bool(self._sequences or self._changes.finished or self._size.pending)
+        return bool(self._sequences or self._finished or self._size.pending)
 
     @property
     def starving(self) -> bool:
@@ -156,7 +158,7 @@ class Scheduler:
 
         True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
         """
-        if self._running or self._marked or self._changes.finished or self._size.pending:
+        if self._running or self._marked or self._finished or self._size.pending:
             return False
         return bool(self._sequences) and (self._blocked or not self._waiting.queue)
 
@@ -298,7 +300,7 @@ class Scheduler:
         return given
 
     def make_idle(self, num_extents: int) -> None:
-        """Preempt whoever is last in order until `give_back` would have `num_extents`, or nobody runs.
+        """Preempt whoever goes first (victims.py) until `give_back` would have `num_extents`, or nobody runs.
 
         No newcomer has these in the next step, so that a pool can be given back slice by slice; where somebody was preempted
         it admits nobody at all, not to compute for a step what the next call preempts.
@@ -342,7 +344,7 @@ class Scheduler:
         sampled = self._sampled_rows(plan, result)
         if plan.moves_memory:
             self._settle(plan, result)
-        if self.cache.host is not None and self.cost is not None:
+        if self.cost is not None:
             self.cost.observe(plan, result)
             self._weigh()
         rows = self.rows
@@ -363,7 +365,7 @@ class Scheduler:
         for sequence in prefilled:
             if sequence.row is not None and sequence.chain is not None:
                 self._changes.tables.append(self._commit(sequence.row, sequence.chain))
-        finished, self._changes.finished = tuple(self._changes.finished), []
+        finished, self._finished = tuple(self._finished), []
         return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished)
 
     def explain(self) -> list[Decision]:
@@ -397,7 +399,7 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _extend_decodes(self) -> Index:
-        """A block for every decoding row at a block's border, preempting the last in order when blocks are short.
+        """A block for every decoding row at a block's border, preempting somebody when blocks are short.
 
         Returns the rows that decode in this step: all, but for those whose block is still read or written by a copy.
         """
@@ -417,8 +419,8 @@ class Scheduler:
         return self._decoding
 
     def _make_room(self, short: Index) -> Index:
-        """Preempt, last in order first, until the rows of `short` that remain can each have a block, now or when the copies of
-        the next plan are done. Returns those.
+        """Preempt, in the order of victims.py, until the rows of `short` that remain can each have a block, now or when the
+        copies of the next plan are done. Returns those.
         """
         groups = len(self.cache.tables)
         victims = self._victims.by_worth(self._running.values())
@@ -466,10 +468,10 @@ class Scheduler:
                 continue
             if (not refused or start.num_blocks <= least // 2) and self._fits(sequence, start.num_blocks):
                 self._waiting.remove(sequence)
-                self._seat(sequence, start)
-                length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
-                chunks.append((sequence, length))
-                budget -= length
+                if not self._seat(sequence, start):
+                    length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
+                    chunks.append((sequence, length))
+                    budget -= length
                 if refused:
                     self._pass(sequence, start.num_blocks, refused)
             else:
@@ -508,8 +510,8 @@ class Scheduler:
             if not self._running or not self.limits.forecast:
                 return True
             shared = self.cache.blocks_for(len(sequence.tokens)) - needed
-            expected = self._expected.peak(self._running_rows(), [sequence]) - shared
-            if expected <= usable:
+            expected = self._expected.peak(self._running_rows(), [sequence])
+            if expected.blocks - shared <= usable:
                 return True
         if not sequence.refused:
             sequence.refused = True
@@ -531,7 +533,8 @@ class Scheduler:
     def _running_rows(self) -> Index:
         return np.fromiter(self._running, np.int64, len(self._running))
 
-    def _seat(self, sequence: Sequence, start: _Start) -> None:
+    def _seat(self, sequence: Sequence, start: _Start) -> bool:
+        """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
@@ -557,6 +560,7 @@ class Scheduler:
         bisect.insort(self._prefilling, sequence)
         self._changes.tables.append(extension.tables)
         self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, request.sampling))
+        return extension.waits
 
     def _build(self, decodes: Index, chunks: list[tuple[Sequence, int]]) -> Plan:
         changes, n = self._changes, len(decodes)
@@ -578,14 +582,14 @@ class Scheduler:
             tables=merged(changes.tables),
             copies=joined(moves + changes.copies),
             resize=resize,
-            swaps=self.cache.take_swaps(),
+            swaps=self.cache.take_swaps(alone=not moves and not resize),
         )
         if self.cache.host is not None:
             self._count_swaps(plan)
         if changes.tables or changes.released:
             counts = self.cache.counts()
             self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
-            self._changes = _Changes(finished=changes.finished)
+            self._changes = _Changes()
         self.stats.steps += 1
         self.stats.computed_tokens += n + sum(length for _, length in chunks)
         return plan
@@ -692,7 +696,7 @@ class Scheduler:
         if reason in ("stop", "length"):
             prompt = len(request.prompt_token_ids)
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
-        self._changes.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
+        self._finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
 
     def _commit(self, row: int, chain: Chain) -> tuple[TableUpdate, ...]:
         """Let what `row` has computed be found. Returns the table entries that changed for it."""

@@ -64,28 +64,44 @@ class FakeRunner:
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.owner: dict[int, str] = {}
         self.written = np.zeros(num_rows, np.int64)  # tokens of each row, what it found included
+        self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
+        self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
         self.fail: set[str] = set()
 
     def execute(self, plan: Plan) -> Result:
         mapped = self._map(plan)
-        lost = self._swap_out(plan)
+        lost = self._swap_before(plan)
         for row in plan.released:
             del self.owner[int(row)]
+            self.waits.discard(int(row))
+            self.taken.pop(int(row), None)
         for new in plan.admitted:
             assert new.row not in self.owner, "a row was taken before it was released"
             self.owner[new.row] = new.request_id
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self.written[new.row] = plan.starts[plan.rows == new.row].item()
+            self.waits.add(new.row)
         for update in plan.tables:
             self.tables[update.rows, update.slots] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
-            self.pool[update.blocks[update.slots * self.block_size >= self.written[update.rows]]] = POISON
+            known = ~np.isin(update.rows, list(self.waits))
+            written = self.written[update.rows[known]]
+            self.pool[update.blocks[known][update.slots[known] * self.block_size >= written]] = POISON
+            for row, slot in zip(update.rows[~known].tolist(), update.slots[~known].tolist(), strict=True):
+                self.taken.setdefault(row, set()).add(slot)
+        for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
+            if row in self.waits:
+                self.waits.remove(row)
+                self.written[row] = start
+                fresh = [slot for slot in self.taken.pop(row, ()) if slot * self.block_size >= start]
+                self.pool[self.tables[row, fresh]] = POISON
         self._fresh(mapped["mapped"])
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in a step"
         refused = mapped["refused"] or moved["refused"]
-        return replace(self._compute(plan), **{**mapped, **moved, "refused": refused, "lost_slots": lost})
+        result = self._compute(plan)
+        lost = np.append(lost, self._swap_beside(plan))  # as late as can be
+        return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost})
 
     def _fresh(self, extents: np.ndarray) -> None:
         """Nothing was written in `extents`."""
@@ -100,26 +116,43 @@ class FakeRunner:
         self.mapped |= set(mapped.tolist())
         return {"mapped": mapped, "refused": refused}
 
-    def _swap_out(self, plan: Plan) -> np.ndarray:
-        """Copy out, and what comes straight back. Returns the slots that got no memory."""
+    def _swap_before(self, plan: Plan) -> np.ndarray:
+        """Copy out what must leave first, and what comes straight back. Returns the slots that got no memory."""
         swaps = plan.swaps
         if swaps is None:
             return NO_TOKENS
         assert len(set(swaps.out_slots.tolist())) == len(swaps.out_slots), "two copies to one slot"
         assert 0 not in swaps.out_slots and 0 not in swaps.out_blocks, "the null block is swapped"
         assert not {*swaps.out_slots.tolist()} & {*swaps.in_slots.tolist()}, "a slot is overwritten while it is read"
-        assert UNMAPPED not in self.pool[swaps.out_blocks], "a copy from memory that is gone"
-        lost = swaps.out_slots[[self.refuses_slots and slot not in self.on_host for slot in swaps.out_slots.tolist()]]
-        done = ~np.isin(swaps.out_slots, lost)
-        self.host[swaps.out_slots[done]] = self.pool[swaps.out_blocks[done]]
-        self.on_host |= set(swaps.out_slots[done].tolist())
+        lost = self._swap_out(swaps.out_blocks[: swaps.num_before], swaps.out_slots[: swaps.num_before])
         if swaps.back is not None:
             assert len(set(swaps.back.targets.tolist())) == len(swaps.back.targets), "two copies to one block"
             self.pool[swaps.back.targets] = self.pool[swaps.back.sources]
         return lost
 
+    def _swap_out(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        assert UNMAPPED not in self.pool[blocks], "a copy from memory that is gone"
+        lost = slots[[self.refuses_slots and slot not in self.on_host for slot in slots.tolist()]]
+        done = ~np.isin(slots, lost)
+        self.host[slots[done]] = self.pool[blocks[done]]
+        self.on_host |= set(slots[done].tolist())
+        return lost
+
+    def _swap_beside(self, plan: Plan) -> np.ndarray:
+        """Copy what no chunk depends on. Returns the slots that got no memory."""
+        swaps = plan.swaps
+        if swaps is None:
+            return NO_TOKENS
+        lost = self._swap_out(swaps.out_blocks[swaps.num_before :], swaps.out_slots[swaps.num_before :])
+        slots, blocks = swaps.in_slots, swaps.in_blocks
+        assert set(slots.tolist()) <= self.on_host, "a copy from a slot that was never written"
+        assert len(set(blocks.tolist())) == len(blocks), "two copies to one block"
+        assert UNMAPPED not in self.pool[blocks], "a copy to memory that is not there"
+        self.pool[blocks] = self.host[slots]
+        return lost
+
     def _move_memory(self, plan: Plan) -> dict:
-        """Copy, swap in, unmap. Returns what the result says about it."""
+        """Copy, unmap. Returns what the result says about it."""
         unmapped = plan.resize.unmap
         if plan.copies is not None:
             sources, targets = plan.copies.sources, plan.copies.targets
@@ -127,12 +160,6 @@ class FakeRunner:
             assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
             assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
             self.pool[targets] = self.pool[sources]
-        if plan.swaps is not None:
-            slots, blocks = plan.swaps.in_slots, plan.swaps.in_blocks
-            assert set(slots.tolist()) <= self.on_host, "a copy from a slot that was never written"
-            assert len(set(blocks.tolist())) == len(blocks), "two copies to one block"
-            assert UNMAPPED not in self.pool[blocks], "a copy to memory that is not there"
-            self.pool[blocks] = self.host[slots]
         refused = None
         if len(unmapped) and self.refuses_unmap:
             unmapped, refused = unmapped[:-1], "planted"

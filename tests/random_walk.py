@@ -88,7 +88,8 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
         else:
             plan = world.schedule()
             can = world.scheduler.num_running + world.scheduler.num_waiting
-            assert len(plan.rows) or not can or plan.resize or waits_for_memory(world), "an idle step"
+            idle = not (len(plan.rows) or plan.resize or plan.swaps)
+            assert not (idle and can) or waits_for_memory(world), "an idle step"
             if rng.random() < 0.1 and live and world.scheduler.abort(name := str(rng.choice(live))):
                 aborted.add(name)
             world.finish(plan)

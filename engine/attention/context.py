@@ -59,6 +59,10 @@ class Kernel(Protocol):
         """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only."""
         ...
 
+    def release_buffers(self) -> None:
+        """Give back what is kept between calls; the next one makes it anew."""
+        ...
+
 
 _step: ContextVar[StepContext | None] = ContextVar("pagetide_step", default=None)
 

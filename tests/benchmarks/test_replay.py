@@ -22,6 +22,7 @@ from pagetide.scheduler.plan import NO_TOKENS, Plan, Resize, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOFLINE = Roofline(GPUS["h200"], MODELS["llama-3.1-8b"])
+FREE_COPIES = replace(GPUS["h200"], host_bytes_per_s=1e30)
 BLOCK_BYTES = 512 * 2 * 2 * 32 * 8 * 128  # K and V of 512 tokens, 2 bytes a number
 
 
@@ -70,12 +71,12 @@ def test_moves_and_resizes_are_charged() -> None:
 
 def test_host_copies_are_charged_by_the_link() -> None:
     clock, three = Clock(Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], gpus=2), 512), np.arange(1, 4, dtype=np.int32)
-    swaps = Swaps(three, three, three[:1], three[:1], BlockCopies(three[:2], three[1:]))
-    expected = 4 * BLOCK_BYTES / 100e9 + 2 * 2 * BLOCK_BYTES / 9.6e12
-    assert clock.copy_s(plan([], [], [], swaps=swaps)) == pytest.approx(expected)
-    assert clock.copy_s(plan([], [], [])) == 0
+    swaps = Swaps(three, three, three[:1], three[:1], BlockCopies(three[:2], three[1:]), num_before=1)
+    before, beside = BLOCK_BYTES / 100e9 + 2 * 2 * BLOCK_BYTES / 9.6e12, 3 * BLOCK_BYTES / 100e9
+    assert clock.copy_s(plan([], [], [], swaps=swaps)) == pytest.approx((before, beside))
+    assert clock.copy_s(plan([], [], [])) == (0, 0)
     empty = Swaps(NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
-    assert clock.copy_s(plan([], [], [], swaps=empty)) == 0
+    assert clock.copy_s(plan([], [], [], swaps=empty)) == (0, 0)
 
 
 class Plain(Replay):
@@ -130,9 +131,10 @@ def test_copies_beside_computing_are_hidden_by_it() -> None:
     trace = synthetic(80, rate=20.0)
     settings = settings_for(trace, ROOFLINE, 512)
     settings = replace(settings, num_blocks=120, host_slots=100)
-    series, beside = replay(trace, settings), replay(trace, replace(settings, copies="beside"))
-    assert series.copy_s and beside.copy_s
-    assert beside.busy_s < series.busy_s
+    outcome = replay(trace, settings)
+    computing = replay(trace, replace(settings, roofline=replace(settings.roofline, gpu=FREE_COPIES)))
+    assert 0 < computing.copy_s < outcome.copy_s / 1e6
+    assert computing.busy_s < outcome.busy_s < computing.busy_s + outcome.copy_s
 
 
 def test_a_prompt_whose_last_chunk_is_one_token_has_a_first_token() -> None:
@@ -200,7 +202,7 @@ def test_the_program_writes_what_it_rests_on(tmp_path: Path) -> None:
         "2 x NVIDIA H200 SXM (989 TFLOP/s",
         "Llama-3.1-8B",
         "log-normal",
-        "copies at 100 GB/s in series",
+        "copies at 100 GB/s beside computing",
         "SLO:",
     ):
         assert words in done.stdout

@@ -96,11 +96,19 @@ def test_a_small_share_is_sampled_however_unlikely() -> None:
     for row in range(2 * SAMPLED_ROWS):
         blocks = ids(2 * row % 64 + 1, 2 * row % 64 + 2)
         demotion.registered(blocks, NONE)
-        demotion.left(blocks)
+        for _ in demotion.sample(1):
+            demotion.left(blocks)
         chosen.append(demotion.worth(blocks, 0.9).tolist())
     assert [i for i, worth in enumerate(chosen) if worth == [True, True]] == [SAMPLED_ROWS - 1, 2 * SAMPLED_ROWS - 1]
     assert sum(map(sum, chosen)) == 4
     assert not demotion.worth(ids(1), 1.0).any(), "where nothing pays nothing is sampled"
+
+
+def test_of_many_rows_at_once_the_same_are_sampled() -> None:
+    one, many = Demotion(1, 1), Demotion(1, 1)
+    singly = [row for row in range(100) for _ in one.sample(1)]
+    assert singly == list(range(SAMPLED_ROWS - 1, 100, SAMPLED_ROWS))
+    assert [first + i for first, n in ((0, 3), (3, 0), (3, 40), (43, 57)) for i in many.sample(n)] == singly
 
 
 def test_wants_are_counted_and_move_along() -> None:

@@ -90,6 +90,36 @@ def test_what_is_wanted_before_it_left_goes_straight_to_its_new_block() -> None:
     assert tier.num_free == 3
 
 
+def test_copies_that_no_chunk_depends_on_come_last_and_may_be_done_beside_the_chunks() -> None:
+    tier = HostTier(9)
+    tier.owe_out(ids(7, 8), tier.take(2), beside=True)
+    tier.owe_out(ids(5, 6), tier.take(2))
+    tier.owe_out(ids(9), tier.take(1), beside=True)
+    swaps = tier.take_swaps()
+    assert (swaps.out_blocks.tolist(), swaps.out_slots.tolist(), swaps.num_before) == (
+        [5, 6, 7, 8, 9],
+        [3, 4, 1, 2, 5],
+        2,
+    )
+    assert swaps.any_beside
+    tier.owe_in(ids(3), ids(11))
+    assert tier.is_arriving(ids(2, 11)) and not tier.is_arriving(ids(2, 12))
+    swaps = tier.take_swaps()
+    assert (swaps.num_before, swaps.any_beside) == (0, True), "what comes in is there when the plan is over"
+    assert not tier.is_arriving(ids(11))
+    slot = tier.take(1)
+    tier.owe_out(ids(7), slot, beside=True)
+    swaps = tier.take_swaps(alone=False)
+    assert (swaps.num_before, swaps.any_beside) == (1, False), "the plan moves blocks as well"
+    both = tier.take(2)
+    tier.owe_out(ids(7, 8), both, beside=True)
+    tier.owe_in(both[:1], ids(12))
+    assert tier.is_arriving(ids(12))
+    swaps = tier.take_swaps()
+    assert (swaps.back.sources.tolist(), swaps.back.targets.tolist()) == ([7], [12])
+    assert (swaps.out_blocks.tolist(), swaps.num_before) == ([8], 1), "12 may be the very block that leaves"
+
+
 def test_slots_without_memory_retire_with_those_nobody_had() -> None:
     tier = HostTier(10)
     tier.take(4)

@@ -16,7 +16,7 @@ import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
 from families import VOCAB, tiny
 
-from pagetide.scheduler.plan import Plan
+from pagetide.scheduler.plan import Admission, Plan
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 33, 64, 99, 130, 180, 300]
@@ -185,13 +185,17 @@ class EveryPosition:
         self.logits: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self.behind: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)  # kind of start -> where
         self._engine = engine
+        self._waits: dict[int, Admission] = {}
+        self._promoted: set[int] = set()
         runner = engine.core.runner
         self._pack, self._forward, self._execute = runner._pack, runner._forward, runner.execute
         runner._pack, runner._forward, runner.execute = self._packed, self._forwarded, self._executed
 
     def _executed(self, plan: Plan) -> Any:
-        new = {a.row: a for a in plan.admitted}
-        promoted = set() if plan.swaps is None else set(plan.swaps.in_blocks.tolist())
+        new = {a.row: a for a in plan.admitted} | self._waits  # whose copies were done beside the last plan's chunks
+        promoted = self._promoted | (set() if plan.swaps is None else set(plan.swaps.in_blocks.tolist()))
+        self._waits = {row: a for row, a in new.items() if row not in plan.rows}
+        self._promoted = promoted if self._waits else set()
         for row, start, length in zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True):
             name = str(self._engine.core.scheduler.rows.request_ids[row])
             if row not in new:

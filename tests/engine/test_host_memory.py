@@ -14,7 +14,7 @@ from pagetide import LLM, SamplingParams
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.storage import Storage
-from pagetide.engine.host_pool import HostPool
+from pagetide.engine.host_pool import NONE, HostPool
 from pagetide.engine.memory import UNMAP_SLICE_BYTES, EngineMemory
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Sampling
@@ -96,13 +96,13 @@ def test_a_slice_at_a_time_the_highest_first() -> None:
     arena.map([0])
     storage = Storage(geometry, arena)
     for extent in 0, 2, 5:
-        pool.swap_out(storage, np.array([1], np.int32), np.array([extent * per + 1], np.int32))
+        pool.swap(storage, np.array([1], np.int32), np.array([extent * per + 1], np.int32))
     pool.give_back(1)
     assert pool._arena.mapped_extents == {0, 2}
     pool.give_back(UNMAP_SLICE_BYTES)
     assert pool.mapped_bytes == 0
-    pool.swap_out(storage, np.array([1], np.int32), np.array([1], np.int32))
-    pool.swap_in(storage, np.array([1], np.int32), np.array([2], np.int32))
+    pool.swap(storage, np.array([1], np.int32), np.array([1], np.int32))
+    pool.swap(storage, NONE, NONE, np.array([1], np.int32), np.array([2], np.int32))
     assert pool.mapped_bytes == geometry.extent_bytes
     pool.close()
     arena.close()
@@ -119,8 +119,8 @@ def test_an_idle_engine_holds_no_host_memory() -> None:
         before = 0
         for _ in range(2):
             assert [output.token_ids for output in llm.generate(texts, params)] == expected
-            swapped = llm.stats()["swapped_out_bytes"]
+            swapped = llm.stats()["host_tier"]["swapped_out_bytes"]
             assert swapped > before
             before = swapped
-            wait_until(lambda: llm.stats()["host_kv_bytes"] == 0, "the host's memory to go back")
-            assert llm.stats()["host_blocks"]["used"] == 0
+            wait_until(lambda: llm.stats()["host_tier"]["bytes"] == 0, "the host's memory to go back")
+            assert llm.stats()["host_tier"]["used_blocks"] == 0

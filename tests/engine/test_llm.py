@@ -255,7 +255,7 @@ def test_one_set_of_parameters_for_all_or_one_each(llm):
         with pytest.raises(RequestRejected, match=f"3 prompts, but {len(wrong)} sampling_params"):
             llm.generate(prompts, wrong)
     for wrong in ([None] * 3, [up_to(3), up_to(3), 5], {"max_new_tokens": 3}, 5, "greedy"):
-        with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got"):
+        with pytest.raises(RequestRejected, match="sampling_params must be SamplingParams, got"):
             llm.generate(prompts, wrong)
 
 

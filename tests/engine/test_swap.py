@@ -20,7 +20,7 @@ from pagetide.cache.geometry import Geometry
 from pagetide.cache.host_tier import Swaps
 from pagetide.cache.storage import Storage
 from pagetide.engine.errors import ConfigError, NotEnoughMemory
-from pagetide.engine.host_pool import HostPool
+from pagetide.engine.host_pool import NONE, HostPool
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
 from pagetide.scheduler.request import Sampling
 
@@ -107,10 +107,10 @@ def test_a_round_trip_is_exact_to_the_bit(dtype):
         storage.block_bytes(block).copy_(torch.from_numpy(pattern))
     pool = HostPool(geometry, geometry.bytes_for_blocks(30))
     slots = rng.permutation(np.arange(1, pool.num_slots + 1, dtype=np.int32))[:10]
-    assert not len(pool.swap_out(storage, blocks, slots))
+    assert not len(pool.swap(storage, blocks, slots).lost_slots)
     storage.clear(np.arange(1, storage.num_blocks))
     back = np.arange(21, 31, dtype=np.int32)
-    pool.swap_in(storage, slots, back)
+    pool.swap(storage, NONE, NONE, slots, back)
     for block, pattern in zip(back.tolist(), patterns, strict=True):
         assert storage.block_bytes(block).tolist() == pattern.tolist()
     assert not storage.blocks[1:21].any(), "nothing else is written"
@@ -128,9 +128,9 @@ def test_memory_comes_as_slots_are_written_and_goes_at_the_end():
     arena = HostArena(2, geometry.extent_bytes)
     arena.map([0, 1])
     storage = Storage(geometry, arena)
-    pool.swap_out(storage, np.array([1], np.int32), np.array([1], np.int32))
+    pool.swap(storage, np.array([1], np.int32), np.array([1], np.int32))
     assert pool.mapped_bytes == geometry.extent_bytes
-    pool.swap_out(storage, np.array([1, 2], np.int32), np.array([4 * per, 2], np.int32))
+    pool.swap(storage, np.array([1, 2], np.int32), np.array([4 * per, 2], np.int32))
     assert pool.mapped_bytes == 2 * geometry.extent_bytes
     pool.close()
     assert pool.mapped_bytes == 0
@@ -170,14 +170,14 @@ def test_a_copy_that_fails_ends_all_and_leaves_nothing(caplog):
     """Nobody may read what was not copied: every request ends, and the engine goes on with an empty cache."""
     model, inputs, expected = family("llama")
     engine = engine_for(model, inputs, 4, 0.4, 500)
-    swap_in, calls = engine.host.swap_in, iter(range(10**6))
+    copy, calls = engine.host._copy, iter(range(10**6))
 
-    def broken(*args):
-        if next(calls) == 0:
+    def broken(device, out_blocks, out_slots, in_slots, in_blocks):
+        if len(in_slots) and next(calls) == 0:
             raise RuntimeError("lost the host")
-        swap_in(*args)
+        return copy(device, out_blocks, out_slots, in_slots, in_blocks)
 
-    engine.host.swap_in = broken
+    engine.host._copy = broken
     for i, prompt in enumerate(inputs):
         engine.add(f"r{i}", prompt, GREEDY, arrival=float(i))
     ends = engine.run()
@@ -253,8 +253,8 @@ def test_an_engine_swaps_within_its_host_memory(saved):
     options = {"device": "cpu", "dtype": "float32", "share": False, "kv_memory": 1 << 20, "block_size": 4}
     with LLM(saved, host_kv_memory="4MiB", **options) as llm:
         assert llm.config.host_kv_memory == 4 << 20
-        before = llm.stats()
-        assert (before["host_kv_bytes"], before["host_blocks"]["used"], before["swapped_out_bytes"]) == (0, 0, 0)
+        before = llm.stats()["host_tier"]
+        assert (before["bytes"], before["used_blocks"], before["swapped_out_bytes"]) == (0, 0, 0)
         params = SamplingParams(max_new_tokens=12, temperature=0.0)
         admit_whatever_fits(llm)
         for _ in range(2):
@@ -262,15 +262,15 @@ def test_an_engine_swaps_within_its_host_memory(saved):
             assert [output.token_ids for output in outputs] == expected
             assert [output.prompt_token_ids for output in outputs] == inputs
             assert any(output.num_preemptions for output in outputs)
-        after = llm.stats()
-        assert after["swapped_out_bytes"] > 0 and 0 < after["host_kv_bytes"] <= 4 << 20
-        assert 0 < after["host_blocks"]["used"] <= after["host_blocks"]["total"]
+        after = llm.stats()["host_tier"]
+        assert after["swapped_out_bytes"] > 0 and 0 < after["bytes"] <= 4 << 20
+        assert 0 < after["used_blocks"] <= after["total_blocks"]
         json.dumps(after)
         json.dumps(llm.explain())
         pool = llm._open().core.runner.host
     assert pool.mapped_bytes == 0
     with LLM(saved, prefix_caching=False, **options) as llm:
-        assert llm.stats()["host_blocks"] is None
+        assert llm.stats()["host_tier"] is None
         admit_whatever_fits(llm)
         outputs = llm.generate(inputs, params)
         assert [(output.prompt_token_ids, output.token_ids) for output in outputs] == list(
