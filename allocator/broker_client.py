@@ -244,13 +244,13 @@ class BrokerClient:
             return tuple(rows)
 
     def limit(self, engine: str, max_bytes: int) -> wire.LimitSet:
-        """Let an engine (name, or pid) grow no further. What it is granted above comes back as its requests end."""
+        """Let an engine (name, pid or #number) grow no further. What it is granted above comes back as its requests end."""
         with self._channel() as (channel, deadline):
             channel.send(wire.SetLimit(engine, max_bytes))
             return channel.wait(deadline, wire.LimitSet)
 
     def recall(self, engine: str, num_bytes: int) -> wire.Recalling:
-        """Have an engine (name, or pid) give back so much of what it holds; its minimum stays."""
+        """Have an engine (name, pid or #number) give back so much of what it holds; its minimum stays."""
         with self._channel() as (channel, deadline):
             channel.send(wire.RecallBytes(engine, num_bytes))
             return channel.wait(deadline, wire.Recalling)

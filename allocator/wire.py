@@ -86,12 +86,6 @@ def _text(longest: int) -> _Read[str]:
     return read
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, "true or false", value)
-    return value
-
-
 def _classes(name: str, value: object) -> Mapping[str, int]:
     if not isinstance(value, dict) or len(value) > MAX_CLASSES:
         raise _wrong(name, f"an object of at most {MAX_CLASSES} amounts", value)
@@ -123,7 +117,6 @@ Weight = Annotated[float, _number(0.001, 1000)]
 Priority = Annotated[int, _whole(-1000, 1000)]
 Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[Generation, _generation]
-Flag = Annotated[bool, _flag]
 
 
 # ---- from the client ----------------------------------------------------------------------------
@@ -196,7 +189,7 @@ class ListLeases:
 
 @dataclass(frozen=True, slots=True)
 class SetLimit:
-    """The engine (name, or pid) shall grow no further than `max_bytes`. Answered by `LimitSet`."""
+    """The engine (name, pid or #number) shall grow no further than `max_bytes`. Answered by `LimitSet`."""
 
     engine: Name
     max_bytes: Bytes
@@ -204,7 +197,7 @@ class SetLimit:
 
 @dataclass(frozen=True, slots=True)
 class RecallBytes:
-    """The engine shall give `num_bytes` of what it holds back. Answered by `Recalling`."""
+    """The engine (as in `SetLimit`) shall give `num_bytes` of what it holds back. Answered by `Recalling`."""
 
     engine: Name
     num_bytes: PositiveBytes

@@ -12,14 +12,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
-    from .engine.outputs import RequestOutput
+    from .engine.outputs import Completion, RequestOutput, StreamChunk
+    from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "ConfigError",
+    "EngineClosed",
+    "ModelNotFound",
+    "NotEnoughMemory",
+    "RequestOutput",
+    "RequestRejected",
+    "SamplingParams",
+    "StreamChunk",
+    "UnsupportedModel",
+    "__version__",
+]
 
-_MODULE_OF = {"LLM": ".engine.llm", "RequestOutput": ".engine.outputs", "SamplingParams": ".scheduler.request"}
+_NAMES_OF = {
+    ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
+    ".engine.llm": ("LLM",),
+    ".engine.outputs": ("Completion", "RequestOutput", "StreamChunk"),
+    ".scheduler.errors": ("RequestRejected",),
+    ".scheduler.request": ("SamplingParams",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

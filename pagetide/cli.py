@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--stream", action="store_true", help="print the text as it comes")
     _add_json(generate, "one object a line: outputs, or with --stream what is new")
-    _add_engine(generate, "model-name", required=True)
+    _add_serving(_add_engine(generate, "model-name", required=True))
     _add_sampling(generate)
     generate.set_defaults(run=_generate)
 
@@ -102,8 +102,8 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> None:
-    """Arguments of the engine; their defaults are `LLM`'s, so that they are written down once."""
+def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> argparse._ArgumentGroup:
+    """Arguments of the engine; their defaults are `LLM`'s, so that they are written down once. Returns their group."""
     told = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     if required:
         parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=told)
@@ -112,11 +112,38 @@ def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = Fa
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     engine.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
-    engine.add_argument("--kv-memory", metavar="BYTES", help="like 2GiB (default: see `pagetide plan`)")
+    engine.add_argument(
+        "--kv-memory", metavar="BYTES",
+        help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
+    )  # fmt: skip
     engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences that run at the same time (default 256)")
     engine.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens of one step (default 2048)")
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and output together")
+    return engine
+
+
+def _add_serving(engine: argparse._ArgumentGroup) -> None:
+    """What makes no difference before something runs."""
+    engine.add_argument(
+        "--max-chunk-tokens", type=int, metavar="N",
+        help="most tokens of one prompt in a step (default: as many as the step has)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--host-kv-memory", metavar="BYTES",
+        help="host memory to swap to, like 8GiB, instead of computing again (default: none)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,
+        help="keep nothing of what was computed for prompts that begin alike",
+    )  # fmt: skip
+    engine.add_argument(
+        "--idle-s", type=float, metavar="SECONDS", help="after which memory that nothing needs goes back (default 10)"
+    )
+    engine.add_argument(
+        "--no-share", dest="share", action="store_const", const=False,
+        help="hold no lease: the memory is this engine's alone, and nobody can recall it",
+    )  # fmt: skip
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +154,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         ("min-p", float), ("repetition-penalty", float), ("seed", int),
     ):  # fmt: skip
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X")
-    group.add_argument("--n", type=int, default=1, metavar="N", help="continuations of each prompt (default 1)")
+    group.add_argument(
+        "--n", type=int, metavar="N", help="continuations of each prompt (default 1, or as the models file says)"
+    )
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often"
     )
@@ -153,6 +182,10 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return _given(args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share")
+
+
 def _generate(args: argparse.Namespace) -> int:
     from .scheduler.request import SamplingParams
 
@@ -166,7 +199,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file F")
     from .engine.llm import LLM
 
-    with LLM(args.model, **_engine_arguments(args)) as llm:
+    with LLM(args.model, **_engine_arguments(args), **_serving_arguments(args)) as llm:
         outputs = _stream(llm, prompts, params, args.json) if args.stream else llm.generate(prompts, params)
         if args.json and not args.stream:
             for output in outputs:
@@ -200,7 +233,7 @@ def _print_texts(texts: Sequence[str]) -> None:
 def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
     """Print what comes, as it comes: JSON lines of all prompts mixed, or one text after the other."""
     outputs: dict[int, Any] = {}
-    view = None if as_json else _InTurn(len(prompts), params.n)
+    view = None if as_json else _InTurn(len(prompts), params.n or llm.config.sampling.n or 1)
     for chunk in llm.stream(list(prompts), params):
         if chunk.output is not None:
             outputs[chunk.index] = chunk.output

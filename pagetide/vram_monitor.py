@@ -134,14 +134,14 @@ def _add_lease_commands(commands: _Commands) -> None:
         "limit", help="let an engine grow no further than this",
         description="Set an engine's maximum. What it holds above comes back as its requests end.",
     )  # fmt: skip
-    limit.add_argument("engine", metavar="ENGINE", help="its name, or its process id")
-    limit.add_argument("--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; of its whole process")
+    limit.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
+    limit.add_argument("--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; of all that it holds")
     limit.set_defaults(run=_limit)
     recall = commands.add_parser(
         "recall", help="have an engine give memory back",
         description="Have an engine give memory back: what is free, then what requests hold. Its minimum stays.",
     )  # fmt: skip
-    recall.add_argument("engine", metavar="ENGINE", help="its name, or its process id")
+    recall.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
     recall.add_argument("size", metavar="SIZE", help="how much, like 512MiB")
     recall.set_defaults(run=_recall)
     run = commands.add_parser(

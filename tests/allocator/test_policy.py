@@ -120,6 +120,7 @@ def test_what_an_ended_lease_was_promised_is_free_to_be_promised_again() -> None
     device.lease(1, low=900)
     device.ledger.end(1, device.now_ns)
     device.lease(2, low=900)
+    assert device.settle() == [Grant(2, 900, 900)]
 
 
 # ---- grants -------------------------------------------------------------------------------------

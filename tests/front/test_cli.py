@@ -120,6 +120,25 @@ def test_plain_text(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr() == (expected, "")
 
 
+def test_several_continuations_are_those_of_the_library(
+    demo: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As many as are asked for, else as the models file says; streamed they stand in the same order."""
+    own = tmp_path / "own.yaml"
+    own.write_text(f"demo:\n  path: {BUILT_IN_FILE.parent.parent / 'engine' / 'demo_model'}\n  sampling: {{n: 2}}\n")
+    monkeypatch.setenv("PAGETIDE_CONFIG", str(own))
+    drawn = ["--temperature", "1", "--seed", "7"]
+    for n, asked in ((2, []), (3, ["--n", "3"]), (1, ["--n", "1"])):
+        params = SamplingParams(n=n, max_new_tokens=12, temperature=1, seed=7)
+        texts = [str(each.text) for output in demo.generate(PROMPTS[:2], params) for each in output.completions]
+        assert len(texts) == 2 * n
+        expected = "\n".join(f"--- {i} of {2 * n} ---\n{text}\n" for i, text in enumerate(texts, 1))
+        for stream in ([], ["--stream"]):
+            arguments = ["generate", *DEMO, *SHORT, *drawn, *asked, *prompt_arguments(PROMPTS[:2]), *stream]
+            assert main(arguments) == 0
+            assert capsys.readouterr() == (expected, "")
+
+
 def test_stream_as_json_lines(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", *DEMO, *SHORT, "--seed", "5", *prompt_arguments(PROMPTS), "--stream", "--json"]
     assert main(arguments) == 0
@@ -165,7 +184,7 @@ class FakeLLM:
         if self.raises:
             raise self.raises
         one = SimpleNamespace(text=None, token_ids=[1, 2], error=self.error)
-        return [SimpleNamespace(completions=(one,) * params.n) for _ in prompts]
+        return [SimpleNamespace(completions=(one,) * (params.n or 1)) for _ in prompts]
 
 
 @pytest.fixture
@@ -184,12 +203,14 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "--max-new-tokens 5 --min-new-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed -4 --n 2"
     )
     ends = "--repetition-penalty 1.5 --stop a --stop bc --stop-token-id 5 --stop-token-id 6 --ignore-eos"
-    options = f"{engine} --max-model-len 512 {numbers} {ends} --no-special-tokens --prompt-file - --prompt p"
+    serving = "--max-chunk-tokens 33 --host-kv-memory 8GiB --no-prefix-caching --idle-s 2.5 --no-share"
+    options = f"{engine} --max-model-len 512 {serving} {numbers} {ends} --no-special-tokens --prompt-file - --prompt p"
     arguments = ["generate", "--model", "org/model", *options.split()]
     assert main(arguments) == 0
     assert fake.told == {
         "model": "org/model", "device": "cuda:1", "dtype": "bfloat16", "kv_memory": "2GiB", "block_size": 32,
-        "max_seqs": 7, "max_step_tokens": 99, "max_model_len": 512, "prompts": ["p", "from\nstdin"], "closed": True,
+        "max_seqs": 7, "max_step_tokens": 99, "max_model_len": 512, "max_chunk_tokens": 33, "host_kv_memory": "8GiB",
+        "prefix_caching": False, "idle_s": 2.5, "share": False, "prompts": ["p", "from\nstdin"], "closed": True,
         "params": SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125,
             repetition_penalty=1.5, seed=-4, stop=["a", "bc"], stop_token_ids=[5, 6], ignore_eos=True,
@@ -202,7 +223,7 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "model": "m",
         "block_size": "auto",
         "prompts": ["p"],
-        "params": SamplingParams(n=1),
+        "params": SamplingParams(),
         "closed": True,
     }
 
@@ -248,6 +269,11 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--prompt", "x", "--dtype", "int8"): "dtype must be one of auto, float32",
         ("--prompt", "x", "--max-model-len", "5000"): "max_model_len 5,000 is beyond the 1,024 positions of demo",
         ("--prompt", "x", "--max-seqs", "0"): "max_seqs must be at least 1",
+        ("--prompt", "x", "--max-chunk-tokens", "0"): "max_chunk_tokens must be at least 1",
+        ("--prompt", "x", "--idle-s", "-1"): "idle_s must be a number of seconds of at least 0, got -1.0",
+        ("--prompt", "x", "--host-kv-memory", "much"): "host_kv_memory: cannot read 'much'",
+        ("--prompt", "x", "--host-kv-memory", "1MiB", "--no-prefix-caching"): "leave prefix_caching on",
+        ("--prompt", "x", "--n", "0"): "n must be at least 1, got 0",
         ("--prompt", "word " * 2000): "with a context of 1,024 tokens",
         ("--prompt", "\udcff"): "surrogates not allowed",
         ("--prompt", "x", "--model", str(tmp_path)): f"{tmp_path} has no config.json",

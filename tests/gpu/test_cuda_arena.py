@@ -405,7 +405,7 @@ def test_a_captured_graph_survives_every_resize() -> None:
     arena.close()
 
 
-# --- what calls cost: printed, not judged
+# --- what calls cost: printed, not judged; what is judged is that all of it happened, and that the memory is back
 
 
 def _microseconds(act: Callable[[], object]) -> float:
@@ -416,6 +416,7 @@ def _microseconds(act: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("mib", [2, 32, 64, 128])
 def test_what_the_calls_of_one_extent_cost(mib: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = free_bytes()
     driver, size = CudaBindings(), mib * MIB
     call = driver.call
     device = Device(driver, INDEX)
@@ -439,6 +440,7 @@ def test_what_the_calls_of_one_extent_cost(mib: int, capsys: pytest.CaptureFixtu
                 _microseconds(lambda at=address: call("cuMemSetAccess", at, size, device.number))
             )
             costs["zero"].append(_microseconds(lambda at=address: zero(at)))
+        assert abs(before - free_bytes() - count * size) < NOISE
         for address in addresses:
             costs["unmap"].append(_microseconds(lambda at=address: call("cuMemUnmap", at, size)))
         for handle in handles:
@@ -446,6 +448,8 @@ def test_what_the_calls_of_one_extent_cost(mib: int, capsys: pytest.CaptureFixtu
         call("cuStreamDestroy", stream)
         call("cuMemAddressFree", base, count * size)
     device.close()
+    assert abs(before - free_bytes()) < NOISE
+    assert all(len(values) == count and min(values) > 0 for values in costs.values())
     medians = {name: statistics.median(values) for name, values in costs.items()}
     with capsys.disabled():
         print(
@@ -457,28 +461,37 @@ def test_what_the_calls_of_one_extent_cost(mib: int, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("mib", [2, 32, 64, 128])
 def test_what_a_gib_costs(mib: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = free_bytes()
     count = GIB // (mib * MIB)
     names = ("map", "unmap", "trim", "map what is prepared", "unmap in background")
     costs: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(7):
         arena = CudaArena(count, mib * MIB, INDEX, ready_limit_bytes=0)
         costs["map"].append(_microseconds(lambda a=arena: a.map(range(count))))
+        assert arena.mapped_bytes == arena.held_bytes == GIB
         costs["unmap"].append(_microseconds(lambda a=arena: a.unmap(range(count))))  # and release
+        assert arena.held_bytes == 0
         arena.close()
         arena = CudaArena(count, mib * MIB, INDEX, ready_limit_bytes=GIB)
         arena.prepare(count)
         arena._range.pool._thread.join()  # type: ignore[union-attr]
+        assert arena.ready_bytes == GIB
         costs["map what is prepared"].append(_microseconds(lambda a=arena: a.map(range(count))))
+        assert (arena.mapped_bytes, arena.ready_bytes) == (GIB, 0)
         costs["unmap in background"].append(_microseconds(lambda a=arena: a.unmap(range(count))))
+        assert arena.mapped_bytes == 0
         costs["trim"].append(_microseconds(arena.trim))
+        assert arena.held_bytes == 0
         arena.close()
+    assert abs(before - free_bytes()) < NOISE
     with capsys.disabled():
         print(f"\n   1 GiB in {mib} MiB extents, medians of 7, ms:", end="")
         print("".join(f"  {name} {statistics.median(values) / 1000:.2f}" for name, values in costs.items()))
 
 
-def test_whether_new_memory_is_zero_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver promises nothing; the arena writes zeros in any case. Printed, so that nobody has to guess."""
+def test_an_arena_gives_zeros_whether_the_driver_does_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver promises nothing. What it does is printed, so that nobody has to guess."""
+    before = free_bytes()
     driver, size = CudaBindings(), 64 * MIB
     call = driver.call
     device = Device(driver, INDEX)
@@ -498,6 +511,11 @@ def test_whether_new_memory_is_zero_by_itself(capsys: pytest.CaptureFixture[str]
             call("cuMemRelease", handle)
         call("cuMemAddressFree", base, size)
     device.close()
+    arena = CudaArena(1, size, INDEX)
+    arena.map([0])  # the same memory again, as far as the driver likes
+    assert int(piece(arena, 0).count_nonzero()) == 0
+    arena.close()
+    assert abs(before - free_bytes()) < NOISE
     with capsys.disabled():
         print(f"\n   of {size:,} bytes just created, after the same were written and released, not zero: {found}")
 

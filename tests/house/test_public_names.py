@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import tomllib
 from pathlib import Path
@@ -35,12 +36,19 @@ def test_a_public_name_resolves_and_is_documented(name: str) -> None:
         assert value.__doc__, f"{name} has no docstring"
 
 
-def test_public_names_are_sorted_listed_and_annotated_for_type_checkers() -> None:
-    assert pagetide.__all__ == sorted(pagetide.__all__)
+def test_public_names_are_listed_and_annotated_for_type_checkers() -> None:
     assert set(pagetide.__all__) <= set(dir(pagetide))
-    source = (ROOT / "pagetide" / "__init__.py").read_text()
-    for name in set(pagetide.__all__) - {"__version__"}:
-        assert f"import {name}\n" in source.partition("if TYPE_CHECKING:")[2]
+    tree = ast.parse((ROOT / "pagetide" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    annotated = {
+        (alias.name, f".{node.module}")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    assert annotated == set(pagetide._MODULE_OF.items())
+    assert {name for name, _ in annotated} | {"__version__"} == set(pagetide.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
