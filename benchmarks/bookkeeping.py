@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
@@ -178,7 +179,7 @@ def figure(name: str, seconds: list[float], unit: str, target: float | None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=whole, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     figures = []

@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
+from pagetide.engine.errors import EngineError
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 
@@ -153,13 +155,16 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--model", default="demo", help="a name or a folder, as LLM takes it")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=whole, default=16)
+    parser.add_argument("--new-tokens", type=whole, default=48)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     figures = []
     for dtype in TARGETS:
-        right, ways = runs(args.model, args.device, dtype, args.prompts, args.new_tokens, args.seed)
+        try:
+            right, ways = runs(args.model, args.device, dtype, args.prompts, args.new_tokens, args.seed)
+        except EngineError as error:
+            parser.error(str(error))
         for way, run in ways.items():
             shares, largest = differences(run, right)
             name = f"{dtype}, {way}"

@@ -41,6 +41,7 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks import elastic_engine
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import Channel
@@ -305,7 +306,7 @@ def speed_figures(rounds: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=whole, default=7)
     parser.add_argument("--only", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from benchmarks.profile_step import profile
 from pagetide import LLM, SamplingParams
@@ -122,7 +123,7 @@ def compare(folder: Path, dtype: str, rounds: int, seed: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(TARGETS))
     parser.add_argument("--profile", action="store_true", help="also say where a decode step's time goes")

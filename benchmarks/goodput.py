@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from benchmarks.goodput_engine import STEP_S, TOKEN_S, Job, Served, Told, serve
 from benchmarks.goodput_load import Arrival, load
@@ -247,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with the trace")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="in which requests come (default 20, for which the load is set)"

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
@@ -137,7 +138,7 @@ def figure(name: str, seconds: list[float], unit: str, target: float | None = No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=whole, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     small = small_pool(args.repeats, args.seed).seconds

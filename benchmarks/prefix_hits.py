@@ -303,6 +303,12 @@ def main() -> None:
         parser.error(f"there is no policy {', '.join(unknown)}; there are {', '.join(POLICIES)}")
     figures: list[Figure] = []
     if args.data is not None:
+        if missing := [
+            file
+            for file in ("reference_public.json", *(f for f, _ in TRACES.values()))
+            if not (args.data / file).is_file()
+        ]:
+            parser.error(f"{args.data} has no {', '.join(missing)}; without --data the loads are made")
         reference = json.loads((args.data / "reference_public.json").read_text())["traces"]
         for name, (file, block_size) in TRACES.items():
             known = {int(size): pool for size, pool in reference[name]["cache"]["full"].items() if size != "inf"}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from benchmarks.replay_clock import GPUS, MODELS, Clock, Roofline
 from pagetide.cache.manager import CacheManager
@@ -189,7 +190,7 @@ def figures(outcomes: list[Outcome], where: str, targets: dict[str, float]) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=whole, default=10)
     parser.add_argument("--lengths", choices=KINDS, default="uniform", help="of outputs; targets are for uniform ones")
     args = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {"no host tier": [], "host tier": []}

@@ -19,6 +19,7 @@ import time
 
 import numpy as np
 
+from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
@@ -76,8 +77,8 @@ def swaps(block_kib: int, mib: int, repeats: int, seed: int) -> tuple[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--mib", type=int, default=128, help="what one swap carries")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--mib", type=whole, default=128, help="what one swap carries")
+    parser.add_argument("--repeats", type=whole, default=15)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     figures = []
