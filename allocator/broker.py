@@ -34,6 +34,7 @@ from .policy import Rules
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+_PLACES_TO_COME = 32  # of these no lease and no reservation can have: for people, and for engines that come back
 _MAX_ACCEPTED_AT_ONCE = 32
 _IDLE_TICK_S = 1.0
 
@@ -290,12 +291,14 @@ class Broker:
                 connection.send(self._books.recall(self._commanded(connection, engine), num_bytes))
             case wire.Reserve():
                 _refuse_second(connection)
+                self._check_places()
                 self._books.reserve(connection, message)
             case _:
                 raise Dropped("says what only the broker may", type(message).__name__)
 
     def _register(self, connection: Connection, request: wire.Register) -> None:
         _refuse_second(connection)
+        self._check_places()
         for other in list(self._connections):  # an engine that comes back may be quicker than its old socket's end
             if other.peer == connection.peer and other is not connection:
                 other.check_open()
@@ -314,6 +317,11 @@ class Broker:
         if pidfd is not None:
             self._pidfds[entry.lease_id] = pidfd
             self._loop.add_reader(pidfd, self._process_ended, entry)
+
+    def _check_places(self) -> None:
+        taken = sum(connection.needed for connection in self._connections)
+        if taken >= MAX_CONNECTIONS - _PLACES_TO_COME:
+            raise LeaseRefused(f"{taken} engines and reservations are here, and there is no place for more; end some")
 
     def _process_ended(self, entry: Entry) -> None:
         """The second signal of death: a child of the engine may hold its socket open."""

@@ -23,7 +23,7 @@ from .broker_views import DeviceView, device_view, lease_view, named, user_name
 from .errors import LeaseRefused, NotPermitted, UnknownEngine
 from .lease_record import Bounds, RecordOwner, Sums, bounds_between
 from .ledger import Ledger, Terms
-from .policy import Grant, Order, Ready, Rules, Withdraw
+from .policy import Grant, Order, Ready, Recall, Rules, Withdraw
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ class Books:
         assert now is not None
         if entry.connection is not None:
             entry.connection.send(wire.Limit(entry.lease_id, now))
+        log.info("%s is limited to %s by hand; %s above it", named(entry), format_bytes(now), format_bytes(over_bytes))
         return wire.LimitSet(now, over_bytes)
 
     def recall(self, entry: Entry, num_bytes: int) -> wire.Recalling:
@@ -170,6 +171,7 @@ class Books:
         book = self._books[entry.device_uuid]
         self._read(entry)
         order = book.ledger.recall(entry.lease_id, num_bytes, self._clock())
+        log.info("%s of %s are recalled by hand", format_bytes(num_bytes), named(entry))
         self.carry_out(book, (order,))
         return wire.Recalling(order.target_bytes, wire.milliseconds(order.deadline_s))
 
@@ -266,7 +268,9 @@ class Books:
         for order in orders:
             if isinstance(order, Ready):
                 _, connection = self._reservations[order.reservation_id]
-                connection.send(wire.Reserved(book.ledger.state.reservations[order.reservation_id].num_bytes))
+                num_bytes = book.ledger.state.reservations[order.reservation_id].num_bytes
+                connection.send(wire.Reserved(num_bytes))
+                log.info("%s are free for who reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid)
                 continue
             entry = self.entries[order.lease_id]
             if entry.connection is None:
@@ -280,6 +284,12 @@ class Books:
                 entry.connection.send(wire.Withdraw(order.lease_id, generation))
             else:
                 deadline_ms = wire.milliseconds(order.deadline_s)
+                log.info(
+                    "%s is recalled to %s within %d ms, %s: it is granted %s; strangers hold %s of the device", named(entry),
+                    format_bytes(order.target_bytes), deadline_ms, _why(order),
+                    format_bytes(book.ledger.state.tenants[order.lease_id].granted_bytes),
+                    format_bytes(book.ledger.state.foreign_bytes),
+                )  # fmt: skip
                 entry.connection.send(wire.Recall(order.lease_id, generation, order.target_bytes, deadline_ms))
 
     def _decide(self, book: Book) -> tuple[Order, ...]:
@@ -367,6 +377,13 @@ class Books:
 
     def _next_generation(self) -> wire.Generation:
         return wire.Generation(self.epoch, next(self._counter))
+
+
+def _why(order: Recall) -> str:
+    """What a recall is for."""
+    if order.by_hand:
+        return "by hand"
+    return "so that another may grow" if order.for_growth else "for minimums, reservations and headroom"
 
 
 def _tell_trouble(book: Book, trouble: str | None, now_ns: int) -> None:

@@ -22,6 +22,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,16 @@ class Denied:
 
 Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
 
+_of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lease in _of_this_process:
+        lease._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
 
 class Lease:
     """One lease of one device. Made by `register`; every call but `close` and the attributes raises LeaseClosed afterwards."""
@@ -111,6 +122,7 @@ class Lease:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._waiters = 0
         self._closed = False
+        self._ended = "has ended"
         self._channel: Channel | None = None
         self._registered = False
         self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
@@ -174,6 +186,7 @@ class Lease:
         except ProtocolViolation as error:
             raise InvalidLease(str(error)) from None
         lease = cls(socket_path, request, clock)
+        _of_this_process.add(lease)
         try:
             deadline = time.monotonic() + timeout_s
             lease._connect(deadline)
@@ -225,6 +238,11 @@ class Lease:
     def connected(self) -> bool:
         """Whether a broker knows the lease."""
         return self._registered
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended for this process."""
+        return self._closed
 
     @property
     def generation(self) -> wire.Generation:
@@ -490,6 +508,15 @@ class Lease:
             self._channel.close()  # which takes it out of the epoll set too
             self._channel = None
 
+    def _leave_to_parent(self) -> None:
+        """This process is a fork of the one that holds the lease: it lets go of all of it, and says nothing to anybody."""
+        self._lock = threading.RLock()  # another thread may have held it
+        self._waiters = 0
+        if not self._closed:
+            self._ended = "is that of the process which this one is a fork of"
+            self._record, self._granted, self._recall = None, 0, None
+            self._free()
+
     def _free(self) -> None:
         self._closed = True
         self._drop_channel()
@@ -498,4 +525,4 @@ class Lease:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise LeaseClosed(f"the lease of {self._request.name!r} has ended; register another")
+            raise LeaseClosed(f"the lease of {self._request.name!r} {self._ended}; register another")

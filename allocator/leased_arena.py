@@ -55,5 +55,8 @@ class LeasedArena:
 
     def close(self) -> None:
         """Unmap everything and refuse further calls. Idempotent."""
+        if self._lease.closed:  # as in a fork of the process that holds it
+            self._arena.close()
+            return
         with self._lease.bracket(self._lease.held_bytes - self.mapped_bytes):
             self._arena.close()

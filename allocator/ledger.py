@@ -164,7 +164,7 @@ class Ledger:
         freed = max(0, held - target)
         tenant.ceiling = Ceiling(target, now_ns + int(self.state.rules.cooldown_s * 1e9))
         self._add_peak(now_ns, max(self.state.foreign_bytes, self.state.peak_bytes(now_ns)) + freed)
-        order = Recall(lease_id, target, self.state.rules.recall_deadline_s)
+        order = Recall(lease_id, target, self.state.rules.recall_deadline_s, by_hand=True)
         self._apply(order, now_ns)
         return order
 
@@ -260,9 +260,9 @@ class Ledger:
         match order:
             case Grant(lease_id, granted_bytes):
                 self.state.tenants[lease_id].granted_bytes = granted_bytes
-            case Recall(lease_id, target_bytes, deadline_s, for_growth):
+            case Recall(lease_id, target_bytes, deadline_s, for_growth, by_hand):
                 tenant = self.state.tenants[lease_id]
-                recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9))
+                recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9), by_hand)
                 tenant.recalls = (*tenant.recalls, recall)
                 if for_growth:
                     tenant.gave_for_growth_ns = now_ns

@@ -68,6 +68,7 @@ class PendingRecall:
     target_bytes: int
     issued_ns: int
     deadline_ns: int
+    by_hand: bool = False
 
 
 @dataclass(slots=True)
@@ -192,6 +193,7 @@ class Recall:
     target_bytes: int
     deadline_s: float
     for_growth: bool = False  # for nothing but another lease's growth
+    by_hand: bool = False  # somebody ordered it, for reasons of his own: it is not withdrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +404,9 @@ def _withdrawals(state: DeviceState, grants: Iterable[Grant], now_ns: int) -> It
     for tenant in _movable(state, now_ns):
         if _could_use(state, tenant, now_ns) > tenant.granted_bytes + added.get(tenant.lease_id, 0):
             return
-    yield from (Withdraw(tenant.lease_id) for tenant in overdue)
+    for tenant in overdue:
+        if not any(recall.by_hand for recall in tenant.recalls):
+            yield Withdraw(tenant.lease_id)
 
 
 def _take(tenants: Iterable[Tenant], surplus: dict[int, int], needed: int) -> dict[int, int]:

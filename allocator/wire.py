@@ -37,7 +37,7 @@ PROTOCOL = 1
 MAX_PAYLOAD_BYTES = 64 * 1024
 MAX_BYTES = 2**62  # of memory; nobody has as much, and sums of a few still fit into 64 bits
 MAX_SENTENCE = 4096  # characters
-MAX_CLASSES = 32  # kinds of memory that an engine tells apart
+MAX_CLASSES = 8  # kinds of memory that an engine tells apart
 
 _LENGTH = struct.Struct(">I")
 

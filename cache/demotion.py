@@ -28,6 +28,7 @@ SAMPLED_ROWS = 17  # one of so many; a prime, so that a load with a rhythm is me
 RECENT_BLOCKS = 1024  # that what was learned weighs at most
 
 _USES = np.array([1.0, 2.0])  # of a block that nobody has found, and that somebody has
+UNLEARNED = (1 / 2, 2 / 3)  # the chances before anything is known
 
 Mask = npt.NDArray[np.bool_]
 
@@ -35,7 +36,7 @@ Mask = npt.NDArray[np.bool_]
 class Demotion:
     """Marks of `num_blocks` blocks and of the slots up to `num_slots`, and what was learned from them.
 
-    The cache manager tells it what happens to findable blocks. A call is a few array operations over those it names.
+    It is told what happens to findable blocks. A call is a few array operations over those it names.
     """
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:

@@ -56,7 +56,7 @@ class Tail:
 
 
 class HostTier:
-    """The slots `1 .. num_slots`; 0 is nobody's, as the null block. The cache manager mutates it.
+    """The slots `1 .. num_slots`; 0 is nobody's, as the null block. `Swapping` mutates it.
 
     Whoever knows what copies take sets the chance of being wanted again from which bringing a block here is worth it at
     present, `least_chance` (1 or more: never), and whether bringing it back is, `promotes`. `tails` are those of sequences that
@@ -96,10 +96,6 @@ class HostTier:
     def demotes(self) -> bool:
         """Whether what is wanted again for certain is worth bringing here now."""
         return self.least_chance < 1 and not self.resting
-
-    def renewed(self) -> HostTier:
-        """An empty one of the same size."""
-        return HostTier(self._num_given)
 
     def take(self, n: int) -> Int32:
         """`n` slots, which must be free; those that somebody had before first."""

@@ -9,16 +9,16 @@ With a hasher, full blocks whose tokens are computed can be found by whoever beg
     commit           what a row has computed can be found; where others computed the same first, the row takes theirs
     release          what nobody refers to any more stays findable, until its place is needed (eviction.py)
 
-With a host tier (host_tier.py) what is to be evicted is demoted to a slot of it if that is worth it (demotion.py), while slots
-can be had, and comes back when it is found. So a sequence that is preempted is swapped out, as far as its place is needed, by
-being released; `keep_for` says that it will be back, and keeps its last block, which is partly filled and cannot be found. The
+With a host tier what is to be evicted is demoted to a slot of it if that is worth it, while slots can be had, and comes back
+when it is found (swapping.py). So a sequence that is preempted is swapped out, as far as its place is needed, by being
+released; `keep_for` says that it will be back, and keeps its last block, which is partly filled and cannot be found. The
 copies are those of the next plan: `take_swaps`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,15 +27,15 @@ from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .demotion import Demotion
-from .eviction import EvictionPolicy, Lru
-from .host_tier import HostTier, Swaps, Tail
+from .demotion import UNLEARNED
+from .eviction import EvictionPolicy
+from .host_tier import HostTier, Swaps
 from .prefix_hash import Chain, PrefixHasher
-from .prefix_index import Places, PrefixHit, PrefixIndex
+from .prefix_index import PrefixHit, PrefixIndex
 from .reuse_density import ReuseDensity
+from .swapping import Swapping, index_with_slots
 
-_NO_SLOTS: Int32 = np.empty(0, np.int32)
-NO_HIT = PrefixHit(0, np.empty(0, np.int32), _NO_SLOTS, np.empty(0, np.int64))
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,14 +98,17 @@ class CacheManager:
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no place yet
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
-        self.host = HostTier(host_slots) if host_slots else None
-        self.demotion = Demotion(num_blocks, host_slots)
-        self.index = None if hasher is None else _index(hasher, num_blocks, host_slots, eviction)
         self._eviction = eviction
         self.evicted_blocks = 0  # since the start, to make room
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # who was preempted: the tokens that were computed, of a chain
+        self.index: PrefixIndex | None = None
+        self.swapping: Swapping | None = None  # with a host tier
+        if hasher is not None and host_slots:
+            self.index = index_with_slots(hasher, num_blocks, host_slots, eviction)
+            self.swapping = Swapping(self.index, self.allocator, host_slots, self._bytes_at)
+        elif hasher is not None:
+            self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
 
     def renewed(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """An empty manager of the same pool, to go on with when this one's bookkeeping broke.
@@ -121,6 +124,16 @@ class CacheManager:
             hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
             host_slots=self._host_slots,
         )  # fmt: skip
+
+    @property
+    def host(self) -> HostTier | None:
+        """The slots of the host tier, if there is one."""
+        return None if self.swapping is None else self.swapping.host
+
+    @property
+    def chances(self) -> tuple[float, float]:
+        """That a block is wanted again which no request has found, and one which some has. Read-only."""
+        return UNLEARNED if self.swapping is None else self.swapping.demotion.chances
 
     @property
     def available(self) -> int:
@@ -246,9 +259,9 @@ class CacheManager:
         for table in self.tables:
             blocks = table.of_all(rows)
             parked = self.allocator.release(blocks)
-            if self.host is not None:
-                for i in self.demotion.sample(len(rows)):
-                    self.demotion.left(table.of(int(rows[i])))
+            if self.swapping is not None:
+                for i in self.swapping.demotion.sample(len(rows)):
+                    self.swapping.demotion.left(table.of(int(rows[i])))
             if self.index is not None and len(parked):
                 self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
@@ -268,10 +281,7 @@ class CacheManager:
         if chain is None or self.index is None:
             return NO_HIT
         hit = self.index.lookup(chain, max_tokens)
-        if self.host is not None and not self.host.promotes and len(hit.slots):
-            n = len(hit.blocks)
-            return PrefixHit(n * self.block_size, hit.blocks, _NO_SLOTS, hit.nodes[:n])
-        return hit
+        return hit if self.swapping is None else self.swapping.worth_promoting(hit)
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks of those available that `admit` would use: new ones, and found ones that nobody refers to. Read-only."""
@@ -286,8 +296,17 @@ class CacheManager:
         """
         if self.needed(upto, hit) > self.available:
             return None
-        returns = self._stop_waiting(name)
-        owed = 0 if self.host is None else self.host.num_owed
+        if self.swapping is None:
+            return self._seat(row, upto, hit)
+        host, returns = self.swapping.host, self.swapping.stop_waiting(name)
+        owed = host.num_owed
+        extension = self._seat(row, upto, hit)
+        num_tail = self.swapping.seated(name, hit, self.tables[0].blocks[row], returns)
+        waits = host.num_owed > owed or host.is_arriving(hit.blocks)
+        return replace(extension, num_computed=hit.num_tokens + num_tail, waits=waits)
+
+    def _seat(self, row: int, upto: int, hit: PrefixHit) -> Extension:
+        """Give `row` (empty) what `hit` found, and room for `upto` tokens, for which there are enough blocks."""
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
@@ -298,20 +317,13 @@ class CacheManager:
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
         extension = self.extend(one, np.array([upto]), hit)
         assert extension is not None, "enough blocks were available"
-        num_computed = hit.num_tokens
         if self.index is not None and hit.num_tokens:
             if num_slots:
-                self._promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
+                assert self.swapping is not None, "slots are found in a host tier"
+                self.swapping.promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
             self.index.accept(hit)
             self._committed[row] = num_blocks + num_slots
-        if self.host is not None:
-            self.host.resting = False
-            if not returns:  # else it was not found by anybody new
-                self.demotion.found(self.tables[0].blocks[row, : num_blocks + num_slots])
-            if name in self.host.tails:
-                num_computed += self._return_tail(self.host, self.host.tails.pop(name), row, hit.num_tokens)
-        waits = self.host is not None and (self.host.num_owed > owed or self.host.is_arriving(hit.blocks))
-        return Extension(merged([found, extension.tables]), num_computed=num_computed, waits=waits)
+        return Extension(merged([found, extension.tables]), num_computed=hit.num_tokens)
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """The first `num_tokens` of `row`, which are those of `chain`, are computed: full blocks of them can be found now.
@@ -326,9 +338,8 @@ class CacheManager:
         places = self.index.register(chain, blocks, first)
         found = places.blocks
         own = blocks[first : first + len(found)]
-        if self.host is not None:
-            self.demotion.registered(own[found == own], places.slots)
-            self.host.free(places.slots)  # what was to be found there is computed again
+        if self.swapping is not None:
+            self.swapping.registered(own[found == own], places.slots)
         known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
         if not len(known):
@@ -345,14 +356,14 @@ class CacheManager:
 
     def reset(self) -> None:
         """Let no prefix be found any more. Rows go on with the blocks they have."""
-        if self.index is not None:
-            self._forget(self.index.reset())
-            self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
-            self._committed[self.tables[0].lengths == 0] = 0
-        self._waiting.clear()
-        if self.host is not None:
-            for name in list(self.host.tails):
-                self._drop_tail(self.host, name)
+        if self.index is None:
+            return
+        places = self.index.reset()
+        self.allocator.forget(places.blocks)
+        if self.swapping is not None:
+            self.swapping.reset(places.slots)
+        self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
+        self._committed[self.tables[0].lengths == 0] = 0
 
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
@@ -363,44 +374,18 @@ class CacheManager:
         lacking = n - self.allocator.num_free
         if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                self._give_up(self.index, victims, hit)
+                if self.swapping is None:
+                    self.evicted_blocks += self._evict(self.index, victims)
+                else:
+                    self.evicted_blocks += self.swapping.give_up(victims, hit)
                 lacking = n - self.allocator.num_free  # what a copy still reads comes free later
         return self.allocator.allocate(n)
 
-    def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
-        """Let `victims`, in the order of `PrefixIndex.victims`, go: to the host tier those that are worth it, and of these the
-        last ones, as far as it has slots.
-        """
-        if self.host is None:
-            return self._evict(index, victims)
-        worth = self.demotion.worth(victims, self.host.least_chance)
-        if not worth.all():
-            self._evict(index, victims[~worth])
-            victims = victims[worth]
-            victims = victims[index.findable(victims)]  # not behind one that was evicted
-        slots = self._take_slots(index, len(victims), _NO_SLOTS if hit is None else hit.slots)
-        num_evicted = len(victims) - len(slots)
-        self._evict(index, victims[:num_evicted])
-        demoted = victims[num_evicted:]
-        if len(demoted):
-            index.demote(demoted, slots)
-            self.demotion.demoted(demoted, slots)
-            self.allocator.forget(demoted)
-            self.host.owe_out(self._bytes_at[demoted], slots, beside=hit is not None)
-
-    def _evict(self, index: PrefixIndex, blocks: BlockIds) -> None:
-        """Forget `blocks`, which nobody refers to, and what stands behind them."""
-        if len(blocks):
-            places = index.evict(blocks)
-            self.evicted_blocks += len(places.blocks)
-            self._forget(places)
-
-    def _forget(self, places: Places) -> None:
-        """What lay in `places` cannot be found any more."""
-        self.allocator.forget(places.blocks)
-        if self.host is not None and len(places.slots):
-            self.demotion.forgotten(places.slots)
-            self.host.free(places.slots)
+    def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
+        """Forget `blocks`, which nobody refers to, and what stands behind them. Returns how many blocks that is."""
+        evicted = index.evict(blocks).blocks
+        self.allocator.forget(evicted)
+        return len(evicted)
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
@@ -410,95 +395,29 @@ class CacheManager:
         Until it is back its blocks are sure to be wanted, and the last, partly filled one is kept; that one is not where no
         slot is to be had, or where the blocks before it could not be found again.
         """
-        if self.host is None or self.index is None:
-            return
-        full, rest = divmod(num_tokens, self.block_size)
-        self._waiting[name] = chain, num_tokens
-        self._want(chain, num_tokens, 1)
-        if not rest or self._committed[row] != full:
-            return
-        slots = self._take_slots(self.index, 1)
-        if len(slots):
-            block = self.tables[0].blocks[row, full : full + 1]
-            self.host.owe_out(self._bytes_at[block], slots, beside=False)
-            self.host.tails[name] = Tail(int(slots[0]), num_tokens)
+        if self.swapping is not None:
+            full, rest = divmod(num_tokens, self.block_size)
+            num_tail = 1 if rest and self._committed[row] == full else 0
+            self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
 
     def drop_for(self, name: str) -> None:
         """`name`, for whom something was kept or not, will not be back."""
-        self._stop_waiting(name)
-        if self.host is not None:
-            self._drop_tail(self.host, name)
+        if self.swapping is not None:
+            self.swapping.drop_for(name)
 
     def rest(self) -> None:
         """Let the host tier have no memory: what lies there is forgotten, and nothing comes there until a row is admitted."""
-        if self.host is None or self.index is None:
-            return
-        self._forget(self.index.evict_slots(self.index.used_slots))
-        for name in list(self.host.tails):
-            self._drop_tail(self.host, name)
-        self.host.rest()
-
-    def _stop_waiting(self, name: str) -> bool:
-        """Whoever else wants them, `name` does not wait for its blocks any longer. Returns whether it did."""
-        if (waiting := self._waiting.pop(name, None)) is None:
-            return False
-        self._want(*waiting, -1)
-        return True
-
-    def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
-        """`by` more sequences wait that have computed the first `num_tokens` tokens of `chain`."""
-        assert self.index is not None, "a chain is of an index"
-        hit = self.index.lookup(chain, num_tokens)
-        self.demotion.wanted(hit.blocks, hit.slots, by)
-
-    def _drop_tail(self, host: HostTier, name: str) -> None:
-        if (tail := host.tails.pop(name, None)) is not None:
-            host.free(np.array([tail.slot], np.int32))
+        if self.swapping is not None:
+            self.swapping.rest()
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
         """The copies from and to the host tier that the plan which is being made must do; `alone`: it moves nothing else."""
-        return None if self.host is None else self.host.take_swaps(alone)
+        return None if self.swapping is None else self.swapping.host.take_swaps(alone)
 
     def lost(self, slots: Int32) -> None:
         """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
-        if self.host is None or self.index is None:
-            return
-        for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
-            self._drop_tail(self.host, name)
-        self._forget(self.index.evict_slots(np.intersect1d(slots, self.index.used_slots)))
-        self.host.retire(slots)
-
-    def _take_slots(self, index: PrefixIndex, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
-        """Up to `n` slots, for which others than `keep` are forgotten if need be; none where demoting is not worth it."""
-        host = self.host
-        if host is None or not host.demotes or not n or not host.num_slots:
-            return _NO_SLOTS
-        self.demotion.taking(n, host.num_slots)
-        lacking = n - host.num_free
-        if lacking > 0:
-            victims = index.host_victims(lacking + len(keep))
-            victims = victims[~np.isin(victims, keep)][:lacking]
-            if len(victims):
-                self._forget(index.evict_slots(victims))
-        return host.take(min(n, host.num_free))
-
-    def _promote(self, slots: Int32, blocks: BlockIds) -> None:
-        """What lies in `slots`, found behind what a row has, comes to the row's `blocks`."""
-        assert self.host is not None and self.index is not None, "slots are found in a host tier"
-        self.index.promote(slots, blocks)
-        self.demotion.returned(slots, blocks)
-        self.allocator.publish(blocks)
-        self.host.owe_in(slots, blocks.copy())
-
-    def _return_tail(self, host: HostTier, tail: Tail, row: int, num_found: int) -> int:
-        """Let `row` have its tail back, where that follows the `num_found` tokens it has. Returns how many tokens that is."""
-        slot = np.array([tail.slot], np.int32)
-        full, rest = divmod(tail.num_tokens, self.block_size)
-        if not host.promotes or num_found != full * self.block_size:
-            host.free(slot)
-            return 0
-        host.owe_in(slot, self.tables[0].blocks[row, full : full + 1].copy())
-        return rest
+        if self.swapping is not None:
+            self.swapping.lost(slots)
 
     # -- the pool's size -----------------------------------------------------------------------------------------
 
@@ -520,10 +439,10 @@ class CacheManager:
             return None
         moves = plan.moves
         if self.index is not None and len(plan.evictions):
-            if self.host is None:
-                self._forget(self.index.evict(plan.evictions))  # and what is behind them
+            if self.swapping is None:
+                self._evict(self.index, plan.evictions)
             else:
-                self._give_up(self.index, self.index.with_descendants(plan.evictions))
+                self.evicted_blocks += self.swapping.give_up(self.index.with_descendants(plan.evictions))
         self.allocator.drain(plan.extents)
         if len(plan.evictions):
             moves = self.allocator.occupied(plan.extents)
@@ -533,7 +452,8 @@ class CacheManager:
         self._bytes_at[targets] = moves
         if self.index is not None:
             self.index.move(moves, targets)
-            self.demotion.moved(moves, targets)
+        if self.swapping is not None:
+            self.swapping.demotion.moved(moves, targets)
         places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> where it moved; the null block: nowhere
         places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
@@ -572,21 +492,8 @@ class CacheManager:
         self.allocator.check_invariants(tables, findable)
         if self.index is not None:
             self.index.check_invariants()
-        if self.host is not None and self.index is not None:
-            self.host.check_invariants(self.index.used_slots)
-            hits = [self.index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
-            assert findable is not None
-            self.demotion.check_invariants(findable, self.index.used_slots, [(hit.blocks, hit.slots) for hit in hits])
-
-
-def _index(
-    hasher: PrefixHasher, num_blocks: int, host_slots: int, eviction: Callable[[int], EvictionPolicy]
-) -> PrefixIndex:
-    if not host_slots:
-        return PrefixIndex(hasher, num_blocks, eviction(num_blocks))
-    num_slots = host_slots + 1  # slot 0 is nobody's
-    num_nodes = num_blocks + num_slots
-    return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
+        if self.swapping is not None and findable is not None:
+            self.swapping.check_invariants(findable)
 
 
 def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:

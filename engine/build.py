@@ -166,7 +166,7 @@ def _build(
     model.set_attn_implementation(NAME)
     host = _host_pool(plan, config)
     arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease)
-    occupant.arena = arena
+    occupant.arena, occupant.host = arena, host
     core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size, host)
     if not isinstance(arena, TensorArena):
         core.memory = EngineMemory(
@@ -180,6 +180,7 @@ def _build(
             lease=None if sharing is None else sharing.lease,
             idle_s=config.idle_s,
             host=host,
+            host_is_device=device.type == "cpu",
         )
     log.info(
         "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",

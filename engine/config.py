@@ -212,7 +212,7 @@ def _host_bytes(amount: Any) -> int:
 def _weight(weight: object) -> float:
     try:
         number = float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(weight, bool) or not 0.001 <= number <= 1000:
         raise ConfigError(f"kv_memory's weight must be a number from 0.001 to 1000, got {weight!r}")

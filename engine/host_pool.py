@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +186,14 @@ class _InThread:
         self._future = thread.submit(_timed, copy)
 
     def wait(self) -> Swapped:
+        interrupt: BaseException | None = None
+        while not self._future.done():  # whoever goes on before would give these blocks to others
+            try:
+                futures.wait([self._future])
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
         return self._future.result()
 
 

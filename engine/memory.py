@@ -5,9 +5,13 @@
     after it        what is held is reported, recalls are answered
 
 What a lease grants covers all bytes of the engine: `base` is what it holds besides KV (weights, libraries, workspaces), and
-the pool may have what is left. Bytes go back in this order: what libraries keep for later, free extents, compaction, then
-somebody is preempted (victims.py), and that only for a recall. While requests run, all of it happens in slices, one a step, so
-that no step takes long. The host tier's memory goes back, with what lies there, when there has been no request for long.
+the pool may have what is left. What its process holds beyond what was promised for it, as a program that keeps data of its own
+does, is not the engine's: others see it as a stranger's memory, and it takes nothing from the pool.
+
+Bytes go back in this order: what libraries keep for later, the host tier where it lies in the same memory, free extents,
+compaction, then somebody is preempted (victims.py), and that only for a recall. While requests run, all of it happens in
+slices, one a step, so that no step takes long. The host tier's memory goes back too, with what lies there, when there has been
+no request for long.
 
 Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.
 """
@@ -92,6 +96,7 @@ class EngineMemory:
         lease: None without a broker.
         idle_s: How long extents stay that nobody needs, and the host tier's memory without a request.
         host: The host tier's memory; None without one.
+        host_is_device: The pool lies in host memory too.
         clock: Seconds, monotonic.
     """
 
@@ -108,6 +113,7 @@ class EngineMemory:
         lease: Lease | None,
         idle_s: float,
         host: HostPool | None = None,
+        host_is_device: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease = lease
@@ -122,6 +128,7 @@ class EngineMemory:
         self._trim = trim
         self._idle_s = idle_s
         self._host = host
+        self._host_is_device = host_is_device
         self._clock = clock
         self._planned_bytes = base_bytes() + reserve_bytes
         self._base_bytes = self._planned_bytes
@@ -139,6 +146,10 @@ class EngineMemory:
         self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
         self._mapping = Slice(arena.extent_bytes)
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
+        self._recall_from: tuple[float, int, tuple[int, int]] | None = None  # when it came, what was held, `_counted`
+        pool_bytes = arena.num_extents * self._extent_bytes
+        most = None if lease is None else lease.max_bytes
+        self._most_base_bytes = math.inf if most is None else max(self._planned_bytes, most - pool_bytes)
         if lease is not None:  # the promise covered what loading might have taken
             least = self._planned_bytes + min_extents * self._extent_bytes
             lease.lower_min(min(lease.min_bytes, least))
@@ -203,6 +214,7 @@ class EngineMemory:
         for event in events:
             if isinstance(event, Recalled):
                 self.stats.recalls += 1
+                self._recall_from = self._recall_from or (self._clock(), self.lease.held_bytes, self._counted())
                 self.stats.recalled_bytes += max(0, self.lease.held_bytes - event.target_bytes)
                 log.info(
                     "%s: recalled to %s; %s were granted, %s are held", name, format_bytes(event.target_bytes),
@@ -213,6 +225,7 @@ class EngineMemory:
                 log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Withdrawn):
                 log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
+                self._tell_outcome("withdrawn")
             elif isinstance(event, Limited):
                 log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
             elif isinstance(event, Lost):
@@ -262,6 +275,8 @@ class EngineMemory:
             over = self._over_recall(scheduler)
             if over <= 0:  # that was enough
                 return False
+        if self._host is not None and self._host_is_device and self._host.mapped_bytes:
+            self._rest_host(scheduler)  # it lies in the memory that somebody needs
         scheduler.make_idle(over)
         scheduler.give_back(min(over, self._unmap_slice(scheduler)))
         return True
@@ -368,6 +383,8 @@ class EngineMemory:
         if changed:
             self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
             self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)
+            if self._recall_from is None:
+                self._tell_change(mapped)
             self._mapped_bytes = mapped
         if (refused := self._scheduler().stats.refused_resizes) != self.stats.refused:
             self.stats.refused = refused
@@ -383,6 +400,37 @@ class EngineMemory:
             self._asked = 0
             self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)  # nobody waits for more any longer
         self._answer()
+
+    def _tell_change(self, mapped: int) -> None:
+        scheduler = self._scheduler()
+        if mapped > self._mapped_bytes:
+            why = f"for {scheduler.num_running:,} requests that run and {scheduler.num_waiting:,} that wait"
+        elif self._clock() - self._needed_at >= self._idle_s:
+            why = f"which nobody has needed for {self._idle_s:g} s"
+        else:
+            why = "as the lease is limited, or the process has outgrown it"
+        did = "grown" if mapped > self._mapped_bytes else "given back"
+        log.info(
+            "KV pool: %s %s, %s; %s now", format_bytes(abs(mapped - self._mapped_bytes)), did, why, format_bytes(mapped)
+        )  # fmt: skip
+
+    def _counted(self) -> tuple[int, int]:
+        """What a recall costs: preemptions, and blocks that moved."""
+        stats = self._scheduler().stats
+        return stats.preemptions, stats.moved_blocks
+
+    def _tell_outcome(self, what: str) -> None:
+        """Say what became of a recall, or of several that came one after the other."""
+        if self._recall_from is None or self.lease is None:
+            return
+        began, held, before = self._recall_from
+        self._recall_from = None
+        preemptions, moved = (now - then for now, then in zip(self._counted(), before, strict=True))
+        log.info(
+            "%s: recall %s after %.0f ms: %s given back, %s held; %d blocks moved, %d requests preempted", self.lease.name,
+            what, (self._clock() - began) * 1e3, format_bytes(max(0, held - self.lease.held_bytes)),
+            format_bytes(self.lease.held_bytes), moved, preemptions,
+        )  # fmt: skip
 
     def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
         """What the step's copying and mapping cost, for the size of the next slices."""
@@ -408,14 +456,17 @@ class EngineMemory:
 
     def _report(self) -> None:
         """Measure what is held, and tell the broker. What has outgrown the grant is first made as little as it can be."""
-        self._base_bytes = max(self._planned_bytes, self._measure())
+        self._base_bytes = self._measured_base()
         lease, now = self.lease, self._clock()
         outgrown = lease is not None and self._base_bytes + self._arena.mapped_bytes > lease.granted_bytes
         if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
             self._trim_at = now + _TRIM_S
             self._trim()
-            self._base_bytes = max(self._planned_bytes, self._measure())
+            self._base_bytes = self._measured_base()
         self._tell()
+
+    def _measured_base(self) -> int:
+        return int(min(max(self._planned_bytes, self._measure()), self._most_base_bytes))
 
     def _tell(self) -> None:
         """Tell the broker what is held, by class, and how much of it could go at once."""
@@ -439,6 +490,7 @@ class EngineMemory:
         if recall is not None:
             if held <= recall.target_bytes:
                 self.lease.answer_unmapped(recall.target_bytes)
+                self._tell_outcome("served")
         elif most is not None and granted > (keep := max(least, most)):
             self.lease.answer_unmapped(keep)
         elif granted > least and self._clock() - self._needed_at >= self._idle_s:

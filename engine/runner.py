@@ -91,11 +91,13 @@ class Runner:
                 log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
                 tokens, failures = self._one_by_one(plan, error)
             finally:
-                if self.host is not None:
-                    self._fence()  # else what samples nothing would look as if it took no time
-                compute_s = time.perf_counter() - began
-                if copies is not None:
-                    moved.swaps.append(copies.wait())
+                try:
+                    if self.host is not None:
+                        self._fence()  # else what samples nothing would look as if it took no time
+                    compute_s = time.perf_counter() - began
+                finally:
+                    if copies is not None:
+                        moved.swaps.append(copies.wait())
         failed = [f.index for f in failures]
         counts = plan.samples.astype(np.int64)
         counts[failed] = 0

@@ -24,6 +24,7 @@ from ..monitor.units import MIB, format_bytes
 from ..monitor.watching import Watch, watch
 from .config import EngineConfig
 from .errors import NotEnoughMemory
+from .host_pool import HostPool
 from .planning import MemoryPlan
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _CUDA_CONTEXT_BYTES = 512 * MIB
 class Occupant:
     """One engine's part of what its process holds of a device, so that no engine counts another's memory for its own.
 
-    What all need, such as libraries, counts with each. `arena` is set once it is there.
+    What all need, such as libraries, counts with each. `arena` and `host`, the host tier's memory, are set once they are there.
     """
 
     _all: ClassVar[list[Occupant]] = []  # those of this process
@@ -48,12 +49,13 @@ class Occupant:
     def __init__(self, device: torch.device, weights_bytes: int) -> None:
         self.device = device
         self.arena: Arena | None = None
+        self.host: HostPool | None = None
         self._weights_bytes = weights_bytes
         self._all.append(self)
 
     @property
     def base_bytes(self) -> int:
-        """What the process holds now for this engine besides its KV."""
+        """What the process holds now for this engine besides its KV, in the pool and in the host tier."""
         others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
         return max(0, process_bytes(self.device) - others - self._resident_kv_bytes)
 
@@ -63,8 +65,10 @@ class Occupant:
 
     @property
     def _resident_kv_bytes(self) -> int:
-        """Of `process_bytes`: on CUDA the arena is none of torch's."""
-        return 0 if self.arena is None or self.device.type != "cpu" else self.arena.mapped_bytes
+        """Of `process_bytes`: on CUDA the arena is none of torch's, and the host tier is elsewhere."""
+        if self.device.type != "cpu":
+            return 0
+        return sum(pool.mapped_bytes for pool in (self.arena, self.host) if pool is not None)
 
     def close(self) -> None:
         """The engine has given everything back. Idempotent."""
@@ -104,8 +108,8 @@ def join(config: EngineConfig, plan: MemoryPlan, occupant: Occupant) -> Sharing 
     except LeaseRefused as error:
         watched.close()
         needed = base + plan.min_kv_bytes
-        what = f"{plan.model} on {plan.device}, {format_bytes(plan.min_kv_bytes)} of it for the least KV,"
-        raise NotEnoughMemory(needed, plan.free_bytes, what, f"its broker says: {error}") from error
+        what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
+        raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker of the device says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
         watched.close()
         log.warning("memory is not shared with other engines: %s", error)

@@ -59,16 +59,25 @@ class Decisions:
     def gave_up(
         self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float, chances: tuple[float, float]
     ) -> None:
-        """Of cached blocks so many were demoted and evicted; a block takes `swap_s` out and in, and `compute_s` to compute.
+        """Of cached blocks so many were demoted and evicted, since nothing else was noted; a block takes `swap_s` out and in,
+        and `compute_s` to compute.
 
         `chances` are those that a block is wanted again which no request has found, and one which some has.
         """
+        since, last = step, self._kept[-1] if self._kept else None
+        if last is not None and last["what"] == "give up":  # goes on: else nothing else would be left to read
+            since, demoted, evicted = last["since_step"], demoted + last["demoted"], evicted + last["evicted"]
+            self._kept.pop()
         self._kept.append(
             {
-                "step": step, "what": "give up", "demoted": demoted, "evicted": evicted, "swap_s": swap_s,
-                "compute_s": compute_s, "chance_new": chances[0], "chance_found": chances[1],
+                "step": step, "what": "give up", "since_step": since, "demoted": demoted, "evicted": evicted,
+                "swap_s": swap_s, "compute_s": compute_s, "chance_new": chances[0], "chance_found": chances[1],
             }
         )  # fmt: skip
+
+    def cut(self, step: int, request_id: str, needed: int, limit: int) -> None:
+        """`request_id` ended, alone, as it needs so many blocks and the pool may not come to more than `limit`."""
+        self._kept.append({"step": step, "what": "cut", "request_id": request_id, "needed": needed, "limit": limit})
 
     def to_list(self) -> list[Decision]:
         """Plain data, oldest first."""

@@ -3,16 +3,14 @@
 There are no prefill and decode phases. A sequence has tokens known and tokens computed, and every step lets some
 sequences catch up: a prompt chunk, a decode token and a resumed sequence are the same thing. Rules:
 
-- Who runs is in the order of (priority, arrival): a lower priority number first, then first come first served. Who waits is in
-  the order of arrival too, a step of priority weighing as much as AGING_S seconds of it (waiting.py).
+- Who runs is in the order of (priority, arrival): a lower priority number first, then first come first served. Who waits has
+  an order of its own (waiting.py).
 - Who lacks one token (decodes) goes first; every one of them is in every step, unless a copy still holds its next block.
   Then unfinished prompts in order, each by at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the
   step and blocks last.
-- A request is admitted with the blocks of all its known tokens, when the forecast says the others can still grow
-  (policy.py). One that does not fit is passed by smaller ones, of the MOST_TRIED next, no more than MOST_PASSES times; who was
-  preempted is not passed. Who waits does not push out who runs.
-- A fork shares the prompt of another request. It waits until that is computed, and begins with its blocks: the full ones
-  are shared, the partly filled one is copied, the last token is computed again to sample from.
+- A request is admitted with the blocks of all its known tokens; which one, and when, is in admission.py.
+- A fork begins with the blocks of its leader's prompt: the full ones are shared, the partly filled one is copied, the last
+  token is computed again to sample from.
 - What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token. What a
   sequence has computed can be found chunk by chunk of its prompt; what it generated, when it gives up its row.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
@@ -37,12 +35,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, TableUpdate
-from ..cache.manager import NO_HIT, CacheManager, merged
+from ..cache.manager import CacheManager, merged
 from ..cache.prefix_hash import Chain
-from ..cache.prefix_index import PrefixHit
+from .admission import Door, Start, check_request
 from .cost import SwapCost
 from .decisions import Decision, Decisions
-from .errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
+from .errors import OutOfTurn
 from .expected import ExpectedBlocks
 from .limits import Limits
 from .outcome import Emissions, Finished, Stats
@@ -55,9 +53,6 @@ from .sequence import FinishReason, Sequence
 from .victims import Victims
 from .waiting import Waiting
 
-MOST_TRIED = 8  # waiting sequences that may pass one that does not fit, of those next in order
-MOST_PASSES = 16  # before nobody passes it any more
-
 
 @dataclass(slots=True, eq=False)
 class _Changes:
@@ -67,15 +62,6 @@ class _Changes:
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Start:
-    """What a sequence begins with: what was found, or the blocks of `leader_row`. It takes `num_blocks` of those available."""
-
-    num_blocks: int
-    hit: PrefixHit
-    leader_row: int | None = None
 
 
 class Scheduler:
@@ -104,15 +90,15 @@ class Scheduler:
         self._size = PoolSize(cache)
         self._waiting = Waiting()
         self._running: dict[int, Sequence] = {}  # by row
+        self._door = Door(
+            self._size, self.rows, self._waiting, self._running, self._expected, lambda: self.limits.forecast
+        )  # fmt: skip
         self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
         self._prefilling: list[Sequence] = []  # the other running ones, in order
         self._marked: list[Sequence] = []
         self._changes = _Changes()
         self._finished: list[Finished] = []  # that are yet to be told
         self._plan: Plan | None = None
-        self._blocked = False  # nothing changed since the head of the queue was last refused
-        self._admits = True  # False for the step after somebody was preempted to give his blocks back
-        self._withheld = 0  # free blocks that no newcomer may have in the next step: they are to be given back
         self._evicted = 0  # of the cache's evicted blocks, those that were told of
         self._numbers = itertools.count()
         self._ones = np.ones(limits.seats, np.int64)
@@ -160,7 +146,7 @@ class Scheduler:
         """
         if self._running or self._marked or self._finished or self._size.pending:
             return False
-        return bool(self._sequences) and (self._blocked or not self._waiting.queue)
+        return bool(self._sequences) and not self._door.has_candidates
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -174,43 +160,11 @@ class Scheduler:
         leader = None if request.fork_of is None else self._sequences[request.fork_of]
         sequence = Sequence(request, next(self._numbers), chain, leader)
         self._sequences[request.request_id] = sequence
-        if leader is not None and not self._is_computed(leader):
-            self._waiting.put_behind(sequence, leader)
-        elif self._waiting.add(sequence) <= MOST_TRIED:
-            self._blocked = False
+        self._door.add(sequence)
 
     def check(self, request: Request) -> None:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest for what `add` would refuse. Read-only."""
-        length = len(request.prompt_token_ids)
-        if request.request_id in self._sequences:
-            raise DuplicateRequest(f"request id {request.request_id!r} is in use")
-        if request.fork_of is not None:
-            self._check_fork(request, request.fork_of)
-        if length < 1:
-            raise RequestRejected("the prompt is empty: at least one token is needed to start from")
-        if length >= self.limits.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {length:,} tokens; with a context of {self.limits.max_model_len:,} tokens it may have "
-                f"{self.limits.max_model_len - 1:,} at most: shorten it, or raise max_model_len where the model allows"
-            )
-        needed = self.cache.blocks_for(length)
-        if needed > self.cache.capacity:
-            raise PromptTooLong(
-                f"the prompt's {length:,} tokens need {needed:,} blocks of {self.cache.block_size} tokens, the whole pool "
-                f"has {self.cache.capacity:,}: shorten it, or give the engine more kv_memory"
-            )
-
-    def _check_fork(self, request: Request, leader_id: str) -> None:
-        leader = self._sequences.get(leader_id)
-        if leader is None:
-            raise RequestRejected(f"{request.request_id!r} is to share the prompt of {leader_id!r}, which is not here")
-        other = leader.request
-        if request.cache_salt != other.cache_salt or not np.array_equal(
-            request.prompt_token_ids, other.prompt_token_ids
-        ):
-            raise RequestRejected(
-                f"{request.request_id!r} is to share the prompt of {leader_id!r}, but has another prompt or cache_salt"
-            )
+        check_request(request, self._sequences, self.limits.max_model_len, self.cache)
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
         """End a request, in whatever state it is; its `Finished` comes with the next emissions, once.
@@ -240,7 +194,7 @@ class Scheduler:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._size.limit_blocks = min(blocks, self.cache.capacity)
         self._waiting.call_back()
-        self._blocked = False
+        self._door.look_again()
 
     @property
     def num_extents(self) -> int:
@@ -283,7 +237,8 @@ class Scheduler:
         self._check_turn(num_extents)
         grown = self._size.grow(num_extents)
         if grown:  # what was on its way out can be had at once
-            self._blocked, self._admits, self._withheld = False, True, 0
+            self._door.lift()
+            self._door.look_again()
         return grown
 
     def give_back(self, num_extents: int) -> int:
@@ -296,7 +251,7 @@ class Scheduler:
         given, moved = self._size.give_back(num_extents)
         if moved:
             self._changes.tables.append(moved)
-        self._withheld = max(0, self._withheld - given * self.cache.blocks_per_extent)
+        self._door.given_back(given * self.cache.blocks_per_extent)
         return given
 
     def make_idle(self, num_extents: int) -> None:
@@ -312,8 +267,8 @@ class Scheduler:
             victims = self._victims.by_worth(self._running.values())[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
-            self._admits = False
-        self._withheld = due * self.cache.blocks_per_extent
+            self._door.shut()
+        self._door.withhold(due * self.cache.blocks_per_extent)
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
@@ -329,11 +284,9 @@ class Scheduler:
         chunks = self._chunk_prefills(budget)
         budget -= sum(length for _, length in chunks)
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
-        if self._waiting.queue and not self._blocked and settled and self._admits:
+        if budget > 0 and settled and self._door.has_candidates:
             chunks += self._admit(budget)
-        if self._withheld:
-            self._withheld, self._blocked = 0, False
-        self._admits = True
+        self._door.lift()
         self._plan = self._build(decodes, chunks)
         return self._plan
 
@@ -374,8 +327,9 @@ class Scheduler:
         "wait" names one that did not fit when it was first its turn: the blocks it needs, those there are, and what all who run
         and it are expected to come to; "pass" a smaller one that was seated before others; "preempt" a victim, the blocks
         won, and the seconds that swapping and computing what it loses would take;
-        "return" one that is seated again, the tokens it had and those it found; "give up" how many cached blocks were
-        demoted and evicted, what a block takes either way, and how likely one is to be wanted again.
+        "return" one that is seated again, the tokens it had and those it found; "cut" one that ended as the pool can hold no
+        more; "give up" how many cached blocks were demoted and evicted, from a step to another one, what a block takes
+        either way, and how likely one is to be wanted again.
         """
         return self.decisions.to_list()
 
@@ -403,7 +357,7 @@ class Scheduler:
 
         Returns the rows that decode in this step: all, but for those whose block is still read or written by a copy.
         """
-        known = self.rows.known
+        known, later = self.rows.known, NO_ROWS
         short = self.cache.short(self._decoding, known[self._decoding])
         if len(short):
             extension = self.cache.extend(short, known[short])
@@ -413,10 +367,8 @@ class Scheduler:
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
-                self._changes.tables.append(extension.tables)
-                return self._decoding[~np.isin(self._decoding, later)] if len(later) else self._decoding
             self._changes.tables.append(extension.tables)
-        return self._decoding
+        return self._decoding[~np.isin(self._decoding, later)] if len(later) else self._decoding
 
     def _make_room(self, short: Index) -> Index:
         """Preempt, in the order of victims.py, until the rows of `short` that remain can each have a block, now or when the
@@ -430,6 +382,8 @@ class Scheduler:
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
                 self._preempt([victim])  # alone it waits for the pool to grow
             else:
+                name, known = victim.request.request_id, int(self.rows.known[victim.row])
+                self.decisions.cut(self.stats.steps, name, self.cache.blocks_for(known), self.limit_blocks)
                 self._end(victim, "length")  # the pool may not: this is as long as it can get
         return short
 
@@ -445,95 +399,26 @@ class Scheduler:
         return chunks
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Seat waiting sequences, in order, while seats, blocks and tokens of this step last.
-
-        Whoever does not fit now may be passed by some of the next that need less: MOST_PASSES times, so that it is not held up
-        for good; never after a preemption.
-        """
-        chunks: list[tuple[Sequence, int]] = []
-        refused: list[Sequence] = []
-        least = self.cache.capacity + 1  # blocks that a refused one needs
-        while budget > 0 and len(refused) < len(self._waiting.queue) and self.rows.num_free:
-            place = len(refused)
-            sequence = self._waiting.queue[place]
-            known = len(sequence.tokens)
-            if self.cache.blocks_for(known) > self.limit_blocks:
-                self._waiting.put_aside(place)  # nobody waits for what may not come
-                continue
-            start = self._start(sequence)
-            if start is None:
-                assert sequence.leader is not None
-                self._waiting.remove(sequence)
-                self._waiting.put_behind(sequence, sequence.leader)
-                continue
-            if (not refused or start.num_blocks <= least // 2) and self._fits(sequence, start.num_blocks):
-                self._waiting.remove(sequence)
-                if not self._seat(sequence, start):
-                    length = self._chunk(known - int(self.rows.computed[sequence.row]), budget)
-                    chunks.append((sequence, length))
-                    budget -= length
-                if refused:
-                    self._pass(sequence, start.num_blocks, refused)
-            else:
-                refused.append(sequence)
-                least = min(least, start.num_blocks)
-            if len(refused) > MOST_TRIED or any(s.preemptions or s.passes >= MOST_PASSES for s in refused):
+        """Seat waiting sequences while the door lets them in and tokens of this step, one at least, last."""
+        chunks = []
+        for sequence, start, passed in self._door.open(self.stats.steps, self.decisions):
+            if not self._seat(sequence, start):
+                length = self._chunk(len(sequence.tokens) - int(self.rows.computed[sequence.row]), budget)
+                chunks.append((sequence, length))
+                budget -= length
+            if passed:
+                self.decisions.passed(self.stats.steps, sequence.request.request_id, start.num_blocks, passed)
+            if budget <= 0:
                 break
-        self._blocked = bool(refused)
         return chunks
-
-    def _start(self, sequence: Sequence) -> _Start | None:
-        """What a waiting sequence can begin with now; None for a fork that better waits for its leader's prompt."""
-        known, leader = len(sequence.tokens), sequence.leader
-        if leader is not None and leader.row is not None and not sequence.preemptions:
-            if not self._is_computed(leader):
-                return None
-            shared = (known - 1) // self.cache.block_size * len(self.cache.tables)
-            return _Start(self.cache.blocks_for(known) - shared, NO_HIT, leader.row)
-        hit = self.cache.lookup(sequence.chain, known - 1)
-        return _Start(self.cache.needed(known, hit), hit)
-
-    def _is_computed(self, leader: Sequence) -> bool:
-        """Whether `leader` runs and has a step's result behind its prompt, so that its blocks can be shared. Read-only."""
-        return leader.row is not None and bool(self.rows.known[leader.row] > len(leader.tokens))
 
     def _chunk(self, lacking: int, budget: int) -> int:
         return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
 
-    def _fits(self, sequence: Sequence, needed: int) -> bool:
-        """Whether the sequence, which needs so many blocks, fits now and, unless it would be alone, everybody's growth does as
-        forecast.
-        """
-        expected, room = None, self._room
-        usable = min(self.cache.usable - self._withheld, self.limit_blocks) - self.cache.counts().in_flight
-        if needed <= room:
-            if not self._running or not self.limits.forecast:
-                return True
-            shared = self.cache.blocks_for(len(sequence.tokens)) - needed
-            expected = self._expected.peak(self._running_rows(), [sequence])
-            if expected.blocks - shared <= usable:
-                return True
-        if not sequence.refused:
-            sequence.refused = True
-            self.decisions.waits(self.stats.steps, sequence.request.request_id, needed, room, expected, usable)
-        return False
-
-    def _pass(self, sequence: Sequence, needed: int, others: list[Sequence]) -> None:
-        for other in others:
-            other.passes += 1
-        ids = [other.request.request_id for other in others]
-        self.decisions.passed(self.stats.steps, sequence.request.request_id, needed, ids)
-
-    @property
-    def _room(self) -> int:
-        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above what is in use."""
-        available = self.cache.available
-        return min(available - self._withheld, self.limit_blocks - (self.cache.usable - available))
-
     def _running_rows(self) -> Index:
         return np.fromiter(self._running, np.int64, len(self._running))
 
-    def _seat(self, sequence: Sequence, start: _Start) -> bool:
+    def _seat(self, sequence: Sequence, start: Start) -> bool:
         """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
@@ -584,7 +469,7 @@ class Scheduler:
             resize=resize,
             swaps=self.cache.take_swaps(alone=not moves and not resize),
         )
-        if self.cache.host is not None:
+        if plan.swaps is not None or self.cache.evicted_blocks != self._evicted:
             self._count_swaps(plan)
         if changes.tables or changes.released:
             counts = self.cache.counts()
@@ -600,11 +485,10 @@ class Scheduler:
             demoted = len(plan.swaps.out_slots)
             self.stats.demoted_blocks += demoted
             self.stats.promoted_blocks += len(plan.swaps.in_slots)
-        evicted = self.cache.evicted_blocks - self._evicted
+        evicted, self._evicted = self.cache.evicted_blocks - self._evicted, self.cache.evicted_blocks
         if (demoted or evicted) and self.cost is not None:
-            self._evicted = self.cache.evicted_blocks
             compute_s = self.cost.compute_s(self.cache.block_size)
-            chances = self.cache.demotion.chances
+            chances = self.cache.chances
             self.decisions.gave_up(plan.step_id, demoted, evicted, self.cost.swap_s(1), compute_s, chances)
 
     def _check_turn(self, num_extents: int) -> None:
@@ -633,7 +517,7 @@ class Scheduler:
         self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
             self.cache.lost(result.lost_slots)
-        self._blocked = False
+        self._door.look_again()
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
         self.stats.refused_resizes += result.refused is not None
@@ -647,7 +531,7 @@ class Scheduler:
         for sequence in done:
             if sequence.forks:
                 self._waiting.release_forks(sequence)
-                self._blocked = False
+                self._door.look_again()
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
@@ -688,9 +572,9 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         if sequence.forks:
-            self._waiting.hand_over_forks(sequence)
+            self._door.hand_over_forks(sequence, self._sequences)
         self.cache.drop_for(request.request_id)
-        self._blocked = False
+        self._door.look_again()
         del self._sequences[request.request_id]
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):
@@ -714,7 +598,7 @@ class Scheduler:
                 if keep_tails:
                     self.cache.keep_for(sequence.request.request_id, row, sequence.chain, int(self.rows.computed[row]))
         self.cache.release(np.array(rows))
-        self._blocked = False
+        self._door.look_again()
         self._changes.released += rows
         self._changes.tables = [tuple(u.without(rows) for u in updates) for updates in self._changes.tables]
         self._decoding = self._decoding[~np.isin(self._decoding, rows)]

@@ -14,8 +14,8 @@ class Sequence:
     """A request in a row, or waiting with the tokens known of it. The scheduler mutates it."""
 
     __slots__ = (
-        "chain", "computed", "forks", "key", "leader", "marked", "number", "passes", "preemptions", "refused", "request",
-        "row", "tokens",
+        "behind", "chain", "computed", "forks", "key", "leader", "marked", "number", "passes", "preemptions", "refused",
+        "request", "root", "row", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain | None, leader: Sequence | None = None) -> None:
@@ -31,7 +31,9 @@ class Sequence:
         self.refused = False  # and told of, since it waits
         self.marked: FinishReason | None = None  # to be ended at the next chance
         self.leader = leader  # whose prompt it has, to be shared
-        self.forks: list[Sequence] = []  # who wait for this one's prompt to be computed
+        self.root: Sequence = self if leader is None else leader.root  # all with the same root have the same prompt
+        self.behind = False  # out of the queue, until its leader's prompt is computed
+        self.forks: dict[Sequence, None] = {}  # who were not seated yet, in order
 
     def __lt__(self, other: Sequence) -> bool:
         return self.key < other.key

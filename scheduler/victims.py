@@ -55,10 +55,11 @@ class Victims:
             return
         victims = victims[-64:]
         won, tokens, (swap_s, compute_s) = self._at_stake(victims)
-        swaps = self._cache.host is not None and self._cache.host.demotes
+        host = self._cache.host
+        slots = host.num_slots if host is not None and host.demotes else 0
         for i, victim in enumerate(victims):
             request = victim.request
             decisions.preempted(
                 step, request.request_id, request.priority, int(won[i]), int(tokens[i]),
-                float(swap_s[i]) if swaps else None, float(compute_s[i]),
+                float(swap_s[i]) if slots >= won[i] else None, float(compute_s[i]),
             )  # fmt: skip

@@ -41,27 +41,40 @@ class Waiting:
         return place
 
     def put_behind(self, sequence: Sequence, leader: Sequence) -> None:
-        """A fork, new or at `queue`'s head, waits until the prompt of `leader` is computed."""
-        leader.forks.append(sequence)
+        """A fork that does not wait yet waits until the prompt of `leader` is computed."""
+        sequence.leader, sequence.behind = leader, True
+        leader.forks[sequence] = None
         self._num_behind += 1
 
     def release_forks(self, leader: Sequence) -> None:
-        """Who waited for `leader` waits for a row."""
-        self._num_behind -= len(leader.forks)
+        """The prompt of `leader` is computed: who waited for that waits for a row."""
         for fork in leader.forks:
-            self.add(fork)
-        leader.forks = []
+            if fork.behind:
+                fork.behind = False
+                self._num_behind -= 1
+                self.add(fork)
 
-    def hand_over_forks(self, leader: Sequence) -> None:
-        """`leader` ended before its prompt was computed: the first of its forks computes it, for the others too."""
-        first, *others = leader.forks
-        leader.forks = []
-        first.leader = None
-        first.forks += others
-        for fork in others:
-            fork.leader = first
-        self._num_behind -= 1
-        self.add(first)
+    def hand_over_forks(self, leader: Sequence, heir: Sequence | None, is_computed: bool) -> None:
+        """`leader` has ended before all its forks were seated. They are those of `heir` now, whose prompt may be computed;
+        without one the first of them computes it, for the others too.
+        """
+        forks, leader.forks = list(leader.forks), {}
+        if heir is None:
+            heir, *forks = forks
+            heir.leader = None
+            if heir.behind:
+                heir.behind = False
+                self._num_behind -= 1
+                self.add(heir)
+        for fork in forks:
+            fork.leader = heir
+            if is_computed or fork.behind:
+                heir.forks[fork] = None
+            else:
+                self.remove(fork)
+                self.put_behind(fork, heir)
+        if is_computed:
+            self.release_forks(heir)
 
     def put_aside(self, place: int) -> None:
         """Who stands at `place` of the queue needs more than may come."""
@@ -75,13 +88,15 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` does not wait any more, wherever it did."""
+        if sequence.leader is not None:
+            sequence.leader.forks.pop(sequence, None)
+        if sequence.behind:
+            sequence.behind = False
+            self._num_behind -= 1
+            return
         place = bisect.bisect_left(self.queue, _age(sequence), key=_age)
-        leader = sequence.leader
         if place < len(self.queue) and self.queue[place] is sequence:
             del self.queue[place]
-        elif leader is not None and sequence in leader.forks:
-            leader.forks.remove(sequence)
-            self._num_behind -= 1
         else:
             self._aside.remove(sequence)
 

@@ -832,13 +832,25 @@ def test_a_recall_by_hand_shrinks_the_engine_also_where_there_is_room() -> None:
     assert device.grants() == {1: 400, 2: 480}
 
 
+def test_a_recall_by_hand_that_is_overdue_is_not_withdrawn() -> None:
+    """Whoever ordered it has reasons of his own, and is told that it is not served."""
+    device = Device()
+    device.lease(1, low=100)
+    device.ask(1, 5000)
+    device.run(2)
+    device.ledger.recall(1, 300, device.now_ns)
+    assert device.run(300) == []
+    tenant = device.ledger.state.tenants[1]
+    assert tenant.overdue(device.now_ns) and tenant.expected_bytes == 580
+
+
 def test_a_recall_by_hand_is_not_undone_at_once() -> None:
     device = Device()
     device.lease(1, low=100)
     device.ask(1, 5000)
     device.run(2)
     order = device.ledger.recall(1, 300, device.now_ns)
-    assert order == Recall(1, 580, 1.0)
+    assert order == Recall(1, 580, 1.0, by_hand=True)
     device.obey([order])
     assert device.run(95) == []
     assert device.run(10) == [Grant(1, 880, 300)]

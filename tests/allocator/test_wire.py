@@ -106,7 +106,7 @@ ASK = {"type": "ask", "target_bytes": 5, "expires_ms": 100}
         (payload(type="report", held=[], free_bytes=0), "report.held must be an object"),
         (payload(type="report", held={"kv": -1}, free_bytes=0), "report.held.kv must be"),
         (payload(type="report", held={"": 1}, free_bytes=0), "a key of report.held must be"),
-        (payload(type="report", held={str(i): 1 for i in range(33)}, free_bytes=0), "at most 32 amounts"),
+        (payload(type="report", held={str(i): 1 for i in range(33)}, free_bytes=0), "at most 8 amounts"),
     ],
     ids=str,
 )

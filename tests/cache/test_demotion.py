@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, Demotion
+from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, Demotion
 from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -23,7 +23,7 @@ def ids(*values: int) -> np.ndarray:
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
     demotion = Demotion(10, 10)
-    assert demotion.chances == (1 / 2, 2 / 3)
+    assert demotion.chances == (1 / 2, 2 / 3) == UNLEARNED
     demotion.registered(ids(1, 2, 3), NONE)
     demotion.found(ids(2))
     for least, expected in (0.49, [1, 1, 1]), (0.5, [0, 1, 0]), (0.66, [0, 1, 0]), (0.67, [0, 0, 0]), (1.0, [0, 0, 0]):
@@ -227,7 +227,7 @@ def test_an_ancestor_that_is_evicted_takes_along_what_was_worth_it() -> None:
     cache.run(A)
     index = cache.manager.index
     blocks = index.lookup(cache.chain(A), 16).blocks
-    cache.manager.demotion.wanted(blocks[2:3], NONE, 1)
+    cache.manager.swapping.demotion.wanted(blocks[2:3], NONE, 1)
     cache.run(B)
     swaps = cache.manager.take_swaps()
     assert swaps is None and cache.manager.host.num_used == 0

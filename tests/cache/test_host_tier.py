@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.cache.demotion import UNLEARNED
 from pagetide.cache.eviction import Lru
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
@@ -127,7 +128,6 @@ def test_slots_without_memory_retire_with_those_nobody_had() -> None:
     tier.retire(ids(3, 4))
     assert (tier.num_slots, tier.num_free, tier.num_used) == (2, 1, 1)
     assert tier.take(1).tolist() == [1]
-    assert tier.renewed().num_slots == 10
 
 
 # ---- the manager -----------------------------------------------------------------------------------
@@ -320,6 +320,19 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
     assert cache.manager.renewed().host.num_slots == 20
+
+
+def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:
+    cache = Cache(5, 0)
+    cache.begin(0, A[:14])
+    cache.end(0, A[:14], "a")
+    cache.run(B)
+    assert cache.manager.host is None and cache.swaps() == ({}, {}, {})
+    assert cache.manager.chances == UNLEARNED
+    cache.manager.drop_for("a")
+    cache.manager.lost(ids(1))
+    cache.manager.rest()
+    assert cache.begin(0, A, "a") == 0
 
 
 def test_a_host_tier_needs_the_prefix_cache() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -251,6 +252,53 @@ def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch
     finally:
         thread.join()
         logger.removeHandler(seen)
+
+
+def test_what_a_program_holds_besides_takes_nothing_from_the_pool(device: Device) -> None:
+    """It is a stranger's memory to all engines: no request waits for room that the program itself has taken."""
+    with LLM("demo", kv_memory="64MiB", max_seqs=16, max_step_tokens=512, idle_s=600) as llm:
+        assert said(llm) == alone()
+        before = memory(llm)
+        data = np.ones(400 * MIB // 8)
+        wait_until(lambda: said(llm, PROMPTS[:1]) and memory(llm)["base_bytes"] > before["base_bytes"], "the measurement")
+        assert said(llm) == alone()
+        after = memory(llm)
+        assert (after["kv_bytes"], after["given_back_bytes"]) == (64 * MIB, 0)
+        assert after["lease"]["held_bytes"] <= after["lease"]["max_bytes"]
+        del data
+
+
+def test_a_fork_of_the_process_has_no_lease_and_ends_none(device: Device) -> None:
+    with engine() as llm:
+        assert said(llm) == alone()
+        granted = device.lease().granted_bytes
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                llm.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0) == (child, 0)
+        lease = device.lease()
+        assert (lease.pid, lease.state, lease.granted_bytes) == (os.getpid(), "ok", granted)
+        assert said(llm) == alone() and memory(llm)["lease"]["connected"]
+
+
+def test_a_host_tier_goes_first_where_it_lies_in_the_memory_that_is_recalled(device: Device) -> None:
+    with LLM("demo", kv_memory=KV, host_kv_memory="64MiB", max_seqs=16, max_step_tokens=512, idle_s=600) as llm:
+        assert said(llm) == alone()
+        hoard(llm)
+        assert llm._engine is not None
+        pool = llm._engine.core.runner.host
+        assert pool is not None
+        with llm._lock:  # something lies there
+            pool._populate(np.arange(1, 9, dtype=np.int32))
+        assert llm.stats()["host_tier"]["bytes"] > 0
+        device.client.recall(str(os.getpid()), 40 * MIB)
+        wait_until(lambda: memory(llm)["kv_bytes"] <= 88 * MIB, "the recall to be served")
+        assert llm.stats()["host_tier"]["bytes"] == 0
+        assert said(llm) == alone()
 
 
 def test_a_pool_tells_its_bounds_and_a_model_of_any_name_has_a_lease(device: Device, tmp_path: Path) -> None:

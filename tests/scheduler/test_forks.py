@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import World
@@ -79,8 +81,33 @@ def test_more_forks_than_seats() -> None:
     world.run()
     world.check_outputs()
     world.check_empty()
-    assert world.scheduler.stats.forks < 7, "some came when the first had ended"
-    assert world.scheduler.stats.computed_tokens <= (21 + 5) + 7 * (1 + 5), "and found what it had computed"
+    assert world.scheduler.stats.computed_tokens <= (21 + 5) + 7 * (1 + 5), "some came when the first had ended"
+
+
+def test_a_fork_begins_with_the_blocks_of_another_one_where_the_first_has_ended() -> None:
+    world = World(64, block_size=4, max_seqs=3)
+    world.add("a", 21, 2)
+    for name, max_new in zip("bcdefgh", (9, 12, 9, 12, 9, 12, 9), strict=True):
+        world.add(name, world.requests["a"].prompt_token_ids, max_new, fork_of="a")
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+    assert world.scheduler.stats.forks == 7, "there was always one of them that ran"
+    assert world.scheduler.stats.computed_tokens == 22 + 4 * 9 + 3 * 12
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_thousands_of_forks_come_and_go(order: int) -> None:
+    world = World(64, block_size=4, max_seqs=4)
+    world.add("a", 9, 4)
+    names = [f"f{i}" for i in range(2000)]
+    for name in names:
+        world.scheduler.add(replace(world.requests["a"], request_id=name, fork_of="a"))
+    for name in names[::order]:
+        assert world.scheduler.abort(name)
+    plan = world.scheduler.schedule()
+    assert len(world.scheduler.apply(plan, world.runner.execute(plan)).finished) == 2000
+    assert world.scheduler.num_waiting == 0 and world.scheduler.num_running == 1
 
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])
@@ -164,6 +191,8 @@ def test_what_is_no_fork_is_refused() -> None:
         world.add("b", prompt[:-1], fork_of="a")
     with pytest.raises(RequestRejected, match="has another prompt or cache_salt"):
         world.add("b", prompt, fork_of="a", salt=b"tenant")
+    with pytest.raises(RequestRejected, match="whose priority is 0, and not 1"):
+        world.add("b", prompt, fork_of="a", priority=1)
     with pytest.raises(DuplicateRequest):
         world.add("a", prompt, fork_of="a")
     world.run()

@@ -186,7 +186,7 @@ def test_what_ended_requests_leave_behind_is_copied_no_longer_once_nobody_came_b
     fill(world, 300, 40, 60)
     world.run()
     world.check_outputs()
-    stats, learned = world.scheduler.stats, world.cache.demotion.chances
+    stats, learned = world.scheduler.stats, world.cache.chances
     assert 0 < cost.least_chance < 0.1 and learned[0] < 0.1
     assert stats.preemptions and stats.recomputed_tokens == 0
     assert 0 < stats.promoted_blocks < stats.demoted_blocks < world.cache.evicted_blocks

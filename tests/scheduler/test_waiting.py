@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import World
 
-from pagetide.scheduler.scheduler import MOST_PASSES, MOST_TRIED
+from pagetide.scheduler.admission import MOST_PASSES, MOST_TRIED
 from pagetide.scheduler.waiting import AGING_S
 
 

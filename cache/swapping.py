@@ -1,0 +1,211 @@
+"""What goes to the host tier instead of being evicted, what comes back from it, and what is kept for sequences that wait.
+
+Blocks that are given up are demoted to slots (host_tier.py) as far as that is worth it (demotion.py) and slots can be had;
+others are forgotten for them. What is found in a slot is promoted to a block of the row that begins with it. Of a preempted
+sequence it is known which blocks it will want, and the last one, which is partly filled and cannot be found, is its tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..allocator.blocks import BlockAllocator, BlockIds
+from .block_table import Int32
+from .demotion import Demotion
+from .eviction import EvictionPolicy, Lru
+from .host_tier import HostTier, Tail
+from .prefix_hash import Chain, PrefixHasher
+from .prefix_index import PrefixHit, PrefixIndex
+
+_NO_SLOTS: Int32 = np.empty(0, np.int32)
+_NO_SLOTS.flags.writeable = False
+
+
+def index_with_slots(
+    hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: Callable[[int], EvictionPolicy]
+) -> PrefixIndex:
+    """An index that finds prefixes in `num_slots` slots of a host tier too; of these what came there first goes first."""
+    num_slots += 1  # slot 0 is nobody's
+    num_nodes = num_blocks + num_slots
+    return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
+
+
+class Swapping:
+    """A host tier of `num_slots` slots for what `index` finds in blocks of `allocator`. The cache manager mutates it.
+
+    `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+    """
+
+    def __init__(self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32) -> None:
+        self.host = HostTier(num_slots)
+        self.demotion = Demotion(allocator.num_blocks, num_slots)
+        self._index = index
+        self._allocator = allocator
+        self._bytes_at = bytes_at
+        self._block_size = index.hasher.block_size
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # who was preempted: the tokens that were computed, of a chain
+
+    # -- blocks that leave, and come back ----------------------------------------------------------------------------
+
+    def give_up(self, victims: BlockIds, hit: PrefixHit | None = None) -> int:
+        """Let `victims`, in the order of `PrefixIndex.victims`, go: to the host tier those that are worth it, and of these the
+        last ones, as far as it has slots. Returns how many blocks were evicted.
+
+        With `hit` that is for a row which is seated and begins with it: what lies in its slots stays there.
+        """
+        num_evicted = 0
+        worth = self.demotion.worth(victims, self.host.least_chance)
+        if not worth.all():
+            num_evicted += self._evict(victims[~worth])
+            victims = victims[worth]
+            victims = victims[self._index.findable(victims)]  # not behind one that was evicted
+        slots = self._take_slots(len(victims), _NO_SLOTS if hit is None else hit.slots)
+        num_left = len(victims) - len(slots)
+        num_evicted += self._evict(victims[:num_left])
+        demoted = victims[num_left:]
+        if len(demoted):
+            self._index.demote(demoted, slots)
+            self.demotion.demoted(demoted, slots)
+            self._allocator.forget(demoted)
+            self.host.owe_out(self._bytes_at[demoted], slots, beside=hit is not None)
+        return num_evicted
+
+    def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
+        """`hit` without what lies in slots, where bringing that back is not worth it. Read-only."""
+        if self.host.promotes or not len(hit.slots):
+            return hit
+        n = len(hit.blocks)
+        return PrefixHit(n * self._block_size, hit.blocks, _NO_SLOTS, hit.nodes[:n])
+
+    def promote(self, slots: Int32, blocks: BlockIds) -> None:
+        """What lies in `slots`, found behind what a row has, comes to the row's `blocks`."""
+        self._index.promote(slots, blocks)
+        self.demotion.returned(slots, blocks)
+        self._allocator.publish(blocks)
+        self.host.owe_in(slots, blocks.copy())
+
+    def registered(self, blocks: BlockIds, slots: Int32) -> None:
+        """`blocks` can be found from now on; the first of them were computed again, and lay in `slots` until now."""
+        self.demotion.registered(blocks, slots)
+        self.host.free(slots)
+
+    # -- sequences that wait -----------------------------------------------------------------------------------------
+
+    def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
+        """`name`, which has computed the first `num_tokens` tokens of `chain`, will be back: until then they are wanted.
+
+        `tail` is its last block, which is kept where a slot is to be had; empty: no block is to be kept.
+        """
+        self._waiting[name] = chain, num_tokens
+        self._want(chain, num_tokens, 1)
+        slots = self._take_slots(len(tail))
+        if len(slots):
+            self.host.owe_out(self._bytes_at[tail], slots, beside=False)
+            self.host.tails[name] = Tail(int(slots[0]), num_tokens)
+
+    def stop_waiting(self, name: str) -> bool:
+        """Whoever else wants them, `name` does not wait for its blocks any longer. Returns whether it did."""
+        if (waiting := self._waiting.pop(name, None)) is None:
+            return False
+        self._want(*waiting, -1)
+        return True
+
+    def seated(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
+        """`name`, who `returns` or is new, has a row that begins with `hit`; the row's blocks are `blocks`.
+
+        Its tail comes back if that is what follows what was found. Returns how many tokens that is.
+        """
+        self.host.resting = False
+        if not returns:  # else it was not found by anybody new
+            self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
+        if (tail := self.host.tails.pop(name, None)) is None:
+            return 0
+        slot = np.array([tail.slot], np.int32)
+        full, rest = divmod(tail.num_tokens, self._block_size)
+        if not self.host.promotes or hit.num_tokens != full * self._block_size:
+            self.host.free(slot)
+            return 0
+        self.host.owe_in(slot, blocks[full : full + 1].copy())
+        return rest
+
+    def drop_for(self, name: str) -> None:
+        """`name`, for whom something was kept or not, will not be back."""
+        self.stop_waiting(name)
+        self._drop_tail(name)
+
+    # -- the tier as a whole -----------------------------------------------------------------------------------------
+
+    def reset(self, slots: Int32) -> None:
+        """Nothing can be found any more, which lay in `slots` as well, and nothing is kept for anybody."""
+        self._forget(slots)
+        self._waiting.clear()
+        self._drop_tails()
+
+    def rest(self) -> None:
+        """What lies in the tier is forgotten, and nothing comes there until a row is seated."""
+        self._forget_slots(self._index.used_slots)
+        self._drop_tails()
+        self.host.rest()
+
+    def lost(self, slots: Int32) -> None:
+        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+        for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
+            self._drop_tail(name)
+        self._forget_slots(np.intersect1d(slots, self._index.used_slots))
+        self.host.retire(slots)
+
+    def check_invariants(self, findable: BlockIds) -> None:
+        """`findable` are the blocks of which the index knows. Raises AssertionError."""
+        used_slots = self._index.used_slots
+        self.host.check_invariants(used_slots)
+        hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
+        self.demotion.check_invariants(findable, used_slots, [(hit.blocks, hit.slots) for hit in hits])
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _take_slots(self, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
+        """Up to `n` slots, for which others than `keep` are forgotten if need be; none where demoting is not worth it."""
+        if not self.host.demotes or not n or not self.host.num_slots:
+            return _NO_SLOTS
+        self.demotion.taking(n, self.host.num_slots)
+        lacking = n - self.host.num_free
+        if lacking > 0:
+            victims = self._index.host_victims(lacking + len(keep))
+            victims = victims[~np.isin(victims, keep)][:lacking]
+            if len(victims):
+                self._forget_slots(victims)
+        return self.host.take(min(n, self.host.num_free))
+
+    def _evict(self, blocks: BlockIds) -> int:
+        """Forget `blocks`, which nobody refers to, and what stands behind them. Returns how many blocks that is."""
+        if not len(blocks):
+            return 0
+        places = self._index.evict(blocks)
+        self._allocator.forget(places.blocks)
+        self._forget(places.slots)
+        return len(places.blocks)
+
+    def _forget_slots(self, slots: Int32) -> None:
+        """Let what lies in `slots`, and what stands behind it, be found no more."""
+        self._forget(self._index.evict_slots(slots).slots)
+
+    def _forget(self, slots: Int32) -> None:
+        """The index does not know of `slots` any more."""
+        if len(slots):
+            self.demotion.forgotten(slots)
+            self.host.free(slots)
+
+    def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
+        """`by` more sequences wait that have computed the first `num_tokens` tokens of `chain`."""
+        hit = self._index.lookup(chain, num_tokens)
+        self.demotion.wanted(hit.blocks, hit.slots, by)
+
+    def _drop_tail(self, name: str) -> None:
+        if (tail := self.host.tails.pop(name, None)) is not None:
+            self.host.free(np.array([tail.slot], np.int32))
+
+    def _drop_tails(self) -> None:
+        for name in list(self.host.tails):
+            self._drop_tail(name)
