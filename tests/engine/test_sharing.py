@@ -260,7 +260,9 @@ def test_what_a_program_holds_besides_takes_nothing_from_the_pool(device: Device
         assert said(llm) == alone()
         before = memory(llm)
         data = np.ones(400 * MIB // 8)
-        wait_until(lambda: said(llm, PROMPTS[:1]) and memory(llm)["base_bytes"] > before["base_bytes"], "the measurement")
+        wait_until(
+            lambda: said(llm, PROMPTS[:1]) and memory(llm)["base_bytes"] > before["base_bytes"], "the measurement"
+        )
         assert said(llm) == alone()
         after = memory(llm)
         assert (after["kv_bytes"], after["given_back_bytes"]) == (64 * MIB, 0)

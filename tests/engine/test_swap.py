@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,3 +300,34 @@ def test_nonsense_is_refused_at_the_door(saved, given, says):
 def test_more_than_the_host_has_is_refused_with_both_numbers(saved):
     with pytest.raises(NotEnoughMemory, match="the host tier of"):
         LLM(saved, device="cpu", share=False, kv_memory=1 << 20, host_kv_memory="900TiB")
+
+
+def test_an_interrupt_waits_for_the_copies(monkeypatch):
+    """Whoever goes on before they are done would give their blocks to others."""
+    done, waits = threading.Event(), iter(range(10**6))
+    wait = futures.wait
+
+    def interrupted(some):
+        if next(waits) == 0:
+            raise KeyboardInterrupt
+        done.set()
+        return wait(some)
+
+    monkeypatch.setattr(futures, "wait", interrupted)
+    model, _, _ = family("llama")
+    geometry = Geometry.from_config(model.config, block_size=16, dtype="float32").with_extents(64 << 10)
+    pool, arena = HostPool(geometry, 4 * geometry.extent_bytes), HostArena(1, geometry.extent_bytes)
+    arena.map([0])
+    copy, one = pool._copy, np.array([1], np.int32)
+
+    def slow(*args):
+        assert done.wait(60), "nobody waits any more"
+        return copy(*args)
+
+    monkeypatch.setattr(pool, "_copy", slow)
+    copies = pool.begin(Storage(geometry, arena), one, one, NONE, NONE)
+    with pytest.raises(KeyboardInterrupt):
+        copies.wait()
+    assert pool.mapped_bytes == geometry.extent_bytes, "it was done"
+    pool.close()
+    arena.close()
