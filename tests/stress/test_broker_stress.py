@@ -25,7 +25,7 @@ from pagetide.allocator.errors import BrokerUnavailable
 pytestmark = [pytest.mark.stress, pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")]
 MIB = 1 << 20
 ROUNDS = int(os.environ.get("PAGETIDE_BROKER_ROUNDS", "10000"))
-CHAOS_S = float(os.environ.get("PAGETIDE_CHAOS_S", "60"))
+CHAOS_S = float(os.environ.get("PAGETIDE_CHAOS_S", "30"))
 SEED = int(os.environ.get("PAGETIDE_SEEDS", "0").split(",")[0]) or random.randrange(2**32)
 
 

@@ -371,7 +371,7 @@ def test_nobody_loses_with_a_real_model(tmp_path: Path) -> None:
         made.add("light", light(made, uuid, "light", token_bytes=131072, idle_s=60.0))
         minimums = sum(info["min"] for _, info in made.engines.values())
         assert minimums <= 0.15 * made.capacity, minimums
-        play(made, made.swing, SECONDS / 7)
+        play(made, made.swing, SECONDS / 10)
         assert made.failures == made.overdrafts == []
 
 
@@ -396,7 +396,7 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
                     fault(made, uuid)
 
         with watch(runtime_dir=made.directory):  # as an engine does, whose guard must leave the daemon to its owner
-            play(made, act, SECONDS / 4)
+            play(made, act, SECONDS / 6)
         assert made.failures == made.overdrafts == []
 
 

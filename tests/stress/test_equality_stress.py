@@ -27,16 +27,16 @@ def family(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_combination(name):
-    """All of them for one family, a third for each of the others."""
+    """All of them for one family, a quarter for each of the others."""
     model, inputs, expected = family(name)
     preemptions = 0
-    for block_size, chunk, seats, pool in CASES if name == "llama" else CASES[list(FAMILIES).index(name) % 3 :: 3]:
+    for block_size, chunk, seats, pool in CASES if name == "llama" else CASES[list(FAMILIES).index(name) % 4 :: 4]:
         need, least = blocks_needed(inputs, NEW, block_size), -(-(max(LENGTHS) + NEW - 1) // block_size)
         usable = {"just enough": least, "half": max(least, need // 2), "plenty": need}[pool]
         engine = TinyEngine(model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk)
         assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, seats, pool)
         preemptions += engine.preemptions
-    assert preemptions > 10, "hardly anything was forced out"
+    assert preemptions > 5, "hardly anything was forced out"
 
 
 KEPT_LENGTHS = [1, 2, 7, 15, 16, 17, 33, 64, 99, 130, 180, 300]
@@ -60,9 +60,9 @@ def kept_family(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_combination_of_what_is_kept(name):
-    """L 77. Twice in each engine, so that much is found. All combinations for one family, some for the others."""
+    """L 77. Twice in each engine, so that much is found. Many combinations for one family, some for the others."""
     model, inputs, expected = kept_family(name)
-    cases = KEPT_CASES if name == "llama" else KEPT_CASES[list(FAMILIES).index(name) :: 17]
+    cases = KEPT_CASES[::5] if name == "llama" else KEPT_CASES[list(FAMILIES).index(name) :: 17]
     preemptions = hit_tokens = promoted = 0
     for block_size, chunk, seats, pool, way in cases:
         need, least = blocks_needed(inputs, NEW, block_size), -(-(max(KEPT_LENGTHS) + NEW - 1) // block_size)
