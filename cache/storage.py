@@ -110,8 +110,10 @@ class Storage:
             raise ValueError(f"blocks laid out as {other.geometry.layout_id} are none of {self.geometry.layout_id}")
         self._check_copies(other, sources, targets)
         read, write = other.geometry.block_stride, self.geometry.block_stride
-        if read == write:
-            sources, targets, lengths = _runs(sources, targets)
+        between_hosts = self.device.type == other.device.type == "cpu"
+        if read == write:  # a driver takes no copy over the end of what was locked at a time: an extent of the host's
+            per_extent = None if between_hosts else self.geometry.blocks_per_extent
+            sources, targets, lengths = _runs(sources, targets, per_extent)
         else:
             lengths = np.ones(len(sources), np.int64)
         pieces = []
@@ -120,7 +122,7 @@ class Storage:
             num_bytes = (length - 1) * read + self.geometry.payload_bytes
             pieces.append((slice(first, first + num_bytes), slice(second, second + num_bytes)))
         theirs, ours = other.blocks.view(-1), self.blocks.view(-1)
-        if self.device.type == other.device.type == "cpu":
+        if between_hosts:
             from_bytes, to_bytes = theirs.numpy(), ours.numpy()
             for source_bytes, target_bytes in pieces:
                 to_bytes[target_bytes] = from_bytes[source_bytes]
@@ -227,11 +229,16 @@ class TensorArena:
             raise BlockMisuse(f"extents {list(extents)} are {why}")
 
 
-def _runs(sources: BlockIds, targets: BlockIds) -> tuple[BlockIds, BlockIds, BlockIds]:
-    """The copies as stretches that are neighbours on both sides, by source: where each starts, and how many blocks it is."""
+def _runs(sources: BlockIds, targets: BlockIds, per_extent: int | None) -> tuple[BlockIds, BlockIds, BlockIds]:
+    """The copies as stretches that are neighbours on both sides, by source: where each starts, and how many blocks it is.
+
+    With `per_extent` none goes from one extent of so many blocks into the next, on either side.
+    """
     order = np.argsort(sources, kind="stable")
     sources, targets = sources[order], targets[order]
     apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    if per_extent is not None:
+        apart |= (np.diff(sources // per_extent) != 0) | (np.diff(targets // per_extent) != 0)
     starts = np.flatnonzero(np.concatenate(([True], apart)))[: len(sources)]
     return sources[starts], targets[starts], np.diff(starts, append=len(sources))
 

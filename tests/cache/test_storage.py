@@ -16,7 +16,7 @@ from pagetide.allocator.arena import Arena
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
-from pagetide.cache.storage import Storage, TensorArena
+from pagetide.cache.storage import Storage, TensorArena, _runs
 
 SENTINEL = 0xAB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -442,3 +442,15 @@ def test_memory_of_the_cuda_array_interface_is_not_copied() -> None:
     storage.layer(0).value[3] = 1.0
     assert storage.blocks.data_ptr() == memory.data_ptr()
     assert memory.any()
+
+
+@pytest.mark.parametrize("per_extent", [None, 4])
+def test_neighbours_are_one_copy_but_for_ends_of_extents(per_extent: int | None) -> None:
+    """What a driver has locked by extents it copies by extents."""
+    sources, targets = np.array([9, 2, 3, 4, 5, 8, 6]), np.array([31, 10, 11, 12, 13, 30, 14])
+    starts, to, lengths = _runs(sources, targets, per_extent)
+    pieces = list(zip(starts.tolist(), to.tolist(), lengths.tolist(), strict=True))
+    if per_extent is None:
+        assert pieces == [(2, 10, 5), (8, 30, 2)]
+    else:
+        assert pieces == [(2, 10, 2), (4, 12, 3), (8, 30, 2)]
