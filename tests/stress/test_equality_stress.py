@@ -36,7 +36,7 @@ def test_every_combination(name):
         engine = TinyEngine(model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk)
         assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, seats, pool)
         preemptions += engine.preemptions
-    assert preemptions > 5, "hardly anything was forced out"
+    assert preemptions >= 5, "hardly anything was forced out"
 
 
 KEPT_LENGTHS = [1, 2, 7, 15, 16, 17, 33, 64, 99, 130, 180, 300]
