@@ -126,7 +126,7 @@ class Door:
             else:
                 refused.append(sequence)
                 least = min(least, start.num_blocks)
-                self._blocked = True
+        self._blocked = bool(refused)  # not where the caller had enough before: others may still fit in the next step
 
     def hand_over_forks(self, leader: Sequence, here: Mapping[str, Sequence]) -> None:
         """`leader`, which is gone, had forks that were not seated: one of its family computes the prompt for them, or has."""

@@ -88,6 +88,20 @@ def test_who_would_fit_but_for_the_growth_of_others_is_told_so() -> None:
     world.check_outputs()
 
 
+def test_small_ones_for_whom_a_step_has_no_tokens_left_pass_in_the_next_one() -> None:
+    world = World(10, block_size=4, max_seqs=64, max_step_tokens=10)
+    world.add("runs", 13, 200)
+    world.step()
+    world.step()
+    world.add("big", 32, 2, arrival=1.0)
+    for i in range(4):
+        world.add(f"small{i}", 3, 20, arrival=2.0 + i)
+    world.step()
+    assert world.started == ["runs", "small0", "small1", "small2"]
+    world.step()
+    assert world.started[4:] == ["small3"], "nobody ended meanwhile"
+
+
 def test_who_needs_more_than_half_as_much_does_not_pass() -> None:
     world = big_and_small()
     world.add("not so small", 17, 2, arrival=2.0)
