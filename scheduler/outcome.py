@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cache.block_table import Int32
+from .plan import Candidates, Scores
 from .sequence import FinishReason
 
 
@@ -27,6 +28,8 @@ class Emissions:
     request_ids: list[str]
     tokens: list[int]
     finished: tuple[Finished, ...] = ()
+    scores: tuple[tuple[str, Scores], ...] = ()  # with the request that each is of
+    candidates: tuple[tuple[str, Candidates], ...] = ()
 
 
 @dataclass(slots=True)

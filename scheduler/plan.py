@@ -22,6 +22,7 @@ from ..cache.host_tier import Swaps
 from .request import Sampling
 
 Bool = npt.NDArray[np.bool_]
+Float32 = npt.NDArray[np.float32]
 
 NO_ROWS: Index = np.empty(0, np.int64)
 NO_TOKENS: Int32 = np.empty(0, np.int32)
@@ -98,8 +99,38 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Log-probabilities that chunk `index` gave of m tokens of its row, the first of them at position `first`.
+
+    Line j tells of token `first + j`: itself in column 0, then the k most likely ones, best first. `ranks` says how many are
+    at least as likely as it is.
+    """
+
+    index: int
+    first: int
+    token_ids: Int32  # [m, 1 + k]
+    logprobs: Float32  # [m, 1 + k]
+    ranks: Int32  # [m], from 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The tokens that chunk `index` could go on with, best first, for rows that somebody else chooses for.
+
+    `logprobs` are those of the tokens once treated; where tokens are drawn `keys` say the order of the draw, else they are the
+    same numbers.
+    """
+
+    index: int
+    token_ids: Int32  # [k]
+    logprobs: Float32  # [k]
+    keys: Float32  # [k], descending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Result:
     """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`.
+    Chunks of rows that somebody else chooses for give candidates instead; some give scores besides.
 
     Of the plan's resize, `mapped` (all of `resize.map`, or none) and `unmapped` were really done; `refused` says why the rest
     was not. Of its swaps all were done, but those out to `lost_slots`, for which the host had no memory. `swap_s` is the
@@ -107,7 +138,7 @@ class Result:
     """
 
     step_id: int
-    counts: Index  # [n]; 0 for chunks without a sample and for failed ones
+    counts: Index  # [n]; 0 for chunks without a sample, failed ones, and those with candidates
     tokens: Int32  # [sum of counts]
     failures: tuple[Failure, ...] = ()
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)
@@ -117,3 +148,5 @@ class Result:
     swapped: int = 0
     swap_s: float = 0.0
     compute_s: float = 0.0
+    scores: tuple[Scores, ...] = ()
+    candidates: tuple[Candidates, ...] = ()

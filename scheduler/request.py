@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
+MOST_BEAMS = 256
+MOST_LOGPROBS = 1024  # most likely tokens told of beside each one
 _MOST = 2**31 - 1  # token ids and counts are 32 bits wide
+
+
+LogitsProcessor = Callable[..., Any]  # (input_ids [1, tokens], scores [1, vocabulary]) -> scores
+TokenLists = tuple[tuple[int, ...], ...]
+Constraint = tuple[Literal["json_schema", "regex", "grammar"], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +30,13 @@ class SamplingParams:
 
     Args:
         n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws for itself; where
-            nothing is drawn (temperature 0) they are all alike.
+            nothing is drawn (temperature 0) they are all alike. `num_return_sequences` is another name for it.
+        best_of: Continuations to make, of which the `n` with the highest mean log-probability are given, best first.
+        num_beams: Above 1: beam search with so many beams, as transformers' `generate` does it; `n` of them are given, best
+            first. With a temperature its candidates are drawn instead of being the most likely.
+        length_penalty: With beams: the exponent of the length that a beam's log-probability is divided by (default 1).
+        early_stopping: With beams: True ends when there are `num_beams` whole ones, False when none that is better is
+            likely, "never" when none can be (default False).
         max_new_tokens: Most tokens to generate, at least 1 (default 256). Generation also ends at the model's context.
         min_new_tokens: No end id and no stop id is sampled before so many tokens.
         temperature: 0 is greedy. Defaults to 0 unless the model's generation config says `do_sample`, or one of
@@ -30,9 +45,25 @@ class SamplingParams:
         top_p: Sample among the fewest tokens that hold this probability, in (0, 1].
         min_p: Drop tokens less likely than this share of the most likely one, in [0, 1].
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the output.
+        frequency_penalty: Taken from a token's logit for each time it is in the output already, -2 to 2.
+        presence_penalty: Taken from a token's logit once, if it is in the output already, -2 to 2.
+        bad_words: A string or strings that are not to be generated, at the beginning of a text or behind a space.
+        bad_words_ids: Lists of token ids none of which is to be generated as a whole.
+        logit_bias: Token ids and what to add to their logits.
+        logits_processors: transformers' `LogitsProcessor`s or functions like them, called for this request alone with the
+            tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary]; they return scores. They come behind the
+            penalties and before temperature.
+        json_schema: A JSON schema (its text or a mapping) that the output is a document of.
+        regex: A regular expression that matches the whole output.
+        grammar: A context-free grammar in Lark's notation that the output is a sentence of.
         stop: A string or strings that end the text; the text is cut before it.
         stop_token_ids: Ids that end the text, besides the model's own end ids.
         ignore_eos: Go on past the model's own end ids.
+        start_id: The token that the prompt is to begin with. It is put before a prompt that does not; a string has it in the
+            place of the tokenizer's own BOS.
+        logprobs: Tell the log-probability of each generated token, before any of the treatments above, and those of so many most
+            likely ones.
+        prompt_logprobs: The same of the prompt's tokens, from the second on.
         seed: The same request with the same seed gives the same tokens; `None` takes one at random.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.
 
@@ -53,8 +84,29 @@ class SamplingParams:
     seed: int | None = None
     add_special_tokens: bool = True
     n: int | None = None
+    best_of: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    bad_words: str | Sequence[str] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    start_id: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_return_sequences: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_return_sequences: int | None) -> None:
+        if num_return_sequences is not None:
+            if self.n not in (None, num_return_sequences):
+                raise ValueError(f"n is {self.n} and num_return_sequences {num_return_sequences}: they mean the same")
+            object.__setattr__(self, "n", num_return_sequences)
         _check_integer("n", self.n, least=1, most=MOST_FORKS)
         _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
         _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
@@ -73,6 +125,8 @@ class SamplingParams:
                 raise ValueError(f"stop must be non-empty strings, got {stop!r}")
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
+        _check_choice(self)
+        _check_treatments(self)
         for name in ("ignore_eos", "add_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -86,6 +140,28 @@ class SamplingParams:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def bad_strings(self) -> tuple[str, ...]:
+        """`bad_words` as a tuple, whichever way it was given."""
+        if self.bad_words is None:
+            return ()
+        return (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output is to be a document, match or sentence of, as plain text."""
+        if self.json_schema is not None:
+            schema = self.json_schema
+            return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+        if self.regex is not None:
+            return "regex", self.regex
+        return None if self.grammar is None else ("grammar", self.grammar)
+
+    @property
+    def num_started(self) -> int:
+        """Continuations to be made of a prompt, of which `n` are given."""
+        return max(self.n or 1, self.best_of or 1)
+
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with `defaults` where this one says None."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
@@ -97,8 +173,8 @@ class SamplingParams:
             given["max_new_tokens"] = max(defaults.max_new_tokens, self.min_new_tokens)
         return replace(defaults, **given)
 
-    def resolve(self, eos_token_ids: Sequence[int] = ()) -> Sampling:
-        """The settings as the engine uses them: nothing is None any more, and a missing seed is drawn."""
+    def resolve(self, eos_token_ids: Sequence[int] = (), bad_words: TokenLists = ()) -> Sampling:
+        """The settings as the engine uses them, and a missing seed is drawn. `bad_words` are the ids of `bad_words`."""
         least = int(self.min_new_tokens or 0)
         most = max(DEFAULT_MAX_NEW_TOKENS, least) if self.max_new_tokens is None else int(self.max_new_tokens)
         own = () if self.stop_token_ids is None else self.stop_token_ids
@@ -113,6 +189,17 @@ class SamplingParams:
             repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
             stop_token_ids=tuple(dict.fromkeys(ends)),
             seed=int.from_bytes(os.urandom(8), "little") if self.seed is None else int(self.seed) % 2**64,
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            bad_words=(*bad_words, *(tuple(map(int, ids)) for ids in self.bad_words_ids or ())),
+            logit_bias=tuple((int(i), float(bias)) for i, bias in (self.logit_bias or {}).items()),
+            logits_processors=tuple(self.logits_processors or ()),
+            constraint=self.constraint,
+            logprobs=0
+            if self.logprobs is None and self.best_of and self.num_started > (self.n or 1)
+            else self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            num_candidates=0,
         )
 
 
@@ -130,6 +217,15 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # with the model's end ids, unless they are ignored
     seed: int = 0
     index: int = 0  # among the continuations of a prompt: with the seed it says what is drawn
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words: TokenLists = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # the one field that is no plain data
+    constraint: Constraint | None = None
+    logprobs: int | None = None  # most likely tokens told of beside each generated one; None: nothing is
+    prompt_logprobs: int | None = None
+    num_candidates: int = 0  # above 0 no token is drawn: so many candidates are given, and somebody else chooses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +256,64 @@ class Request:
             for i in range(1, n)
         )
         return [self, *forks]
+
+
+def _check_choice(params: SamplingParams) -> None:
+    """Raise ValueError for what makes no sense of `n`, `best_of` and the beams."""
+    _check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
+    _check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
+    _check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
+    if params.early_stopping not in (None, True, False, "never") or isinstance(params.early_stopping, (int, float)) != (
+        isinstance(params.early_stopping, bool)
+    ):
+        raise ValueError(f"early_stopping must be True, False or 'never', got {params.early_stopping!r}")
+    if params.best_of is not None and params.best_of < (params.n or 1):
+        raise ValueError(f"best_of {params.best_of} is below n {params.n}, which are to be chosen among them")
+    if (params.num_beams or 1) == 1:
+        return
+    if params.best_of is not None:
+        raise ValueError("best_of and num_beams are two ways to choose among several: give one of them")
+    if (params.n or 1) > (params.num_beams or 1):
+        raise ValueError(f"n {params.n} is above num_beams {params.num_beams}: there are no more to be given")
+    for name in ("stop", "logprobs", "prompt_logprobs"):
+        if getattr(params, name) not in (None, (), []):
+            raise ValueError(f"{name} cannot be given with num_beams {params.num_beams}")
+
+
+def _check_treatments(params: SamplingParams) -> None:
+    """Raise ValueError for what cannot be done to logits."""
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    _check_integer("start_id", params.start_id, least=0, most=_MOST)
+    _check_integer("logprobs", params.logprobs, least=0, most=MOST_LOGPROBS)
+    _check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
+    for name, kind in (("bad_words", (str, Iterable)), ("bad_words_ids", Iterable), ("logits_processors", Iterable)):
+        value = getattr(params, name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):  # type: ignore[arg-type]
+            raise ValueError(f"{name} must be a list, got {value!r}")
+    for word in params.bad_strings:
+        if not isinstance(word, str) or not word:
+            raise ValueError(f"bad_words must be non-empty strings, got {word!r}")
+    for ids in params.bad_words_ids or ():
+        if isinstance(ids, (str, Mapping)) or not isinstance(ids, Iterable) or not list(ids):
+            raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {ids!r}")
+        for token_id in ids:
+            _check_integer("bad_words_ids", token_id, least=0, most=_MOST)
+    if params.logit_bias is not None and not isinstance(params.logit_bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {params.logit_bias!r}")
+    for token_id, bias in (params.logit_bias or {}).items():
+        _check_integer("logit_bias's token ids", token_id, least=0, most=_MOST)
+        _check_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf, "must be a finite number")
+    for processor in params.logits_processors or ():
+        if not callable(processor):
+            raise ValueError(f"logits_processors must be callable, got {processor!r}")
+    given = [name for name in ("json_schema", "regex", "grammar") if getattr(params, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} cannot be given together: an output has one form")
+    for name in given:
+        value = getattr(params, name)
+        if not isinstance(value, str) and not (name == "json_schema" and isinstance(value, Mapping)):
+            raise ValueError(f"{name} must be a text, got {value!r}")
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

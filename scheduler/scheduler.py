@@ -305,6 +305,7 @@ class Scheduler:
         ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
         ended |= rows.may_stop(result.tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
+        told = tuple((rows.request_ids[plan.rows[scores.index]], scores) for scores in result.scores)
         self._plan = None
         prefilled = self._prefilling
         if prefilled:
@@ -319,7 +320,7 @@ class Scheduler:
             if sequence.row is not None and sequence.chain is not None:
                 self._changes.tables.append(self._commit(sequence.row, sequence.chain))
         finished, self._finished = tuple(self._finished), []
-        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished)
+        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished, told)
 
     def explain(self) -> list[Decision]:
         """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
