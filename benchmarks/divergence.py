@@ -68,7 +68,7 @@ class Engine:
         self.llm = LLM(
             model, device=device, dtype=dtype, kv_memory=kv_memory, block_size=BLOCK_SIZE, share=False, **options
         )
-        engine = self.llm._engine
+        engine = self.llm._desk.engine
         assert engine is not None
         self.core = engine.core
         scheduler = self.core.scheduler

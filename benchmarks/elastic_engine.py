@@ -44,12 +44,12 @@ class Rig:
             "demo", kv_memory={"min": min_kv, "max": max_kv}, idle_s=idle_s, share=share, max_seqs=MAX_SEQS,
             prefix_caching=caching,
         )  # fmt: skip
-        engine = self.llm._engine
+        engine = self.llm._desk.engine
         assert engine is not None
         self.engine, self.core = engine, engine.core
         assert self.core.memory is not None
         self.memory = self.core.memory
-        self.lock = self.llm._lock
+        self.lock = self.llm._desk.lock
         self._numbers = iter(range(1 << 60))
         self._computed = self.core.runner._compute
         self._step_s = 0.0
@@ -271,7 +271,7 @@ def compare_pools(rounds: int, size: str) -> list[tuple[float, float]]:
 
 def fix_pool(llm: LLM) -> None:
     """Make an LLM's pool what it was before pools could breathe: mapped as a whole, without extents, nobody to move it."""
-    engine = llm._engine
+    engine = llm._desk.engine
     assert engine is not None
     core, old = engine.core, engine.core.scheduler
     engine.arena.map([e for e in range(engine.arena.num_extents) if e not in engine.arena.mapped_extents])

@@ -144,7 +144,7 @@ class Driver:
     """Brings requests to an engine when they are due, and writes down when each token came."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        engine = llm._engine
+        engine = llm._desk.engine
         assert engine is not None and engine.core.memory is not None
         self._llm, self._engine, self._job = llm, engine, job
         self._prompts = _prompts(llm, job.arrivals, job.seed)
@@ -162,7 +162,7 @@ class Driver:
         if memory.lease is None:
             return None
         memory._planned_bytes = memory.lease.min_bytes - self._engine.plan.min_kv_bytes
-        with self._llm._lock:
+        with self._llm._desk.lock:
             memory._report()
         return memory.lease.min_bytes
 
@@ -179,7 +179,7 @@ class Driver:
             record = Served(time.monotonic())
             ticket = self._submit(index, record)
             while not _ended(ticket):
-                self._llm._step(ticket)
+                self._llm._desk.step_for(ticket)
             served.append(record)
         return served[1:]
 
@@ -195,7 +195,7 @@ class Driver:
                 served.append(record)
             waiting = [ticket for ticket in waiting if not _ended(ticket)]
             if waiting:
-                self._llm._step(waiting[0])  # which is everybody's
+                self._llm._desk.step_for(waiting[0])  # which is everybody's
             elif len(served) < len(arrivals):
                 time.sleep(max(0.0, min(0.005, began + arrivals[len(served)].at_s - time.monotonic())))
         return served
@@ -204,8 +204,8 @@ class Driver:
         params = SamplingParams(
             max_new_tokens=self._job.arrivals[index].output_tokens, temperature=0.0, ignore_eos=True
         )
-        (ticket,) = self._llm._submit(
-            self._llm._encode_all([self._prompts[index]], params), priority=0, cache_salt=None
+        (ticket,) = self._llm._desk.submit(
+            self._llm._desk.encode([self._prompts[index]], params), priority=0, cache_salt=None
         )
         self._records[ticket.request.request_id] = record
         return ticket

@@ -40,7 +40,7 @@ def profile(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int) 
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
     with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB") as llm:
         llm.generate(inputs[:2], sampling)
-        core = llm._engine.core
+        core = llm._desk.engine.core
         started: dict[Any, float] = {}
 
         def before(module: torch.nn.Module, _: Any) -> None:

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import threading
-import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from ..allocator.errors import LeaseClosed
 from ..scheduler.errors import RequestRejected
-from ..scheduler.outcome import Finished
-from ..scheduler.request import Request, SamplingParams
-from .build import Engine, build
+from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .errors import EngineClosed
-from .fair_lock import FairLock
+from .desk import Desk, Message, Prompt
 from .outputs import RequestOutput, StreamChunk
-from .tickets import Answer, Ticket
+from .tickets import Ticket
 
-log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-MOST_PRIORITY = 1000  # either way
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
-STARVING_WAIT_S = 0.02
-KEEPER_WAIT_S = 0.25
-KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
 
 
 class LLM:
@@ -101,16 +82,7 @@ class LLM:
             share=share,
             trust_remote_code=trust_remote_code,
         )
-        self._engine: Engine | None = build(self.config)
-        self._lock = FairLock()
-        self._tickets: dict[str, Ticket] = {}
-        self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
-        self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
-        self._numbers = itertools.count()
-        self._keeper = threading.Thread(
-            target=_keep_memory, args=(weakref.ref(self),), name="pagetide-memory", daemon=True
-        )
-        self._keeper.start()
+        self._desk = Desk(self.config)
 
     def generate(
         self,
@@ -133,7 +105,8 @@ class LLM:
         Raises:
             RequestRejected: a prompt that cannot be served; then nothing of the call was started.
         """
-        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt)
+        desk = self._desk
+        tickets = desk.submit(desk.encode(prompts, sampling_params), priority, cache_salt)
         try:
             with _Bar(
                 total=sum(ticket.number == 0 for ticket in tickets), unit="prompt", leave=False, desc="generating",
@@ -141,11 +114,11 @@ class LLM:
             ) as bar:  # fmt: skip
                 for ticket in tickets:
                     while ticket.completion is None:
-                        self._step(ticket)
+                        desk.step_for(ticket)
                     if ticket is ticket.answer.tickets[-1]:
                         bar.update()
         finally:
-            self._drop(tickets)
+            desk.drop(tickets)
         return [ticket.answer.output for ticket in tickets if ticket.number == 0]
 
     def chat(
@@ -163,7 +136,7 @@ class LLM:
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts = self._render(messages, template_options)
+        prompts = self._desk.render(messages, template_options)
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
@@ -174,7 +147,7 @@ class LLM:
         stream_interval: int = 1,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> Stream:
         """Like `generate`, but gives what is new of each prompt as it comes, at least `stream_interval` tokens at a time.
 
         The requests are checked and queued by this call; they advance while the iterator is read. Closing it aborts what
@@ -182,46 +155,66 @@ class LLM:
         """
         if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
             raise RequestRejected(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
-        tickets = self._submit(self._encode_all(prompts, sampling_params), priority, cache_salt, streams=True)
-        return _Stream(self, tickets, stream_interval)
+        asked = self._desk.encode(prompts, sampling_params)
+        return Stream(self._desk, self._desk.submit(asked, priority, cache_salt, streams=True), stream_interval)
+
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        look_ahead: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continue prompts as they are taken from an iterable, which may be endless. Yields the outputs in its order.
+
+        No more than `look_ahead` prompts are taken before the output of the first of them is (default: twice as many as may
+        run at the same time). One that cannot be served has an output at its place, with "error" as its finish reason.
+
+        Args:
+            prompts: Strings or token ids, one by one.
+            sampling_params: One for all, or an iterable of one each.
+        """
+        if look_ahead is None:
+            look_ahead = 2 * self.config.max_seqs
+        if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 1:
+            raise RequestRejected(f"look_ahead must be an integer of at least 1, got {look_ahead!r}")
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise RequestRejected(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+        return self._desk.each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+
+    def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """The token ids that `chat` would start from. Raises RequestRejected as it does."""
+        (ids,) = self._desk.render([messages], template_options)
+        return ids
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
-        ids: list[int] = self._open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
+        ids: list[int] = self._desk.open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
         return ids
 
     def reset_prefix_cache(self) -> None:
         """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
-        with self._lock:
-            self._open().core.scheduler.cache.reset()
+        with self._desk.lock:
+            self._desk.open().core.scheduler.cache.reset()
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: requests, blocks, bytes, counters. Plain data."""
-        with self._lock:
-            return self._open().stats()
+        with self._desk.lock:
+            return self._desk.open().stats()
 
     def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
 
         Who waited or was passed, who was preempted and what that cost, what was evicted or swapped: see `Scheduler.explain`.
         """
-        with self._lock:
-            return self._open().core.scheduler.explain()
+        with self._desk.lock:
+            return self._desk.open().core.scheduler.explain()
 
     def close(self) -> None:
         """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed."""
-        with self._lock:
-            engine, self._engine = self._engine, None
-            if engine is None:
-                return
-            for request_id in list(self._tickets):
-                engine.core.abort(request_id)
-            try:
-                while engine.core.has_work or self._undelivered:
-                    self._advance(engine)
-            finally:
-                engine.close()
-        self._keeper.join()
+        self._desk.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -231,177 +224,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    # -- requests ------------------------------------------------------------------------------------------------
-
-    def _open(self) -> Engine:
-        if self._engine is None:
-            raise EngineClosed("this LLM is closed: make a new one")
-        return self._engine
-
-    def _encode_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[str | None, np.ndarray, SamplingParams]]:
-        """Each prompt as (its string, its token ids, its parameters)."""
-        self._open()
-        many = _as_list(prompts)
-        each: list[Any]
-        if isinstance(params, SamplingParams | None):
-            each = [params or SamplingParams()] * len(many)
-        else:
-            each = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
-        for given in each:
-            if not isinstance(given, SamplingParams):
-                raise RequestRejected(f"sampling_params must be SamplingParams, got {type(given).__name__}")
-        if len(each) != len(many):
-            raise RequestRejected(
-                f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
-            )
-        engine = self._open()
-        return [
-            (prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, given), given)
-            for prompt, given in zip(many, each, strict=True)
-        ]
-
-    def _submit(
-        self,
-        encoded: list[tuple[str | None, np.ndarray, SamplingParams]],
-        priority: int,
-        cache_salt: str | None,
-        streams: bool = False,
-    ) -> list[Ticket]:
-        """Queue all, or, when one is refused, none."""
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
-        salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
-            raise RequestRejected(
-                f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}"
-            )
-        with self._lock:
-            engine = self._open()
-            tickets: list[Ticket] = []
-            for index, (prompt, ids, given) in enumerate(encoded):
-                params = given.over(engine.sampling)
-                engine.encoder.check_stops(params)
-                request = Request(
-                    request_id=f"r{next(self._numbers)}",
-                    prompt_token_ids=ids,
-                    sampling=params.resolve(engine.eos_token_ids),
-                    priority=priority,
-                    arrival=engine.core.clock(),
-                    cache_salt=salt,
-                )
-                engine.core.scheduler.check(request)
-                answer = Answer(index, prompt)
-                answer.tickets = [
-                    Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
-                    for number, one in enumerate(request.forked(params.n or 1))
-                ]
-                tickets += answer.tickets
-            for ticket in tickets:
-                engine.core.add(ticket.request)
-                self._tickets[ticket.request.request_id] = ticket
-        return tickets
-
-    def _step(self, ticket: Ticket) -> None:
-        """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
-        with self._lock:
-            if ticket.completion is not None:
-                return
-            engine = self._open()
-            self._advance(engine)
-        self._wait_if_starving(engine)
-
-    def _wait_if_starving(self, engine: Engine) -> None:
-        """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
-        memory = engine.core.memory
-        if memory is not None and engine.core.scheduler.starving:
-            with suppress(LeaseClosed):  # whoever closed it: the next step says so
-                memory.wait(STARVING_WAIT_S)
-
-    def _serve_memory(self) -> float | None:
-        """Move memory between steps that nobody makes: serve recalls and give back when idle.
-
-        Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
-        """
-        with self._lock:
-            if self._engine is None or (memory := self._engine.core.memory) is None:
-                return None
-            if memory.due:
-                self._advance(self._engine)
-                return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
-            return KEEPER_WAIT_S
-
-    def _advance(self, engine: Engine) -> None:
-        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
-        while self._abandoned:
-            engine.core.abort(self._abandoned.popleft().request.request_id)
-        events = self._undelivered
-        if not events:
-            emissions = engine.core.step()
-            events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
-            events.extend((finished.request_id, finished) for finished in emissions.finished)
-        now = engine.core.clock()
-        while events:
-            request_id, event = events.popleft()
-            if isinstance(event, Finished):
-                ticket = self._tickets.pop(request_id, None)
-                if ticket is not None:
-                    ticket.finish(event, now)
-            elif (ticket := self._tickets.get(request_id)) is not None:
-                reason = ticket.push(event, now)
-                if reason is not None:
-                    engine.core.abort(request_id, reason)
-
-    def _drop(self, tickets: Iterable[Ticket]) -> None:
-        """Abort what has not ended: its caller is gone."""
-        with self._lock:
-            left = [t for t in tickets if t.completion is None]
-            if self._engine is None or not left:
-                return
-            for ticket in left:
-                self._engine.core.abort(ticket.request.request_id)
-            while any(t.completion is None for t in left):
-                self._advance(self._engine)
-
-    def _next_chunk(self, tickets: list[Ticket], interval: int) -> StreamChunk | None:
-        """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
-        when none had one, after a step.
-        """
-        with self._lock:
-            for i, ticket in enumerate(tickets):
-                if ticket.ready(interval):
-                    del tickets[i]
-                    chunk = ticket.take()
-                    if chunk.completion is None:
-                        tickets.append(ticket)
-                    return chunk
-            engine = self._open()
-            self._advance(engine)
-        self._wait_if_starving(engine)
-        return None
-
-    def _forget(self, tickets: list[Ticket]) -> None:
-        """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
-        self._abandoned.extend(t for t in tickets if t.completion is None)
-        if self._abandoned and self._lock.acquire(blocking=False):
-            try:
-                while self._engine is not None and self._abandoned:
-                    self._advance(self._engine)
-            finally:
-                self._lock.release()
-
-    def _render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        engine = self._open()
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-            raise RequestRejected(
-                f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
-                f"{type(messages).__name__}"
-            )
-        many = list(messages)
-        conversations = [many] if many and isinstance(many[0], Mapping) else many
-        return [engine.encoder.render(conversation, options) for conversation in conversations]
-
 
 class _Bar(tqdm):
     """A progress bar without the thread that tqdm otherwise starts with its first bar, and never ends."""
@@ -409,22 +231,22 @@ class _Bar(tqdm):
     monitor_interval = 0
 
 
-class _Stream(Iterator[StreamChunk]):
+class Stream(Iterator[StreamChunk]):
     """The chunks of some requests, as they come. Reading drives the engine; `close` aborts what has not ended.
 
     One that is forgotten instead leaves its requests to the next step: the garbage collector may run in the middle of
     one, in the very thread that holds the engine's lock, so nothing may be waited for there.
     """
 
-    def __init__(self, llm: LLM, tickets: list[Ticket], interval: int) -> None:
-        self._llm = llm
+    def __init__(self, desk: Desk, tickets: list[Ticket], interval: int) -> None:
+        self._desk = desk
         self._tickets = tickets  # those whose last chunk was not given
         self._interval = interval
 
     def __next__(self) -> StreamChunk:
         try:
             while self._tickets:
-                chunk = self._llm._next_chunk(self._tickets, self._interval)
+                chunk = self._desk.next_chunk(self._tickets, self._interval)
                 if chunk is not None:
                     return chunk
         except BaseException:
@@ -435,43 +257,24 @@ class _Stream(Iterator[StreamChunk]):
     def close(self) -> None:
         """Abort what has not ended. Idempotent."""
         tickets, self._tickets = self._tickets, []
-        self._llm._drop(tickets)
+        self._desk.drop(tickets)
 
     def __del__(self) -> None:
-        self._llm._forget(self._tickets)
+        self._desk.forget(self._tickets)
 
 
-def _keep_memory(reference: weakref.ref[LLM]) -> None:
-    """Until the engine is closed or forgotten: wait for its lease to say something, then let it be served."""
-    while (llm := reference()) is not None:
-        engine = llm._engine
-        if engine is None or engine.core.memory is None:
-            return
-        memory = engine.core.memory
-        wait_s: float | None = KEEPER_WAIT_S
-        try:
-            wait_s = llm._serve_memory()
-        except Exception:
-            log.exception("the engine's memory could not be moved; tried again in %g s", KEEPER_WAIT_S)
-        if wait_s is None:
-            return
-        del llm, engine  # while it waits, nothing but its users keeps the engine alive
-        try:
-            memory.wait(wait_s)
-        except LeaseClosed:
-            return
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as many. Raises RequestRejected for none."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array's or a tensor's numbers
-    if not isinstance(many, list):
-        raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
-    if not many:
-        raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
-    first = many[0]
-    return [many] if not isinstance(first, str) and not isinstance(first, Iterable) else many
+def _paired(
+    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its parameters. Raises RequestRejected where these end first."""
+    if isinstance(params, SamplingParams | None):
+        yield from ((prompt, params) for prompt in prompts)
+        return
+    each = iter(params)
+    for number, prompt in enumerate(prompts):
+        own = next(each, None)
+        if own is None:
+            raise RequestRejected(
+                f"there are {number} sampling_params, and more prompts: give one for all, or one each"
+            )
+        yield prompt, own

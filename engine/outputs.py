@@ -95,3 +95,9 @@ class StreamChunk:
     def finish_reason(self) -> FinishReason | None:
         """None until the continuation has ended."""
         return self.completion.finish_reason if self.completion else None
+
+
+def refused(prompt: str | None, error: str) -> RequestOutput:
+    """The output of a request that was never started."""
+    end = Completion(None, [], "error", Timings(None, 0.0), error=error)
+    return RequestOutput("", prompt, [], (end,))

@@ -170,14 +170,14 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """The engine that most tests share; each has to leave it idle."""
     yield shared
     assert is_idle(shared), shared.stats()
-    assert not shared._tickets
+    assert not shared._desk.tickets
 
 
 @contextmanager
 def scripted(llm: LLM, *scripts: tuple[Any, list[int]]) -> Iterator[None]:
     """Within, what follows each of the given prompts is the given tokens, and then BOS for ever."""
     after = {ids_of(prompt): tokens for prompt, tokens in scripts}
-    core = llm._engine.core
+    core = llm._desk.engine.core
     sampler, rows = core.runner.sampler, core.scheduler.rows
     sample = sampler.sample
 
@@ -671,7 +671,7 @@ def test_closing_a_stream_of_continuations_ends_all_of_them(llm):
         for _ in range(steps):
             next(chunks)
         chunks.close()
-        assert is_idle(llm) and not llm._tickets
+        assert is_idle(llm) and not llm._desk.tickets
 
 
 @pytest.mark.parametrize("n", [0, -1, 4097, 1.0, True, "2"])
@@ -779,7 +779,7 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
     cycle: dict[str, Any] = {"stream": llm.stream([5], up_to(200))}
     next(cycle["stream"])
     cycle["self"] = cycle
-    execute = llm._engine.core.runner.execute
+    execute = llm._desk.engine.core.runner.execute
     done: list[Any] = []
 
     def collecting(plan: Any) -> Any:
@@ -792,7 +792,7 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
         done.append(is_idle(llm))
         llm.close()
 
-    llm._engine.core.runner.execute = collecting
+    llm._desk.engine.core.runner.execute = collecting
     del cycle
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -836,13 +836,13 @@ def test_a_seed_is_a_promise(llm):
 
 def test_a_lower_priority_number_goes_first(saved, load):
     llm = load(saved, max_seqs=1)
-    execute, order = llm._engine.core.runner.execute, []
+    execute, order = llm._desk.engine.core.runner.execute, []
 
     def watched(plan: Any) -> Any:
         order.extend(tuple(new.token_ids.tolist()) for new in plan.admitted)
         return execute(plan)
 
-    llm._engine.core.runner.execute = watched
+    llm._desk.engine.core.runner.execute = watched
     first = llm.stream([5], up_to(12))
     next(first)
     streams = [llm.stream([6], up_to(2), priority=5), llm.stream([[7], [8]], up_to(2), priority=-1)]
@@ -1043,7 +1043,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str, bool]]] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_leaves_a_usable_engine(saved, load, place, call):
     llm = load(saved, max_step_tokens=16)
-    core = llm._engine.core
+    core = llm._desk.engine.core
     owner, name, ran = PLACES[place](core)
     raise_at(owner, name, call, KeyboardInterrupt(), ran)
     with pytest.raises(KeyboardInterrupt):
@@ -1051,14 +1051,14 @@ def test_an_interrupt_leaves_a_usable_engine(saved, load, place, call):
     assert is_idle(llm), llm.stats()
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._tickets
+    assert is_idle(llm) and not llm._desk.tickets
 
 
 @pytest.mark.parametrize("place", ["before the step runs", "before tokens are taken in"])
 def test_an_interrupt_is_no_error_to_be_logged(saved, load, place, caplog):
     """Whoever presses Ctrl-C knows: no traceback on standard error."""
     llm = load(saved)
-    owner, name, ran = PLACES[place](llm._engine.core)
+    owner, name, ran = PLACES[place](llm._desk.engine.core)
     raise_at(owner, name, 1, KeyboardInterrupt(), ran)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, up_to(12))
@@ -1068,7 +1068,7 @@ def test_an_interrupt_is_no_error_to_be_logged(saved, load, place, caplog):
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_of_the_engines_own_ends_requests_with_the_reason(saved, load, place, caplog):
     llm = load(saved)
-    core = llm._engine.core
+    core = llm._desk.engine.core
     owner, name, ran = PLACES[place](core)
     raise_at(owner, name, 6, RuntimeError("planted"), ran)
     outputs = llm.generate(PROMPTS * 2, up_to(12))
@@ -1077,7 +1077,7 @@ def test_an_error_of_the_engines_own_ends_requests_with_the_reason(saved, load, 
         assert output.token_ids == plain(prompt)[: len(output.token_ids)]
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._tickets
+    assert is_idle(llm) and not llm._desk.tickets
 
 
 def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
@@ -1085,7 +1085,7 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
     chunks = llm.stream([5, 6], up_to(12))
     later = llm.stream([[7], [8]], up_to(12))
     tokens = next(chunks).token_ids
-    raise_at(llm._engine.core.runner, "execute", 0, KeyboardInterrupt())
+    raise_at(llm._desk.engine.core.runner, "execute", 0, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([9], up_to(5))
     last = list(chunks)[-1].output
@@ -1099,7 +1099,7 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
 
 def break_decoding(llm: LLM, token: int, error: BaseException) -> Callable[[], None]:
     """From now on decoding `token` raises. Returns what ends that."""
-    tokenizer = llm._engine.encoder.tokenizer
+    tokenizer = llm._desk.engine.encoder.tokenizer
     decode = tokenizer.decode
 
     def broken(ids: Any, **how: Any) -> str:
@@ -1113,8 +1113,8 @@ def break_decoding(llm: LLM, token: int, error: BaseException) -> Callable[[], N
 
 def limit_steps(llm: LLM, most: int = 300) -> None:
     """Let the engine raise where it would step for ever."""
-    step, steps = llm._engine.core.step, iter(range(most))
-    llm._engine.core.step = lambda: (next(steps), step())[1]
+    step, steps = llm._desk.engine.core.step, iter(range(most))
+    llm._desk.engine.core.step = lambda: (next(steps), step())[1]
 
 
 @pytest.mark.parametrize("stop", [None, "never"], ids=["text at the end", "text as it comes"])
@@ -1133,7 +1133,7 @@ def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(saved, load, st
     assert outputs[0].text == (decoded(plain(fourth)[:3]) if stop else "")
     assert tokens_of(outputs[1:]) == [plain(p) for p in others] != []
     assert [o.text for o in outputs[1:]] == [decoded(o.token_ids) for o in outputs[1:]]
-    assert is_idle(llm) and not llm._tickets
+    assert is_idle(llm) and not llm._desk.tickets
 
 
 def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
@@ -1151,12 +1151,12 @@ def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
     ended = [c.output for c in other if c.output]
     assert [len(o.token_ids) for o in ended] == [4] * len(others)
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._tickets
+    assert is_idle(llm) and not llm._desk.tickets
 
 
 def test_a_model_that_fails_ends_its_request_with_the_reason(saved, load, caplog):
     llm = load(saved)
-    runner = llm._engine.core.runner
+    runner = llm._desk.engine.core.runner
     model = runner.model
 
     def broken(**inputs: Any) -> Any:
@@ -1178,7 +1178,7 @@ def test_a_model_that_fails_ends_its_request_with_the_reason(saved, load, caplog
 
 def test_closing(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB, max_seqs=2)
-    arena = llm._engine.arena
+    arena = llm._desk.engine.arena
     assert arena.mapped_bytes == llm.stats()["kv_bytes"] > 0.9 * MIB
     started, queued = llm.stream([[5, 6], [7]], up_to(200)), llm.stream([8], up_to(200))
     tokens = [next(started), next(started), next(started)]
@@ -1205,7 +1205,7 @@ def test_closing(saved):
 
 def test_as_a_context_manager(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB)
-    arena, model = llm._engine.arena, weakref.ref(llm._engine.core.runner.model)
+    arena, model = llm._desk.engine.arena, weakref.ref(llm._desk.engine.core.runner.model)
     with pytest.raises(RequestRejected), llm:
         llm.generate([])
     assert arena.mapped_bytes == 0
@@ -1216,7 +1216,7 @@ def test_as_a_context_manager(saved):
 
 def test_closing_ends_what_another_thread_waits_for(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB)
-    execute, running = llm._engine.core.runner.execute, threading.Event()
+    execute, running = llm._desk.engine.core.runner.execute, threading.Event()
     got: list[Any] = []
 
     def told(plan: Any) -> Any:
@@ -1224,7 +1224,7 @@ def test_closing_ends_what_another_thread_waits_for(saved):
             running.set()
         return execute(plan)
 
-    llm._engine.core.runner.execute = told
+    llm._desk.engine.core.runner.execute = told
 
     def close() -> None:
         running.wait(30)
@@ -1310,7 +1310,7 @@ def test_the_plan_is_what_the_start_takes(saved, load):
     for options in ({"kv_memory": "4MiB"}, {"kv_memory": 3 * MIB, **small}, {"kv_memory": "auto"}):
         plan = plan_only(EngineConfig.resolve(saved, device="cpu", **options), context=480)
         llm = load(saved, max_step_tokens=20_000, **options)
-        stats, engine = llm.stats(), llm._engine
+        stats, engine = llm.stats(), llm._desk.engine
         weights = sum(p.numel() * p.element_size() for p in engine.core.runner.model.parameters())
         assert plan.weights_bytes == pytest.approx(weights, rel=0.05)
         assert plan.kv_bytes == pytest.approx(engine.arena.num_extents * engine.arena.extent_bytes, rel=0.05)

@@ -1,0 +1,334 @@
+"""The desk that every door of the engine leads to: it takes requests in, makes steps, and hands out what came of them.
+
+Whoever waits for something makes the next step, under one lock; or somebody does it for all (`AsyncLLM`). What a step gives
+goes to the tickets of those it belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ..allocator.errors import LeaseClosed
+from ..cache.block_table import Int32
+from ..scheduler.errors import RequestRejected
+from ..scheduler.outcome import Finished
+from ..scheduler.request import Request, SamplingParams
+from .build import Engine, build
+from .config import EngineConfig
+from .errors import EngineClosed
+from .fair_lock import FairLock
+from .outputs import RequestOutput, StreamChunk, refused
+from .tickets import Answer, Ticket
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+MOST_PRIORITY = 1000  # either way
+STARVING_WAIT_S = 0.02
+KEEPER_WAIT_S = 0.25
+KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
+
+
+class Asked(NamedTuple):
+    """A prompt as it was given (None for ids), its token ids, and how to continue it."""
+
+    prompt: str | None
+    token_ids: Int32
+    params: SamplingParams
+
+
+class Desk:
+    """One engine, and everybody who waits for it. Safe for use from several threads.
+
+    Raises what `build` raises; then nothing stays allocated.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine: Engine | None = build(config)
+        self.lock = FairLock()
+        self.tickets: dict[str, Ticket] = {}
+        self.on_news: Callable[[list[Ticket]], None] | None = (
+            None  # told after a step, under the lock, whose tickets have some
+        )
+        self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
+        self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
+        self._numbers = itertools.count()
+        self._keeper = threading.Thread(
+            target=_keep_memory, args=(weakref.ref(self),), name="pagetide-memory", daemon=True
+        )
+        self._keeper.start()
+
+    def open(self) -> Engine:
+        """The engine. Raises EngineClosed once it is closed."""
+        if self.engine is None:
+            raise EngineClosed("this LLM is closed: make a new one")
+        return self.engine
+
+    def close(self) -> None:
+        """End what runs (as aborted), give all memory back. Idempotent."""
+        with self.lock:
+            engine, self.engine = self.engine, None
+            if engine is None:
+                return
+            for request_id in list(self.tickets):
+                engine.core.abort(request_id)
+            try:
+                while engine.core.has_work or self._undelivered:
+                    self._advance(engine)
+            finally:
+                engine.close()
+        self._keeper.join()
+
+    # -- requests in ---------------------------------------------------------------------------------------------
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Asked]:
+        """Prompts and parameters as users give them. Raises RequestRejected."""
+        self.open()
+        many = _as_list(prompts)
+        each: list[Any]
+        if isinstance(params, SamplingParams | None):
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
+        for given in each:
+            if not isinstance(given, SamplingParams):
+                raise RequestRejected(f"sampling_params must be SamplingParams, got {type(given).__name__}")
+        if len(each) != len(many):
+            raise RequestRejected(
+                f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
+            )
+        engine = self.open()
+        return [
+            Asked(prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, given), given)
+            for prompt, given in zip(many, each, strict=True)
+        ]
+
+    def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
+        """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
+        engine = self.open()
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            raise RequestRejected(
+                f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
+                f"{type(messages).__name__}"
+            )
+        many = list(messages)
+        conversations = [many] if many and isinstance(many[0], Mapping) else many
+        return [engine.encoder.render(conversation, options) for conversation in conversations]
+
+    def submit(
+        self,
+        asked: Sequence[Asked],
+        priority: int,
+        cache_salt: str | None,
+        streams: bool = False,
+    ) -> list[Ticket]:
+        """Queue all, or, when one is refused, none."""
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
+        salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
+            raise RequestRejected(
+                f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}"
+            )
+        with self.lock:
+            engine = self.open()
+            tickets: list[Ticket] = []
+            for index, (prompt, ids, given) in enumerate(asked):
+                params = given.over(engine.sampling)
+                engine.encoder.check_stops(params)
+                request = Request(
+                    request_id=f"r{next(self._numbers)}",
+                    prompt_token_ids=ids,
+                    sampling=params.resolve(engine.eos_token_ids),
+                    priority=priority,
+                    arrival=engine.core.clock(),
+                    cache_salt=salt,
+                )
+                engine.core.scheduler.check(request)
+                answer = Answer(index, prompt)
+                answer.tickets = [
+                    Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
+                    for number, one in enumerate(request.forked(params.n or 1))
+                ]
+                tickets += answer.tickets
+            for ticket in tickets:
+                engine.core.add(ticket.request)
+                self.tickets[ticket.request.request_id] = ticket
+        return tickets
+
+    def each(
+        self,
+        given: Iterator[tuple[Prompt, SamplingParams | None]],
+        look_ahead: int,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Iterator[RequestOutput]:
+        """The outputs of prompts as they are taken from `given`, in its order; see `LLM.generate_each`."""
+        taken: deque[RequestOutput | list[Ticket]] = deque()
+        try:
+            while True:
+                for prompt, params in itertools.islice(given, look_ahead - len(taken)):
+                    taken.append(self._queue_or_refuse(prompt, params, priority, cache_salt))
+                if not taken:
+                    return
+                first = taken[0]
+                if isinstance(first, list):
+                    for ticket in first:
+                        while ticket.completion is None:
+                            self.step_for(ticket)
+                    first = first[0].answer.output
+                taken.popleft()
+                yield first
+        finally:  # perhaps by the garbage collector, in the middle of a step
+            self.forget([ticket for tickets in taken if isinstance(tickets, list) for ticket in tickets])
+
+    def _queue_or_refuse(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
+    ) -> RequestOutput | list[Ticket]:
+        try:
+            if not isinstance(prompt, str):
+                prompt = list(prompt)
+            return self.submit(self.encode([prompt], params), priority, cache_salt)
+        except (RequestRejected, TypeError) as error:
+            return refused(prompt if isinstance(prompt, str) else None, str(error))
+
+    # -- steps, and what comes of them -----------------------------------------------------------------------------
+
+    def step_for(self, ticket: Ticket) -> None:
+        """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
+        with self.lock:
+            if ticket.completion is not None:
+                return
+            engine = self.open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
+
+    def next_chunk(self, tickets: list[Ticket], interval: int) -> StreamChunk | None:
+        """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
+        when none had one, after a step.
+        """
+        with self.lock:
+            for i, ticket in enumerate(tickets):
+                if ticket.ready(interval):
+                    del tickets[i]
+                    chunk = ticket.take()
+                    if chunk.completion is None:
+                        tickets.append(ticket)
+                    return chunk
+            engine = self.open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
+        return None
+
+    def drop(self, tickets: Iterable[Ticket]) -> None:
+        """Abort what has not ended: its caller is gone."""
+        with self.lock:
+            left = [t for t in tickets if t.completion is None]
+            if self.engine is None or not left:
+                return
+            for ticket in left:
+                self.engine.core.abort(ticket.request.request_id)
+            while any(t.completion is None for t in left):
+                self._advance(self.engine)
+
+    def forget(self, tickets: list[Ticket]) -> None:
+        """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
+        self._abandoned.extend(t for t in tickets if t.completion is None)
+        if self._abandoned and self.lock.acquire(blocking=False):
+            try:
+                while self.engine is not None and self._abandoned:
+                    self._advance(self.engine)
+            finally:
+                self.lock.release()
+
+    def _advance(self, engine: Engine) -> None:
+        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
+        while self._abandoned:
+            engine.core.abort(self._abandoned.popleft().request.request_id)
+        events = self._undelivered
+        if not events:
+            emissions = engine.core.step()
+            events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
+            events.extend((finished.request_id, finished) for finished in emissions.finished)
+        now, news = engine.core.clock(), []
+        try:
+            while events:
+                request_id, event = events.popleft()
+                ticket = self.tickets.get(request_id)
+                if ticket is None:
+                    continue
+                news.append(ticket)
+                if isinstance(event, Finished):
+                    del self.tickets[request_id]
+                    ticket.finish(event, now)
+                elif (reason := ticket.push(event, now)) is not None:
+                    engine.core.abort(request_id, reason)
+        finally:
+            if self.on_news is not None and news:
+                self.on_news(news)
+
+    def _wait_if_starving(self, engine: Engine) -> None:
+        """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
+        memory = engine.core.memory
+        if memory is not None and engine.core.scheduler.starving:
+            with suppress(LeaseClosed):  # whoever closed it: the next step says so
+                memory.wait(STARVING_WAIT_S)
+
+    def _serve_memory(self) -> float | None:
+        """Move memory between steps that nobody makes: serve recalls and give back when idle.
+
+        Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
+        """
+        with self.lock:
+            if self.engine is None or (memory := self.engine.core.memory) is None:
+                return None
+            if memory.due:
+                self._advance(self.engine)
+                return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
+            return KEEPER_WAIT_S
+
+
+def _keep_memory(reference: weakref.ref[Desk]) -> None:
+    """Until the engine is closed or forgotten: wait for its lease to say something, then let it be served."""
+    while (desk := reference()) is not None:
+        engine = desk.engine
+        if engine is None or engine.core.memory is None:
+            return
+        memory = engine.core.memory
+        wait_s: float | None = KEEPER_WAIT_S
+        try:
+            wait_s = desk._serve_memory()
+        except Exception:
+            log.exception("the engine's memory could not be moved; tried again in %g s", KEEPER_WAIT_S)
+        if wait_s is None:
+            return
+        del desk, engine  # while it waits, nothing but its users keeps the engine alive
+        try:
+            memory.wait(wait_s)
+        except LeaseClosed:
+            return
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or many, as many. Raises RequestRejected for none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array's or a tensor's numbers
+    if not isinstance(many, list):
+        raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
+    if not many:
+        raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
+    first = many[0]
+    return [many] if not isinstance(first, str) and not isinstance(first, Iterable) else many
