@@ -89,6 +89,11 @@ class Door:
         """So many of the blocks withheld are not free any more."""
         self._withheld = max(0, self._withheld - num_blocks)
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether nobody comes in in the next step. Read-only."""
+        return self._shut
+
     def shut(self) -> None:
         """Let nobody in in the next step."""
         self._shut = True
@@ -130,6 +135,12 @@ class Door:
 
     def hand_over_forks(self, leader: Sequence, here: Mapping[str, Sequence]) -> None:
         """`leader`, which is gone, had forks that were not seated: one of its family computes the prompt for them, or has."""
+        for fork in [s for s in leader.forks if s.shares > len(s.request.prompt_token_ids)]:  # nobody else has as much
+            self._waiting.remove(fork)
+            fork.leader = None
+            self._waiting.add(fork)
+        if not leader.forks:
+            return
         family = [s for s in self._running.values() if s.root is leader.root and self._is_computed(s)]
         heir = family[0] if family else leader.leader
         if heir is not None and here.get(heir.request.request_id) is not heir:
@@ -143,25 +154,26 @@ class Door:
     def _start(self, sequence: Sequence) -> Start | None:
         """What a waiting sequence can begin with now; None for a fork that better waits for its leader's prompt."""
         cache = self._size.cache
-        known, leader = len(sequence.tokens), sequence.leader
-        if leader is not None and leader.row is not None and not sequence.preemptions:
+        known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
+        if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
             if not self._is_computed(leader):
                 return None
             shared = (known - 1) // cache.block_size * len(cache.tables)
             return Start(cache.blocks_for(known) - shared, NO_HIT, leader.row)
-        hit = cache.lookup(sequence.chain, known - 1)
+        hit = cache.lookup(sequence.chain, most)
         return Start(cache.needed(known, hit), hit)
 
     def _is_computed(self, leader: Sequence) -> bool:
-        """Whether `leader` runs and has a step's result behind its prompt, so that its blocks can be shared. Read-only."""
-        return leader.row is not None and bool(self._rows.known[leader.row] > len(leader.tokens))
+        """Whether `leader` runs and has a step's result behind its tokens, so that its blocks can be shared. Read-only."""
+        return leader.row is not None and (leader.held or bool(self._rows.known[leader.row] > len(leader.tokens)))
 
     def _fits(self, sequence: Sequence, start: Start, step: int, decisions: Decisions) -> bool:
         """Whether the sequence fits now and, unless it would be alone, everybody's growth does as forecast."""
         cache, needed, room, peak = self._size.cache, start.num_blocks, self._room, None
         usable = min(cache.usable - self._withheld, self._size.limit_blocks) - cache.counts().in_flight
         if needed <= room:
-            if not self._running or not self._forecasts():
+            goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
+            if not self._running or not self._forecasts() or goes_on:  # with a seat that it has just had
                 return True
             shared = cache.blocks_for(len(sequence.tokens)) - needed
             peak = self._expected.peak(np.fromiter(self._running, np.int64, len(self._running)), [sequence])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_SCORED_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -20,6 +22,13 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """Tokens of prompts with log-probabilities that are computed in one step: as many as may run, since the logits of so
+        many are planned for, or LEAST_SCORED_TOKENS.
+        """
+        return max(self.max_seqs, LEAST_SCORED_TOKENS)
 
     @property
     def seats(self) -> int:

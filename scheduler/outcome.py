@@ -20,6 +20,15 @@ class Finished:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How a sequence goes on that somebody else chooses for: from the tokens of `source_id`, which may be itself, by `token`."""
+
+    request_id: str
+    source_id: str
+    token: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Emissions:
     """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""

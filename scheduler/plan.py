@@ -2,16 +2,17 @@
 
 A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
 the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
-only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tables
-grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied (`copies`), extents lose theirs
-(`resize.unmap`), then the chunks run. So what leaves is read before anything is written. Beside the chunks those blocks are
-swapped out and in which none of them touches; they are there when the step is over.
+only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tokens
+are added (`given`), tables grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied
+(`copies`), extents lose theirs (`resize.unmap`), then the chunks run. So what leaves is read before anything is written. Beside
+the chunks those blocks are swapped out and in which none of them touches; they are there when the step is over.
 No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan or result are never
 written again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,23 @@ class Admission:
     token_ids: Int32  # [known]
     num_prompt: int
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Tokens that somebody else has chosen: `tokens[i]` stands at `positions[i]` of row `rows[i]`, which has all before it."""
+
+    rows: Index
+    positions: Index
+    tokens: Int32
+
+
+def given_tokens(by_row: Mapping[int, tuple[int, int]]) -> Given | None:
+    """By row a position and its token; None for none."""
+    if not by_row:
+        return None
+    places = np.array(list(by_row.values()), np.int64)
+    return Given(np.array(list(by_row), np.int64), places[:, 0], places[:, 1].astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +91,7 @@ class Plan:
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
     swaps: Swaps | None = None
+    given: Given | None = None
 
     @property
     def moves_memory(self) -> bool:
@@ -82,7 +101,8 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it to execute."""
-        return not (len(self.rows) or len(self.released) or self.admitted or self.tables or self.moves_memory)
+        changes = len(self.released) or self.admitted or self.tables or self.given
+        return not (len(self.rows) or changes or self.moves_memory)
 
     @property
     def num_tokens(self) -> int:

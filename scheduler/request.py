@@ -245,12 +245,12 @@ class Request:
     fork_of: str | None = None
 
     def forked(self, n: int) -> list[Request]:
-        """This request, and n - 1 that share its prompt and draw for themselves."""
+        """This request, and n - 1 that share its prompt, which is scored once, and draw for themselves."""
         forks = (
             replace(
                 self,
                 request_id=f"{self.request_id}.{i}",
-                sampling=replace(self.sampling, index=i),
+                sampling=replace(self.sampling, index=i, prompt_logprobs=None),
                 fork_of=self.request_id,
             )
             for i in range(1, n)

@@ -15,7 +15,7 @@ class Rows:
     tokens    [num_rows, max_tokens]  prompt and sampled ids; only what a sequence reached is memory
     known     tokens known;  computed  tokens whose K and V are in the cache
     prompt    tokens of the user's prompt;  limit  `known` at which the sequence ends by length
-    request_ids  whose row it is
+    steered   whether somebody else chooses its tokens;  request_ids  whose row it is
     """
 
     def __init__(self, num_rows: int, max_tokens: int) -> None:
@@ -25,6 +25,7 @@ class Rows:
         self.computed = np.zeros(num_rows, np.int64)
         self.prompt = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
+        self.steered = np.zeros(num_rows, np.bool_)
         self.request_ids = np.empty(num_rows, object)
         self._free = list(range(num_rows - 1, -1, -1))
         self._may_stop = np.zeros(1, np.bool_)  # by token id, the last entry standing for all ids beyond: never a stop
@@ -43,6 +44,7 @@ class Rows:
         self.computed[row] = 0
         self.prompt[row] = num_prompt
         self.limit[row] = self.limit_of(num_prompt, sampling)
+        self.steered[row] = sampling.num_candidates > 0
         self.request_ids[row] = request_id
         self._may_stop = _with(self._may_stop, sampling.stop_token_ids)
         return row

@@ -11,8 +11,9 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
 - A request is admitted with the blocks of all its known tokens; which one, and when, is in admission.py.
 - A fork begins with the blocks of its leader's prompt: the full ones are shared, the partly filled one is copied, the last
   token is computed again to sample from.
-- What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token. What a
-  sequence has computed can be found chunk by chunk of its prompt; what it generated, when it gives up its row.
+- What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token; but of a
+  prompt whose log-probabilities are asked for only what these are out of. What a sequence has computed can be found chunk by
+  chunk of its prompt; what it generated, when it gives up its row.
 - A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
   it is computed. When blocks run out the last in order is preempted (with a host tier the cheapest: victims.py): its blocks
   go, its tokens stay, it waits at its old place in the queue and is computed again. The last one running ends, with reason
@@ -20,6 +21,9 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   small at the moment it waits too.
 - With a host tier what it had computed is swapped out as far as its place is needed, and in again when it is seated: nothing
   is computed twice while the tier has slots, and swapping is cheaper than computing (cost.py).
+- Of a sequence whose next tokens somebody else chooses (a beam) a step tells candidates. It is held then, with row and blocks,
+  until `steer` says which token it takes, or that it goes on from another one of its family, whose blocks it shares then as a
+  fork does. While one waits for blocks that others hold who are held, these give them up: what they told is not lost.
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
 `schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
@@ -30,7 +34,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,13 +47,13 @@ from .decisions import Decision, Decisions
 from .errors import OutOfTurn
 from .expected import ExpectedBlocks
 from .limits import Limits
-from .outcome import Emissions, Finished, Stats
-from .plan import NO_ROWS, Admission, Bool, Plan, Result
+from .outcome import Emissions, Finished, Move, Stats
+from .plan import NO_ROWS, Admission, Bool, Plan, Result, Scores, given_tokens
 from .policy import LengthForecast
 from .pool_size import PoolSize, joined
 from .request import Request
 from .rows import Rows
-from .sequence import FinishReason, Sequence
+from .sequence import NOTHING, FinishReason, Sequence
 from .victims import Victims
 from .waiting import Waiting
 
@@ -62,6 +66,7 @@ class _Changes:
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position, and the token that stands there
 
 
 class Scheduler:
@@ -94,6 +99,7 @@ class Scheduler:
             self._size, self.rows, self._waiting, self._running, self._expected, lambda: self.limits.forecast
         )  # fmt: skip
         self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
+        self._held: dict[int, Sequence] = {}  # by row: those whose next token nobody has chosen yet
         self._prefilling: list[Sequence] = []  # the other running ones, in order
         self._marked: list[Sequence] = []
         self._changes = _Changes()
@@ -101,6 +107,7 @@ class Scheduler:
         self._plan: Plan | None = None
         self._evicted = 0  # of the cache's evicted blocks, those that were told of
         self._numbers = itertools.count()
+        self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
         self._ones = np.ones(limits.seats, np.int64)
         self._trues = np.ones(limits.seats, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
@@ -144,7 +151,9 @@ class Scheduler:
 
         True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
         """
-        if self._running or self._marked or self._finished or self._size.pending:
+        if len(self._running) > len(self._held) or self._marked or self._finished or self._size.pending:
+            return False
+        if self._held and self._waiting.queue:  # they give up their blocks
             return False
         return bool(self._sequences) and not self._door.has_candidates
 
@@ -281,10 +290,14 @@ class Scheduler:
         preemptions = self.stats.preemptions
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
+        self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
         budget -= sum(length for _, length in chunks)
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
         if budget > 0 and settled and self._door.has_candidates:
+            chunks += self._admit(budget)
+        while not len(decodes) and not chunks and self._held and self._waiting.queue and not self._door.is_shut:
+            self._preempt([self._victims.by_worth(self._held.values())[-1]])
             chunks += self._admit(budget)
         self._door.lift()
         self._plan = self._build(decodes, chunks)
@@ -305,11 +318,14 @@ class Scheduler:
         ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
         ended |= rows.may_stop(result.tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
-        told = tuple((rows.request_ids[plan.rows[scores.index]], scores) for scores in result.scores)
+        told = tuple(self._scored(plan, scores) for scores in result.scores)
         self._plan = None
         prefilled = self._prefilling
         if prefilled:
             self._promote()
+        candidates = tuple((str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates)
+        if candidates:
+            self._hold(plan.rows[[c.index for c in result.candidates]])
         for failure in result.failures:
             self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
         if np.count_nonzero(ended):
@@ -320,7 +336,25 @@ class Scheduler:
             if sequence.row is not None and sequence.chain is not None:
                 self._changes.tables.append(self._commit(sequence.row, sequence.chain))
         finished, self._finished = tuple(self._finished), []
-        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished, told)
+        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished, told, candidates)
+
+    def limit_of(self, request: Request) -> int:
+        """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
+        return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
+
+    def steer(self, moves: Iterable[Move]) -> None:
+        """Say how sequences go on that somebody else chooses for: all of a family that are held, or are still to be seated.
+
+        One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own.
+        """
+        self._check_turn(0)
+        moves = sorted(moves, key=lambda move: move.request_id == move.source_id)  # sources last: as they are till then
+        for move in moves:
+            sequence, source = self._sequences[move.request_id], self._sequences[move.source_id]
+            if sequence is not source:
+                self._follow(sequence, source)
+            self._give(sequence, move.token)
+        self._door.look_again()
 
     def explain(self) -> list[Decision]:
         """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
@@ -342,12 +376,14 @@ class Scheduler:
         assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
         assert rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
         prefilling = [s.row for s in self._prefilling]
-        assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self._running), "a row is in no list, or two"
+        listed = [*prefilling, *self._decoding.tolist(), *self._held]
+        assert sorted(listed) == sorted(self._running), "a row is in no list, or two"
         assert self._prefilling == sorted(self._prefilling), "prefills are out of order"
         assert set(np.flatnonzero(held).tolist()) <= set(self._running), "a row without a sequence holds blocks"
         for row, sequence in self._running.items():
             lacking = rows.known[row] - rows.computed[row]
-            assert lacking >= 1 and (lacking == 1 or row in prefilling), f"row {row} lacks {lacking} tokens"
+            least = 0 if row in self._held else 1
+            assert lacking == least or (lacking > 1 and row in prefilling), f"row {row} lacks {lacking} tokens"
             assert held[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
 
@@ -393,18 +429,16 @@ class Scheduler:
         for sequence in self._prefilling:
             if budget <= 0:
                 break
-            assert sequence.row is not None
-            length = self._chunk(int(self.rows.known[sequence.row] - self.rows.computed[sequence.row]), budget)
-            chunks.append((sequence, length))
-            budget -= length
+            if length := self._chunk(sequence, budget):
+                chunks.append((sequence, length))
+                budget -= length
         return chunks
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
         """Seat waiting sequences while the door lets them in and tokens of this step, one at least, last."""
         chunks = []
         for sequence, start, passed in self._door.open(self.stats.steps, self.decisions):
-            if not self._seat(sequence, start):
-                length = self._chunk(len(sequence.tokens) - int(self.rows.computed[sequence.row]), budget)
+            if not self._seat(sequence, start) and (length := self._chunk(sequence, budget)):
                 chunks.append((sequence, length))
                 budget -= length
             if passed:
@@ -413,8 +447,18 @@ class Scheduler:
                 break
         return chunks
 
-    def _chunk(self, lacking: int, budget: int) -> int:
-        return min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of `sequence`, which has a row, to be computed in this step: 0 where others' log-probabilities took it up."""
+        assert sequence.row is not None
+        computed = int(self.rows.computed[sequence.row])
+        lacking = int(self.rows.known[sequence.row]) - computed
+        length = min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+        if sequence.is_unscored:
+            to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)
+            if to_score > self._scorable:
+                length = min(length, self._scorable)
+            self._scorable -= min(length, to_score)
+        return length
 
     def _running_rows(self) -> Index:
         return np.fromiter(self._running, np.int64, len(self._running))
@@ -441,11 +485,14 @@ class Scheduler:
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
             self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
-        sequence.row = row
+        sequence.row, sequence.shares = row, NOTHING
         self._running[row] = sequence
         bisect.insort(self._prefilling, sequence)
         self._changes.tables.append(extension.tables)
-        self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, request.sampling))
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None and not sequence.is_unscored:
+            sampling = replace(sampling, prompt_logprobs=None)  # they are out, and are not given again
+        self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
         return extension.waits
 
     def _build(self, decodes: Index, chunks: list[tuple[Sequence, int]]) -> Plan:
@@ -469,10 +516,11 @@ class Scheduler:
             copies=joined(moves + changes.copies),
             resize=resize,
             swaps=self.cache.take_swaps(alone=not moves and not resize),
+            given=given_tokens(changes.given),
         )
         if plan.swaps is not None or self.cache.evicted_blocks != self._evicted:
             self._count_swaps(plan)
-        if changes.tables or changes.released:
+        if changes.tables or changes.released or changes.given:
             counts = self.cache.counts()
             self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
             self._changes = _Changes()
@@ -508,10 +556,17 @@ class Scheduler:
             return plan.rows
         failed = np.zeros(len(got), np.bool_)
         failed[[f.index for f in result.failures]] = True
-        expected: Bool = plan.samples & ~failed
+        expected: Bool = plan.samples & ~failed & ~self.rows.steered[plan.rows]
         if (result.counts != expected).any():
             raise OutOfTurn(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
         return plan.rows[expected]
+
+    def _scored(self, plan: Plan, scores: Scores) -> tuple[str, Scores]:
+        """Whose `scores` are, which takes down how much of its prompt they are out of."""
+        sequence = self._running[int(plan.rows[scores.index])]
+        last = min(scores.first + len(scores.ranks), len(sequence.request.prompt_token_ids)) - 1
+        sequence.scored = max(sequence.scored, last)
+        return sequence.request.request_id, scores
 
     def _settle(self, plan: Plan, result: Result) -> None:
         """The pool has the size that the result says, and the host tier what it says."""
@@ -534,6 +589,56 @@ class Scheduler:
                 self._waiting.release_forks(sequence)
                 self._door.look_again()
 
+    def _hold(self, rows: Index) -> None:
+        """The candidates of `rows` are told."""
+        held = [self._running[row] for row in rows.tolist()]
+        for sequence in held:
+            sequence.held = True
+            self._held[sequence.row] = sequence  # type: ignore[index]  # it has a row
+        self._decoding = self._decoding[~np.isin(self._decoding, rows)]
+        self._prefilling = [s for s in self._prefilling if not s.held]
+        for sequence in held:
+            if sequence.forks:
+                self._waiting.release_forks(sequence)
+                self._door.look_again()
+
+    def _follow(self, sequence: Sequence, source: Sequence) -> None:
+        """Let a sequence go on from the tokens of `source`: it waits for a row, and the blocks of that one."""
+        if sequence.row is not None:
+            self._leave_rows([sequence], computed=False)
+        else:
+            self._waiting.remove(sequence)
+        self.cache.drop_for(sequence.request.request_id)
+        row = source.row
+        if row is not None and source.chain is not None:  # what both will hold is made findable once
+            self._changes.tables.append(self._commit(row, source.chain))
+        sequence.tokens = source.tokens if row is None else self.rows.tokens[row, : self.rows.known[row]].copy()
+        sequence.chain = self.cache.chain(sequence.tokens, sequence.request.cache_salt)
+        sequence.leader, sequence.shares = source, len(sequence.tokens)
+        sequence.held, sequence.computed = True, 0
+        self._waiting.hold(sequence)
+
+    def _give(self, sequence: Sequence, token: int) -> None:
+        """The next token of a sequence that is held, or still to be seated."""
+        row, was_held = sequence.row, sequence.held
+        if row is None:
+            if was_held:
+                self._waiting.remove(sequence)
+            sequence.tokens = np.append(sequence.tokens, np.int32(token))
+            sequence.held = False
+            if was_held:
+                if sequence.leader is not None:
+                    sequence.leader.forks[sequence] = None
+                self._waiting.add(sequence)
+            return
+        assert was_held, "a sequence is given a token before it told its candidates"
+        sequence.held = False
+        del self._held[row]
+        rows = np.array([row])
+        self._changes.given[row] = int(self.rows.known[row]), token
+        self.rows.append(rows, np.array([token], np.int32))
+        self._decoding = np.append(self._decoding, rows)
+
     def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
         self.stats.preemptions += len(victims)
@@ -545,7 +650,10 @@ class Scheduler:
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
         self._leave_rows(victims, keep_tails=True)
         for sequence in victims:
-            self._waiting.add(sequence)
+            if sequence.held:
+                self._waiting.hold(sequence)
+            else:
+                self._waiting.add(sequence)
 
     def _weigh(self) -> None:
         """Let the host tier know whether swapping is worth it at present."""
@@ -605,6 +713,8 @@ class Scheduler:
         self._decoding = self._decoding[~np.isin(self._decoding, rows)]
         for sequence, row in zip(sequences, rows, strict=True):
             del self._running[row]
+            self._held.pop(row, None)
+            self._changes.given.pop(row, None)
             sequence.tokens = self.rows.leave(row)
             sequence.row = None
         if self._prefilling:

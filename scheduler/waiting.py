@@ -18,21 +18,26 @@ AGING_S = 30.0  # seconds of waiting that outweigh a step of priority
 class Waiting:
     """Sequences without a row. `queue` is in order; the scheduler reads it and changes it by the methods alone.
 
-    Apart from it are those `aside`, who need more blocks than the pool may have at present, and the forks that wait for
-    their leader's prompt: `Sequence.forks`.
+    Apart from it are those `aside`, who need more blocks than the pool may have at present, the forks that wait for
+    their leader's prompt: `Sequence.forks`, and those that are held.
     """
 
     def __init__(self) -> None:
         self.queue: list[Sequence] = []
         self._aside: list[Sequence] = []
         self._num_behind = 0  # forks behind leaders
+        self._num_held = 0
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._aside) + self._num_behind
+        return len(self.queue) + len(self._aside) + self._num_behind + self._num_held
 
     def __iter__(self) -> Iterator[Sequence]:
         """All but the forks behind their leaders, in order."""
         return iter(sorted(self.queue + self._aside, key=_age))
+
+    def hold(self, sequence: Sequence) -> None:
+        """`sequence`, which is held, waits for its next token."""
+        self._num_held += 1
 
     def add(self, sequence: Sequence) -> int:
         """Put `sequence` into the queue. Returns its place."""
@@ -90,6 +95,9 @@ class Waiting:
         """`sequence` does not wait any more, wherever it did."""
         if sequence.leader is not None:
             sequence.leader.forks.pop(sequence, None)
+        if sequence.held:
+            self._num_held -= 1
+            return
         if sequence.behind:
             sequence.behind = False
             self._num_behind -= 1

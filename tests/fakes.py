@@ -16,8 +16,8 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
-from pagetide.scheduler.outcome import Emissions, Finished
-from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
+from pagetide.scheduler.outcome import Emissions, Finished, Move
+from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 
@@ -29,6 +29,16 @@ VOCAB = 997
 def next_token(tokens) -> int:
     """The token after `tokens`."""
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCAB
+
+
+def fake_logprob(before) -> float:
+    """What the fake says of any token behind `before`."""
+    return -next_token(before) / 64
+
+
+def fake_candidates(tokens, count: int) -> list[int]:
+    """The tokens that the fake would go on with behind `tokens`, best first."""
+    return [(next_token(tokens) + 7 * i) % VOCAB for i in range(count)]
 
 
 def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
@@ -67,6 +77,7 @@ class FakeRunner:
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
         self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
         self.fail: set[str] = set()
+        self.asks: dict[int, tuple[Sampling, int]] = {}  # rows that want log-probabilities, with the length of the prompt
 
     def execute(self, plan: Plan) -> Result:
         mapped = self._map(plan)
@@ -80,6 +91,9 @@ class FakeRunner:
             self.owner[new.row] = new.request_id
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
             self.waits.add(new.row)
+            self.asks[new.row] = new.sampling, new.num_prompt
+        if plan.given is not None:
+            self.tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
         for update in plan.tables:
             self.tables[update.rows, update.slots] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
@@ -169,7 +183,7 @@ class FakeRunner:
         return {"unmapped": unmapped, "refused": refused}
 
     def _compute(self, plan: Plan) -> Result:
-        sampled, failures = [], []
+        sampled, failures, scores, candidates = [], [], [], []
         counts = plan.samples.astype(np.int32)
         for i, (row, start, length) in enumerate(zip(plan.rows, plan.starts, plan.lengths, strict=True)):
             if self.owner[int(row)] in self.fail:
@@ -182,14 +196,40 @@ class FakeRunner:
                 assert self.pool[block, offset] != UNMAPPED, "wrote to memory that is gone"
                 self.pool[block, offset] = self.tokens[row, position]
             self.written[row] = start + length
+            read = self.pool[self.tables[row, : -(-(start + length) // self.block_size)]].ravel()[: start + length]
+            scores += self._scores(i, int(row), start, read, bool(plan.samples[i]))
             if plan.samples[i]:
-                read = self.pool[self.tables[row, : -(-(start + length) // self.block_size)]].ravel()[: start + length]
                 assert POISON not in read, "read what was never written"
                 assert UNMAPPED not in read, "read memory that is gone"
+                if count := self.asks[int(row)][0].num_candidates:
+                    counts[i] = 0
+                    ids = np.array(fake_candidates(read, count), np.int32)
+                    values = -np.arange(count, dtype=np.float32)
+                    candidates.append(Candidates(i, ids, values, values))
+                    continue
                 token = next_token(read)
                 self.tokens[row, start + length] = token
                 sampled.append(token)
-        return Result(plan.step_id, counts, np.array(sampled, np.int32), tuple(failures))
+        tokens = np.array(sampled, np.int32)
+        return Result(
+            plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates)
+        )
+
+    def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[Scores]:
+        """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""
+        sampling, num_prompt = self.asks[row]
+        stretches = []
+        if sampling.prompt_logprobs is not None:
+            stretches.append(range(start + 1, min(len(read), num_prompt - 1) + 1))
+        if sampling.logprobs is not None and samples:
+            stretches.append(range(len(read), len(read) + 1))
+        return [
+            Scores(
+                index, stretch[0], np.zeros((len(stretch), 1), np.int32),
+                np.array([[fake_logprob(read[:p])] for p in stretch], np.float32), np.ones(len(stretch), np.int32),
+            )
+            for stretch in stretches if stretch
+        ]  # fmt: skip
 
 
 class World:
@@ -223,8 +263,10 @@ class World:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Finished] = {}
         self.emitted: dict[str, list[int]] = {}
+        self.scored: dict[str, dict[int, float]] = {}  # by position
         self.started: list[str] = []
         self.plans: list[Plan] = []
+        self.family_of: dict[str, Family] = {}
 
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
@@ -255,11 +297,42 @@ class World:
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
+        for name, scores in emissions.scores:
+            for p, (logprob, *_) in enumerate(scores.logprobs.tolist(), scores.first):
+                assert self.scored.setdefault(name, {}).setdefault(p, logprob) == logprob, "another one than before"
         for end in emissions.finished:
             assert end.request_id not in self.finished, "a request ended twice"
             self.finished[end.request_id] = end
+            if end.request_id in self.family_of:
+                self._end_family(end)
+                continue
             assert end.token_ids.tolist() == self.emitted.get(end.request_id, []), "told tokens differ from the output"
+        for name, candidates in emissions.candidates:
+            if name in self.family_of:
+                self.family_of[name].tell(name, candidates)
+        for family in {id(f): f for f in self.family_of.values()}.values():
+            family.go_on(self)
         return emissions
+
+    def add_family(self, name: str, prompt: int | np.ndarray, beams: int, max_new: int, **more) -> None:
+        """Sequences whose tokens a `Family` chooses."""
+        tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
+        sampling = Sampling(max_new, num_candidates=2 * beams)
+        requests = Request(name, tokens, sampling, **more).forked(beams)
+        for request in requests:
+            self.scheduler.add(request)
+        longest = self.scheduler.limit_of(requests[0])
+        family = Family([r.request_id for r in requests], tokens, longest, np.random.default_rng(len(tokens)))
+        self.family_of |= {r.request_id: family for r in requests}
+
+    def _end_family(self, end: Finished) -> None:
+        """All of them end with the first one."""
+        family = self.family_of[end.request_id]
+        told = end.token_ids.tolist()
+        assert family.tokens[end.request_id][family.num_prompt :] == told, "told tokens differ from those chosen"
+        for name in family.names:
+            self.scheduler.abort(name)
+        family.over = True
 
     def _check_contents(self) -> None:
         """Whatever can be found on the device or the host is what it says it is; so are the tails of who waits."""
@@ -293,6 +366,8 @@ class World:
 
     def known(self, name: str) -> int:
         """Tokens known of a request: its prompt, and what it was told."""
+        if name in self.family_of:
+            return len(self.family_of[name].tokens[name])
         return len(self.requests[name].prompt_token_ids) + len(self.emitted.get(name, []))
 
     def lengths(self, plan: Plan) -> list[int]:
@@ -318,3 +393,44 @@ class World:
         assert self.cache.index is not None or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.cache.host is None or not self.cache.host.tails, "a tail of a sequence that ended"
+
+
+class Family:
+    """Sequences with one prompt, whose tokens this chooses at random among the candidates that they tell, like beams do."""
+
+    def __init__(self, names: list[str], prompt: np.ndarray, longest: int, rng: np.random.Generator) -> None:
+        self.names = names
+        self.tokens = {name: prompt.tolist() for name in names}
+        self.num_prompt = len(prompt)
+        self.longest = longest
+        self.told: dict[str, list[int]] = {}
+        self.over = False
+        self._rng = rng
+
+    def tell(self, name: str, candidates: Candidates) -> None:
+        assert name not in self.told, "candidates are told twice"
+        told = candidates.token_ids.tolist()
+        assert told == fake_candidates(self.tokens[name], len(told)), "it read something else than its tokens"
+        self.told[name] = told
+
+    def go_on(self, world: World) -> None:
+        """Choose, once all have told; behind the prompt one speaks for all."""
+        first = len(self.tokens[self.names[0]]) == self.num_prompt
+        if self.over or not (len(self.told) == len(self.names) or (first and self.names[0] in self.told)):
+            return
+        if len(self.tokens[self.names[0]]) + 1 >= self.longest:
+            for name in self.names:
+                world.scheduler.abort(name, "stop")
+            self.over = True
+            return
+        stay = self.names if first else [n for n in self.names if self._rng.random() < 0.6] or self.names[:1]
+        moves = []
+        for name in self.names:
+            source = name if name in stay else str(self._rng.choice(stay))
+            token = int(self._rng.choice(self.told[self.names[0] if first else source]))
+            moves.append(Move(name, source, token))
+        before, self.told = {name: list(tokens) for name, tokens in self.tokens.items()}, {}
+        for move in moves:
+            self.tokens[move.request_id] = [*before[move.source_id], move.token]
+        world.scheduler.steer(moves)
+        world.scheduler.check_invariants()

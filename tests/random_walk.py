@@ -8,7 +8,7 @@ go is swapped out and in; now and then swapping is not worth it, or the host has
 from __future__ import annotations
 
 import numpy as np
-from fakes import VOCAB, World, continuation
+from fakes import VOCAB, World, continuation, fake_logprob
 
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import PromptTooLong
@@ -70,13 +70,15 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
                 world.add(
                     f"r{n}", _alike(world, length), max_new=new, arrival=arrival, priority=priority,
                     stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
-                    salt=None if rng.random() < 0.8 else b"tenant",
+                    salt=None if rng.random() < 0.8 else b"tenant", **_wishes(rng),
                 )  # fmt: skip
                 live.append(f"r{n}")
             except PromptTooLong:
                 assert length >= world.scheduler.limits.max_model_len or length > capacity
             if rng.random() < 0.25 and live:
                 _fork(world, live[-1] if rng.random() < 0.7 else str(rng.choice(live)), n)
+        elif kind < 0.21 and len(live) < 30:
+            _family(world, n)
         elif kind < 0.25 and live:
             name = str(rng.choice(live))
             if world.scheduler.abort(name):
@@ -104,6 +106,11 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
     return world
 
 
+def _wishes(rng: np.random.Generator) -> dict[str, int]:
+    """Some want log-probabilities."""
+    return {name: 0 for name in ("logprobs", "prompt_logprobs") if rng.random() < 0.1}
+
+
 def _alike(world: World, length: int) -> np.ndarray:
     """A prompt of so many tokens; where prefixes are cached, one that mostly begins as others do."""
     rng, prompt = world.rng, world.prompt(length)
@@ -129,6 +136,16 @@ def _fork(world: World, leader: str, n: int) -> None:
             f"r{n}+{k}", request.prompt_token_ids, max_new=int(rng.integers(1, 60)), arrival=request.arrival,
             priority=request.priority, salt=request.cache_salt, fork_of=leader,
         )  # fmt: skip
+
+
+def _family(world: World, n: int) -> None:
+    """Some that tell candidates, and are steered."""
+    rng, longest = world.rng, min(world.cache.capacity * world.cache.block_size, world.scheduler.limits.max_model_len)
+    if longest > 2:
+        prompt = _alike(world, int(rng.integers(1, max(2, longest // 2))))
+        world.add_family(
+            f"b{n}", prompt, int(rng.integers(2, 5)), int(rng.integers(2, 20)), arrival=float(rng.integers(0, n + 1))
+        )
 
 
 def turn(world: World, rng: np.random.Generator) -> None:
@@ -172,14 +189,32 @@ class Whim(SwapCost):
 
 
 def waits_for_memory(world: World) -> bool:
-    """Whether nobody runs, and the first one that may run under the limit needs more blocks than there are."""
+    """Whether nobody runs who is not held, and the first one that may run under the limit needs more blocks than there are."""
     needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
     allowed = [need for need in needs if need <= world.scheduler.limit_blocks]
-    return not world.scheduler.num_running and (not allowed or allowed[0] > world.cache.available)
+    return world.scheduler.num_running == len(world.scheduler._held) and (not allowed or allowed[0] > world.cache.available)
+
+
+def check_scores(world: World, name: str, request) -> None:
+    """What was asked for and no more came, without a gap, of all tokens of who ended by itself."""
+    end, sampling, scored = world.finished[name], request.sampling, world.scored.get(name, {})
+    prompt = request.prompt_token_ids
+    tokens = np.append(prompt, end.token_ids)
+    assert scored == {p: fake_logprob(tokens[:p]) for p in scored}, f"{name}: of other tokens"
+    of_prompt = [p for p in range(1, len(prompt)) if p in scored]
+    if sampling.prompt_logprobs is None:
+        assert not of_prompt
+    elif end.reason in ("stop", "length"):
+        assert of_prompt == [*range(1, len(prompt))], f"{name}: the prompt's are not complete"
+    else:
+        assert of_prompt == [*range(1, len(of_prompt) + 1)]
+    generated = [p for p in scored if p >= len(prompt)]
+    assert generated == [*range(len(prompt), len(tokens))] * (sampling.logprobs is not None)
 
 
 def check_end(world: World, name: str, request, aborted: bool, least: int) -> None:
     room = world.scheduler.limits.max_model_len - len(request.prompt_token_ids)
+    check_scores(world, name, request)
     end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling, room + 1)
     got = end.token_ids.tolist()
     assert got == expected[: len(got)], f"{name}: a token changed"
