@@ -167,7 +167,8 @@ def _build(
     host = _host_pool(plan, config)
     arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease)
     occupant.arena, occupant.host = arena, host
-    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, checkpoint.vocab_size, host)
+    encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
+    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host)
     if not isinstance(arena, TensorArena):
         core.memory = EngineMemory(
             lambda: core.scheduler,
@@ -187,7 +188,6 @@ def _build(
         plan.model, plan.dtype, plan.device, format_bytes(first), format_bytes(plan.kv_bytes), plan.num_blocks,
         plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
-    encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
     return Engine(core, encoder, plan, arena, occupant, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
 
 
@@ -258,7 +258,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
 
 
 def _core(
-    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, vocab_size: int,
+    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, encoder: Encoder,
     host: HostPool | None,
 ) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
@@ -274,7 +274,7 @@ def _core(
         model,
         storage,
         TorchKernel(),
-        Sampler(limits.seats, vocab_size, storage.device),
+        Sampler(limits.seats, encoder.vocab_size, storage.device, encoder.constraints),
         num_rows=limits.seats,
         max_tokens=cache.max_tokens,
         arena=arena,

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
 from .errors import CheckpointError, ConfigError, UnsupportedModel
+from .loaded import Loaded
 from .models import ModelSpec
 from .quiet import quiet_transformers
 from .weight_files import StoredTensor, WeightFiles, find_weights
@@ -43,7 +44,7 @@ _NOT_SERVED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A model on disk. Everything here comes from its JSON files and from the headers of its weight files."""
+    """A model on disk: everything comes from its JSON files and from the headers of its weight files. Or a loaded one."""
 
     spec: ModelSpec
     config: PreTrainedConfig
@@ -61,21 +62,33 @@ class Checkpoint:
             UnsupportedModel: not a decoder-only language model, or one that this transformers does not know.
             ConfigError: its code would have to be trusted, and is not.
         """
+        if spec.loaded is not None:
+            return cls._of_loaded(spec, spec.loaded)
         weights = find_weights(spec.path)
         config = _read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
         generation_file = spec.path / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.is_file() else {}
-        checkpoint = cls(spec, config, weights, tensors, generation)
-        _ = checkpoint.eos_token_ids, checkpoint.default_sampling  # so that their errors come now
+        return cls(spec, config, weights, tensors, generation)._checked(generation_file)
+
+    @classmethod
+    def _of_loaded(cls, spec: ModelSpec, loaded: Loaded) -> Checkpoint:
+        _refuse_other_kinds(loaded.config, getattr(loaded.config, "auto_map", None) or {})
+        generation = loaded.generation_config.to_diff_dict()
+        where = f"the generation_config of the loaded {spec.name}"
+        return cls(spec, loaded.config, WeightFiles((), safetensors=True), loaded.tensors, generation)._checked(where)
+
+    def _checked(self, where: object) -> Checkpoint:
+        """Itself, once what `where` says of generation makes sense. Says what of it is not served."""
+        _ = self.eos_token_ids, self.default_sampling  # so that their errors come now
         not_served = [
-            f"{key}={generation[key]}"
+            f"{key}={self.generation[key]}"
             for key, off in _NOT_SERVED.items()
-            if generation.get(key, off) not in (off, None)
+            if self.generation.get(key, off) not in (off, None)
         ]
         if not_served:
-            log.warning("%s asks for %s, which this engine does not serve", generation_file, ", ".join(not_served))
-        return checkpoint
+            log.warning("%s asks for %s, which this engine does not serve", where, ", ".join(not_served))
+        return self
 
     @property
     def text_config(self) -> Any:

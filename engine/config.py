@@ -12,7 +12,16 @@ from typing import Any
 from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
 from .errors import ConfigError
-from .models import DTYPES, ModelEntry, ModelSpec, check_device, check_dtype, read_models, resolve_model
+from .models import (
+    DTYPES,
+    ModelEntry,
+    ModelSpec,
+    check_device,
+    check_dtype,
+    read_models,
+    resolve_model,
+    resolve_tokenizer,
+)
 
 __all__ = ["DTYPES", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "resolve_model"]
 
@@ -127,7 +136,7 @@ class EngineConfig:
     @classmethod
     def resolve(
         cls,
-        model: str | os.PathLike[str] | ModelSpec,
+        model: object,
         *,
         device: object = None,
         dtype: object = None,
@@ -142,16 +151,20 @@ class EngineConfig:
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
+        tokenizer: object = None,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
-        and then to the engine. `kv_memory` is as `KvMemory.resolve` takes it, `host_kv_memory` a size; `device` and `dtype` may
-        be torch's objects.
+        and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
+        first three or a loaded one. `kv_memory` is as `KvMemory.resolve` takes it, `host_kv_memory` a size; `device` and
+        `dtype` may be torch's objects.
 
         Raises:
             ModelNotFound: see `resolve_model`.
             ConfigError: an argument of a wrong type or out of its range; the message names it.
         """
-        spec = model if isinstance(model, ModelSpec) else resolve_model(_checked_reference(model))
+        spec = model if isinstance(model, ModelSpec) else _resolve_source(model)
+        if tokenizer is not None:
+            spec = replace(spec, tokenizer_from=_resolve_tokenizer(tokenizer))
         if trust_remote_code is not None:
             if not isinstance(trust_remote_code, bool):
                 raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
@@ -187,10 +200,20 @@ class EngineConfig:
         return self.block_size
 
 
-def _checked_reference(model: object) -> str | os.PathLike[str]:
-    if not isinstance(model, (str, os.PathLike)):
-        raise ConfigError(f"model must be a name, a folder or a hub id, got {model!r}")
-    return model
+def _resolve_source(model: object) -> ModelSpec:
+    if isinstance(model, (str, os.PathLike)):
+        return resolve_model(model)
+    from .loaded import loaded_spec  # loads torch, which whoever has loaded a model has too
+
+    return loaded_spec(model)
+
+
+def _resolve_tokenizer(tokenizer: object) -> Any:
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return resolve_tokenizer(tokenizer)
+    from .loaded import checked_tokenizer
+
+    return checked_tokenizer(tokenizer)
 
 
 def _size(name: str, amount: Any) -> int:

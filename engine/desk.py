@@ -13,13 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..allocator.errors import LeaseClosed
 from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
+from ..scheduler.plan import Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
+from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build
 from .config import EngineConfig
 from .errors import EngineClosed
@@ -54,11 +57,13 @@ class Desk:
     def __init__(self, config: EngineConfig) -> None:
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
+        self.paused = False  # nobody is to make a step, not even for the memory's sake
         self.tickets: dict[str, Ticket] = {}
-        self.on_news: Callable[[list[Ticket]], None] | None = (
-            None  # told after a step, under the lock, whose tickets have some
-        )
-        self._undelivered: deque[tuple[str, int | Finished]] = deque()  # of the last step: empty, but for an interrupt
+        self.searches: dict[str, BeamTickets] = {}  # by the request of each beam
+        # Told after a step, under the lock, whose tickets have news.
+        self.on_news: Callable[[list[Ticket]], None] | None = None
+        # What came of the last step: empty, but for an interrupt.
+        self._undelivered: deque[tuple[str, int | Scores | Finished | Candidates]] = deque()
         self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
         self._keeper = threading.Thread(
@@ -78,7 +83,7 @@ class Desk:
             engine, self.engine = self.engine, None
             if engine is None:
                 return
-            for request_id in list(self.tickets):
+            for request_id in [*self.tickets, *self.searches]:
                 engine.core.abort(request_id)
             try:
                 while engine.core.has_work or self._undelivered:
@@ -113,6 +118,15 @@ class Desk:
             for prompt, given in zip(many, each, strict=True)
         ]
 
+    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[Asked]:
+        """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
+        if not isinstance(prompt, str):
+            try:
+                prompt = list(prompt)
+            except TypeError as error:
+                raise RequestRejected(str(error)) from error
+        return self.encode([prompt], params)
+
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
         engine = self.open()
@@ -142,29 +156,54 @@ class Desk:
             )
         with self.lock:
             engine = self.open()
-            tickets: list[Ticket] = []
+            answers: list[tuple[list[Request], Answer]] = []
             for index, (prompt, ids, given) in enumerate(asked):
                 params = given.over(engine.sampling)
-                engine.encoder.check_stops(params)
+                engine.encoder.check(params)
+                if streams and params.num_started > (params.n or 1):
+                    raise RequestRejected(
+                        f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
+                        "when all have ended; use generate, or leave best_of out"
+                    )
                 request = Request(
                     request_id=f"r{next(self._numbers)}",
                     prompt_token_ids=ids,
-                    sampling=params.resolve(engine.eos_token_ids),
+                    sampling=params.resolve(engine.eos_token_ids, engine.encoder.bad_words(params)),
                     priority=priority,
                     arrival=engine.core.clock(),
                     cache_salt=salt,
                 )
                 engine.core.scheduler.check(request)
-                answer = Answer(index, prompt)
+                answer = Answer(index, prompt, params)
+                requests = self._requests(engine, request, params)
                 answer.tickets = [
                     Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
-                    for number, one in enumerate(request.forked(params.n or 1))
+                    for number, one in enumerate(requests[: params.num_started])
                 ]
-                tickets += answer.tickets
-            for ticket in tickets:
-                engine.core.add(ticket.request)
-                self.tickets[ticket.request.request_id] = ticket
-        return tickets
+                answers.append((requests, answer))
+            for requests, answer in answers:
+                self._queue(engine, requests, answer)
+        return [ticket for _, answer in answers for ticket in answer.tickets]
+
+    def _requests(self, engine: Engine, request: Request, params: SamplingParams) -> list[Request]:
+        """`request` and its forks: one for each continuation that is made, or for each beam."""
+        if (params.num_beams or 1) == 1:
+            return request.forked(params.num_started)
+        sampling = request.sampling
+        count = num_candidates(params.num_beams or 1, len(sampling.stop_token_ids))
+        return replace(request, sampling=replace(sampling, num_candidates=count)).forked(params.num_beams or 1)
+
+    def _queue(self, engine: Engine, requests: Sequence[Request], answer: Answer) -> None:
+        for request in requests:
+            engine.core.add(request)
+        if (answer.params.num_beams or 1) == 1:
+            self.tickets.update((ticket.request.request_id, ticket) for ticket in answer.tickets)
+            return
+        first = requests[0]
+        longest = engine.core.scheduler.limit_of(first) - len(first.prompt_token_ids)
+        rules = BeamRules.resolve(answer.params, first.sampling.stop_token_ids, longest)
+        names = [request.request_id for request in requests]
+        self.searches.update(dict.fromkeys(names, BeamTickets(BeamSearch(rules, names), requests, answer.tickets)))
 
     def each(
         self,
@@ -196,13 +235,23 @@ class Desk:
         self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
     ) -> RequestOutput | list[Ticket]:
         try:
-            if not isinstance(prompt, str):
-                prompt = list(prompt)
-            return self.submit(self.encode([prompt], params), priority, cache_salt)
-        except (RequestRejected, TypeError) as error:
+            return self.submit(self.encode_one(prompt, params), priority, cache_salt)
+        except RequestRejected as error:
             return refused(prompt if isinstance(prompt, str) else None, str(error))
 
     # -- steps, and what comes of them -----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. False once closed."""
+        return self.engine is not None and bool(self.engine.core.has_work or self._undelivered or self._abandoned)
+
+    def step(self) -> None:
+        """One step of the engine, for all who wait. Raises EngineClosed."""
+        with self.lock:
+            engine = self.open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
 
     def step_for(self, ticket: Ticket) -> None:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
@@ -218,13 +267,8 @@ class Desk:
         when none had one, after a step.
         """
         with self.lock:
-            for i, ticket in enumerate(tickets):
-                if ticket.ready(interval):
-                    del tickets[i]
-                    chunk = ticket.take()
-                    if chunk.completion is None:
-                        tickets.append(ticket)
-                    return chunk
+            if (chunk := ready_chunk(tickets, interval)) is not None:
+                return chunk
             engine = self.open()
             self._advance(engine)
         self._wait_if_starving(engine)
@@ -241,9 +285,13 @@ class Desk:
             while any(t.completion is None for t in left):
                 self._advance(self.engine)
 
+    def abandon(self, tickets: Iterable[Ticket]) -> None:
+        """Let the next step abort what has not ended. Waits for nothing."""
+        self._abandoned.extend(t for t in tickets if t.completion is None)
+
     def forget(self, tickets: list[Ticket]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
-        self._abandoned.extend(t for t in tickets if t.completion is None)
+        self.abandon(tickets)
         if self._abandoned and self.lock.acquire(blocking=False):
             try:
                 while self.engine is not None and self._abandoned:
@@ -258,24 +306,56 @@ class Desk:
         events = self._undelivered
         if not events:
             emissions = engine.core.step()
+            events.extend(emissions.scores)  # before the tokens that they are of
             events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
             events.extend((finished.request_id, finished) for finished in emissions.finished)
+            events.extend(emissions.candidates)  # of beams that are still there
         now, news = engine.core.clock(), []
         try:
             while events:
                 request_id, event = events.popleft()
                 ticket = self.tickets.get(request_id)
                 if ticket is None:
+                    news += self._search_on(engine, request_id, event, now)
                     continue
                 news.append(ticket)
                 if isinstance(event, Finished):
                     del self.tickets[request_id]
                     ticket.finish(event, now)
+                elif isinstance(event, Scores):
+                    ticket.score(event)
+                elif isinstance(event, Candidates):
+                    pass  # of a beam whose search is gone
                 elif (reason := ticket.push(event, now)) is not None:
                     engine.core.abort(request_id, reason)
         finally:
             if self.on_news is not None and news:
                 self.on_news(news)
+
+    def _search_on(self, engine: Engine, request_id: str, event: object, now: float) -> Sequence[Ticket]:
+        """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
+        search = self.searches.get(request_id)
+        if search is None:
+            return ()
+        if isinstance(event, Finished):
+            del self.searches[request_id]
+            for other in search.finish(event, now):
+                engine.core.abort(other)
+            return search.tickets
+        if isinstance(event, Candidates):
+            try:
+                moves, dropped = search.take(request_id, event)
+                if moves:
+                    engine.core.scheduler.steer(moves)
+            except BaseException as error:  # nobody knows how far it came
+                dropped = search.fail(f"{type(error).__name__}: {error}")
+                if not isinstance(error, Exception):
+                    raise
+                log.exception("the beams of request %s cannot go on; they end", request_id)
+            finally:
+                for other in dropped:
+                    engine.core.abort(other, "stop")
+        return ()
 
     def _wait_if_starving(self, engine: Engine) -> None:
         """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
@@ -292,7 +372,7 @@ class Desk:
         with self.lock:
             if self.engine is None or (memory := self.engine.core.memory) is None:
                 return None
-            if memory.due:
+            if memory.due and not self.paused:
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
             return KEEPER_WAIT_S
@@ -317,6 +397,52 @@ def _keep_memory(reference: weakref.ref[Desk]) -> None:
             memory.wait(wait_s)
         except LeaseClosed:
             return
+
+
+def ready_chunk(tickets: list[Ticket], interval: int) -> StreamChunk | None:
+    """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None when
+    none has one. Under the engine's lock.
+    """
+    for i, ticket in enumerate(tickets):
+        if ticket.ready(interval):
+            del tickets[i]
+            chunk = ticket.take()
+            if chunk.completion is None:
+                tickets.append(ticket)
+            return chunk
+    return None
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises RequestRejected for what is no integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestRejected(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def paired(
+    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its parameters, one by one. Raises RequestRejected for what is no iterable, and later where the
+    parameters end first.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise RequestRejected(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+    if isinstance(params, SamplingParams | None):
+        return ((prompt, params) for prompt in prompts)
+    return _paired(prompts, params)
+
+
+def _paired(
+    prompts: Iterable[Prompt], params: Iterable[SamplingParams]
+) -> Iterator[tuple[Prompt, SamplingParams | None]]:
+    each = iter(params)
+    for number, prompt in enumerate(prompts):
+        own = next(each, None)
+        if own is None:
+            raise RequestRejected(
+                f"there are {number} sampling_params, and more prompts: give one for all, or one each"
+            )
+        yield prompt, own
 
 
 def _as_list(prompts: Any) -> list[Any]:

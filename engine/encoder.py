@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams
+from ..scheduler.request import SamplingParams, TokenLists
+from .constraints import Constraints
 from .text import TextStream
 
 TokenIds = npt.NDArray[np.int32]
 
 
 class Encoder:
-    """Turns prompts into token ids of one model. `tokenizer` is None for a model that serves token ids only."""
+    """Turns prompts, and what requests say in words, into token ids of one model.
+
+    `tokenizer` is None for a model that serves token ids only.
+    """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
+        self.constraints = Constraints(tokenizer, vocab_size)
 
     def encode(self, prompt: str | Sequence[int], params: SamplingParams) -> TokenIds:
-        """The ids of `prompt`, at least one. An empty string starts from BOS, where the model has one.
+        """The ids of `prompt`, at least one, the first of them `start_id` where one is asked for. An empty string starts from
+        BOS otherwise, where the model has one.
 
         Raises:
             RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
-            return self._checked(prompt)
+            return self._checked(prompt, params.start_id)
         tokenizer = self._tokenizer("a string")
         ids = _ids(tokenizer, prompt, params.add_special_tokens)
+        if params.start_id is not None:
+            ids = _without_bos(tokenizer, ids, prompt) if prompt else []
+            return self._checked(ids, params.start_id)
         if not ids and not prompt and self.bos_token_id is not None:
             ids = [self.bos_token_id]
         if not ids:
@@ -66,33 +75,64 @@ class Encoder:
             return None
         return TextStream(self.tokenizer, prompt.tolist(), params.stop_strings)
 
-    def check_stops(self, params: SamplingParams) -> None:
-        """Raises RequestRejected for stop strings without a tokenizer, or stop ids outside the vocabulary."""
+    def bad_words(self, params: SamplingParams) -> TokenLists:
+        """The ids of each of the `bad_words`, at the beginning of a text and behind a space; each list of ids once.
+
+        Raises:
+            RequestRejected: no tokenizer, or a word without any id.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_strings:
+            if self.tokenizer is None:
+                raise RequestRejected("bad_words need a tokenizer, which the model's folder has not: use bad_words_ids")
+            for text in (word, word if word[0].isspace() else " " + word):
+                ids = tuple(_ids(self.tokenizer, text, add_special_tokens=False))
+                if not ids:
+                    raise RequestRejected(f"the bad word {word!r} has no token in the model's vocabulary")
+                found[ids] = None
+        return tuple(found)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises RequestRejected for what this model cannot do of `params`.
+
+        That is stop strings without a tokenizer, ids outside the vocabulary, a constraint that cannot be used.
+        """
         if params.stop_strings and self.tokenizer is None:
             raise RequestRejected(
                 "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
             )
-        own = () if params.stop_token_ids is None else params.stop_token_ids
-        beyond = [int(i) for i in own if i >= self.vocab_size]
+        self._check_ids("stop_token_ids", () if params.stop_token_ids is None else params.stop_token_ids)
+        self._check_ids("bad_words_ids", (i for ids in params.bad_words_ids or () for i in ids))
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("start_id", () if params.start_id is None else (params.start_id,))
+        self.constraints.check(params.constraint)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        beyond = [int(i) for i in ids if i >= self.vocab_size]
         if beyond:
-            raise RequestRejected(f"stop_token_ids {beyond} are outside the vocabulary of {self.vocab_size:,}")
+            raise RequestRejected(f"{name} {beyond} are outside the vocabulary of {self.vocab_size:,}")
 
     def _tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             raise RequestRejected(f"the model's folder has no tokenizer, so it serves token ids only, not {what}")
         return self.tokenizer
 
-    def _checked(self, ids: Sequence[int]) -> TokenIds:
+    def _checked(self, ids: Sequence[int], start_id: int | None = None) -> TokenIds:
+        """`ids` behind `start_id`, unless there is none or they begin with it."""
         try:
             array = np.asarray(ids)
         except (TypeError, ValueError) as error:
             raise RequestRejected(f"a prompt is a string or a flat list of token ids: {error}") from error
+        if array.size == 0 and start_id is not None:
+            array = np.array([start_id])
         if array.size == 0:
             raise RequestRejected("the prompt is empty: at least one token is needed to start from")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise RequestRejected(
                 f"a prompt is a string or a flat list of integers, got {array.ndim} dimensions of {array.dtype}"
             )
+        if start_id is not None and array[0] != start_id:
+            array = np.concatenate([[start_id], array.astype(np.int64)])
         if array.min() < 0 or array.max() >= self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][:5].tolist()
             raise RequestRejected(
@@ -109,3 +149,10 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
         raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
     # Long texts are the scheduler's to refuse, with numbers; the tokenizer's own warning would only repeat it.
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def _without_bos(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    """`ids` of `text`, less the BOS that the tokenizer put before them; one that stands in the text itself stays."""
+    own = _ids(tokenizer, text, add_special_tokens=False)
+    added = ids[:1] == [tokenizer.bos_token_id] and ids[1 : 1 + len(own)] == own
+    return ids[1:] if added else ids

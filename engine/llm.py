@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .desk import Desk, Message, Prompt
+from .desk import Desk, Message, Prompt, check_count, paired
 from .outputs import RequestOutput, StreamChunk
 from .tickets import Ticket
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
 
@@ -24,7 +26,10 @@ class LLM:
 
     Args:
         model: A name from `configs/models.yaml` (or the file that PAGETIDE_CONFIG names; "demo" is always there), a
-            folder in transformers' format, or a hub id that is in the local cache. Nothing is ever downloaded.
+            folder in transformers' format, or a hub id that is in the local cache. Nothing is ever downloaded. Or a loaded
+            transformers model, which stays as it is and shares its weights (leave these alone meanwhile); device and dtype are
+            then its own.
+        tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is a device.
         dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
         kv_memory: Bytes for the KV cache. A number, or a text like "2GiB": exactly so much. A mapping {"min", "max", "weight",
@@ -50,8 +55,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | PreTrainedModel,
         *,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         device: str = "auto",
         dtype: str = "auto",
         kv_memory: int | str | Mapping[str, Any] = "auto",
@@ -68,6 +74,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
+            tokenizer=tokenizer,
             device=device,
             dtype=dtype,
             kv_memory=kv_memory,
@@ -153,8 +160,7 @@ class LLM:
         The requests are checked and queued by this call; they advance while the iterator is read. Closing it aborts what
         has not ended. A chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
-        if isinstance(stream_interval, bool) or not isinstance(stream_interval, int) or stream_interval < 1:
-            raise RequestRejected(f"stream_interval must be an integer of at least 1, got {stream_interval!r}")
+        check_count("stream_interval", stream_interval)
         asked = self._desk.encode(prompts, sampling_params)
         return Stream(self._desk, self._desk.submit(asked, priority, cache_salt, streams=True), stream_interval)
 
@@ -178,16 +184,19 @@ class LLM:
         """
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
-        if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 1:
-            raise RequestRejected(f"look_ahead must be an integer of at least 1, got {look_ahead!r}")
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise RequestRejected(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        return self._desk.each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+        check_count("look_ahead", look_ahead)
+        return self._desk.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids that `chat` would start from. Raises RequestRejected as it does."""
         (ids,) = self._desk.render([messages], template_options)
         return ids
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """transformers' tokenizer, None for a model that serves token ids only. It is shared: leave its settings alone."""
+        tokenizer: PreTrainedTokenizerBase | None = self._desk.open().encoder.tokenizer
+        return tokenizer
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
@@ -261,20 +270,3 @@ class Stream(Iterator[StreamChunk]):
 
     def __del__(self) -> None:
         self._desk.forget(self._tickets)
-
-
-def _paired(
-    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
-) -> Iterator[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its parameters. Raises RequestRejected where these end first."""
-    if isinstance(params, SamplingParams | None):
-        yield from ((prompt, params) for prompt in prompts)
-        return
-    each = iter(params)
-    for number, prompt in enumerate(prompts):
-        own = next(each, None)
-        if own is None:
-            raise RequestRejected(
-                f"there are {number} sampling_params, and more prompts: give one for all, or one each"
-            )
-        yield prompt, own

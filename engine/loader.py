@@ -6,7 +6,8 @@ Nothing of torch's or transformers' global settings is different after a call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,19 +17,13 @@ from ..monitor.host_memory import free_host_bytes, host_memory
 from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, NoSuchDevice, NotEnoughMemory
-from .models import DTYPES, ModelSpec, check_device, check_dtype
+from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .quiet import quiet_transformers
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
 
 log = logging.getLogger(__name__)
-
-# One of these says that a folder has a tokenizer; which of them belong together is the tokenizer's affair.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
-)  # fmt: skip
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
@@ -91,11 +86,13 @@ def check_weights_fit(
 ) -> int:
     """The bytes of the weights. Raises NotEnoughMemory where the device, by `free`, has not so many. Reads headers.
 
-    Weights for CUDA that have to be converted are converted on the host, which must have room for them too.
+    Weights for CUDA that have to be converted are converted on the host, which must have room for them too. Those of a model
+    that is loaded already count as far as they are needed once more.
     """
-    asked = checkpoint.weights_bytes(dtype)
+    loaded = checkpoint.spec.loaded
+    asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
     there = free(device)
-    if device.type != "cpu" and asked <= there and checkpoint.converts(dtype):
+    if loaded is None and device.type != "cpu" and asked <= there and checkpoint.converts(dtype):
         device, there = torch.device("cpu"), free(torch.device("cpu"))
     if asked <= there:
         return asked
@@ -124,6 +121,18 @@ def load_model(
             by itself would fill in random numbers.)
     """
     check_weights_fit(checkpoint, device, dtype, free)
+    loaded = checkpoint.spec.loaded
+    try:
+        module = _read(checkpoint, dtype) if loaded is None else loaded.copied(device, dtype)
+        return cast(PreTrainedModel, module.to(device))
+    except torch.OutOfMemoryError as error:  # someone else took the bytes since they were counted
+        asked = checkpoint.weights_bytes(dtype)
+        what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
+        raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
+
+
+def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of the checkpoint's files, on the host."""
     with quiet_transformers() as said, torch.device("cpu"):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -143,12 +152,7 @@ def load_model(
             raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
     _refuse_holes(checkpoint, loaded[1])
     module: torch.nn.Module = loaded[0].eval().requires_grad_(False)
-    try:
-        return cast(PreTrainedModel, module.to(device))
-    except torch.OutOfMemoryError as error:  # someone else took the bytes since they were counted
-        asked = checkpoint.weights_bytes(dtype)
-        what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
-        raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
+    return module
 
 
 def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
@@ -168,31 +172,38 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None where the folder has none.
+    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None where the folder has none; or the one that
+    `spec.tokenizer_from` names or is.
 
     Raises CheckpointError when there is one that cannot be loaded.
     """
-    found = [name for name in TOKENIZER_FILES if (spec.path / name).is_file()]
+    given = spec.tokenizer_from
+    if given is not None and not isinstance(given, Path):
+        return given
+    if given is None and spec.loaded is not None:
+        return None
+    folder, options = (spec.path, spec.tokenizer) if given is None else (given, {})
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         return None
     try:
         with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code, **spec.tokenizer
+                str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
             )
             usable = len(tokenizer) > len(tokenizer.all_special_tokens)
     except (
         Exception
     ) as error:  # of the tokenizers library, sentencepiece, transformers, the folder's code; none is lost
-        raise CheckpointError(_broken_tokenizer(spec, found, f"{type(error).__name__}: {error}")) from error
+        raise CheckpointError(_broken_tokenizer(folder, options, found, f"{type(error).__name__}: {error}")) from error
     if not usable:
-        raise CheckpointError(_broken_tokenizer(spec, found, "it has no vocabulary"))
+        raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))
     return tokenizer
 
 
-def _broken_tokenizer(spec: ModelSpec, found: list[str], why: str) -> str:
-    options = f" with the options {dict(spec.tokenizer)}" if spec.tokenizer else ""
+def _broken_tokenizer(folder: Path, options: Mapping[str, Any], found: list[str], why: str) -> str:
+    given = f" with the options {dict(options)}" if options else ""
     return (
-        f"the tokenizer in {spec.path} ({', '.join(found)}) cannot be loaded{options}: {why}; fetch it again, or "
+        f"the tokenizer in {folder} ({', '.join(found)}) cannot be loaded{given}: {why}; fetch it again, or "
         f"remove its files to serve token ids only"
     )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,9 +20,19 @@ from ..scheduler.request import SamplingParams
 from .errors import CheckpointError, ConfigError, ModelNotFound
 from .weight_files import find_weights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .loaded import Loaded
+
 CONFIG_VARIABLE = "PAGETIDE_CONFIG"
 BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
 
+# One of these says that a folder has a tokenizer; which of them belong together is the tokenizer's affair.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
+)  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling")
 # What SamplingParams cannot tell from "not given", or what belongs to one request, is no default of a model.
@@ -38,7 +48,9 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 class ModelSpec:
     """Where a model lies and how it wants to be loaded. None means: as the checkpoint or the machine says.
 
-    `sampling` holds the models file's defaults only; those of `generation_config.json` are in `Checkpoint`.
+    A model that is loaded already is `loaded`, and `path` only what it says of its origin. `tokenizer_from` is another place
+    of the tokenizer, or the tokenizer itself. `sampling` holds the models file's defaults only; those of
+    `generation_config.json` are in `Checkpoint`.
     """
 
     name: str  # as the user asked for it
@@ -49,6 +61,8 @@ class ModelSpec:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    tokenizer_from: Path | PreTrainedTokenizerBase | None = None
+    loaded: Loaded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +137,25 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
     raise ModelNotFound(f"{text!r} is not {looked}; {_known_names(entries)}{fetch}")
 
 
+def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
+    """The folder of the tokenizer that `reference` means, which is looked for as `resolve_model` looks for a model.
+
+    Raises ModelNotFound when there is none of that name; ConfigError, CheckpointError as `resolve_model` does.
+    """
+    text = os.fspath(reference)
+    path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
+    entries = {} if path_only else read_models()
+    folder = entries[text].resolve(cache_dir).path if text in entries else Path(text).expanduser()
+    if not folder.exists() and not path_only and _HUB_ID.fullmatch(text):
+        folder = _cached_tokenizer(text, cache_dir) or folder
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelNotFound(
+            f"there is no tokenizer {text!r}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
+            f"model, the folder that holds the tokenizer, or a hub id in the local cache"
+        )
+    return folder
+
+
 def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
     """All named models: the built-in ones, and over them those of `file` (default: the one PAGETIDE_CONFIG names).
 
@@ -181,6 +214,18 @@ def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
             f"({error})"
         ) from error
     return folder
+
+
+def _cached_tokenizer(hub_id: str, cache_dir: Path | None) -> Path | None:
+    """The snapshot of `hub_id`'s main branch that has a tokenizer, or None. Looks at files only."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(hub_id, name, cache_dir=cache_dir) for name in TOKENIZER_FILES]
+    except HFValidationError:
+        return None
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
 
 
 def _known_names(entries: Mapping[str, ModelEntry]) -> str:

@@ -17,6 +17,19 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model thought a token behind those before it: of its own logits, before any treatment of sampling.
+
+    Natural logarithms. What the model rules out has the lowest float32, about -3.4e38.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int  # how many tokens are at least as likely, from 1
+    top: tuple[tuple[int, float], ...] = ()  # the most likely ones and their log-probabilities, best first
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One continuation of a prompt.
 
@@ -30,16 +43,24 @@ class Completion:
     timings: Timings
     num_preemptions: int = 0
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one of each of `token_ids`; None where nobody asked
+    cumulative_logprob: float | None = None  # their sum; known with `best_of` too
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request: the `n` continuations that were asked for. The properties are those of the first."""
+    """A finished request: the `n` continuations that were asked for, with `best_of` the best first. The properties are those of
+    the first.
+
+    `prompt_logprobs` has one of each of `prompt_token_ids`, None for the first one, which nothing is before. It is None where
+    nobody asked, and ends where the prompt's computation did, if the request was ended before.
+    """
 
     request_id: str
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: list[int]
     completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str | None:
@@ -90,6 +111,7 @@ class StreamChunk:
     number: int = 0  # of the continuation, of the prompt's n
     completion: Completion | None = None
     output: RequestOutput | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, if they were asked for
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -23,10 +23,11 @@ from ..allocator.errors import BlockMisuse
 from ..cache.block_table import Index, Int32
 from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Failure, Plan, Result
+from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
 from .host_pool import Copies, HostPool, Swapped
 from .sampler import Sampler
+from .scoring import Askers, Stretch, score
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,16 @@ class _Moved:
     unmapped: Index
     refused: str | None = None
     swaps: list[Swapped] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Computed:
+    """What some chunks of a plan gave. Mutated while they are computed."""
+
+    tokens: Int32  # one for each chunk; what has no sample is 0
+    failures: dict[int, str] = field(default_factory=dict)  # by chunk of the plan
+    scores: list[Scores] = field(default_factory=list)
+    candidates: list[Candidates] = field(default_factory=list)
 
 
 class Runner:
@@ -57,6 +68,8 @@ class Runner:
         self.host = host
         self.kernel = kernel
         self.sampler = sampler
+        self._askers = Askers(num_rows)
+        self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         geometry = storage.geometry
         self._block_size = geometry.block_size
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
@@ -86,10 +99,10 @@ class Runner:
             began = time.perf_counter()
             every = np.arange(len(plan.rows))
             try:
-                tokens, failures = self._compute(plan, every)
+                computed = self._compute(plan, every)
             except Exception as error:
                 log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
-                tokens, failures = self._one_by_one(plan, error)
+                computed = self._one_by_one(plan, error)
             finally:
                 try:
                     if self.host is not None:
@@ -98,16 +111,18 @@ class Runner:
                 finally:
                     if copies is not None:
                         moved.swaps.append(copies.wait())
-        failed = [f.index for f in failures]
+        failed = computed.failures
         counts = plan.samples.astype(np.int64)
-        counts[failed] = 0
-        got = tokens[counts > 0]
+        counts[[*failed, *(c.index for c in computed.candidates)]] = 0
+        got = computed.tokens[counts > 0]
         rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
         return Result(
-            plan.step_id, counts, got, tuple(failures), moved.mapped, moved.unmapped, moved.refused,
+            plan.step_id, counts, got, tuple(Failure(i, message) for i, message in failed.items()),
+            moved.mapped, moved.unmapped, moved.refused,
             np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in moved.swaps)]),
             sum(swap.num_timed for swap in moved.swaps), sum(swap.seconds for swap in moved.swaps), compute_s,
+            tuple(scores for scores in computed.scores if scores.index not in failed), tuple(computed.candidates),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -120,12 +135,18 @@ class Runner:
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:
-        """Take in what changed: rows left and taken, tables grown."""
+        """Take in what changed: rows left and taken, tokens given, tables grown."""
         if len(plan.released):
             self.sampler.release(plan.released)
+            self._askers.release(plan.released)
         for new in plan.admitted:
             self._tokens[new.row, : len(new.token_ids)] = new.token_ids
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt)
+            self._askers.admit(new.row, new.sampling, new.num_prompt)
+            self._steered[new.row] = new.sampling.num_candidates > 0
+        if plan.given is not None:
+            self._tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
+            self.sampler.took(plan.given.rows, plan.given.tokens)
         for table, update in zip(self._tables, plan.tables, strict=False):
             table[update.rows, update.slots] = update.blocks
 
@@ -176,42 +197,99 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _compute(self, plan: Plan, chunks: Index) -> tuple[Int32, list[Failure]]:
-        """Run the given chunks as one batch. Returns a token for every chunk (what has no sample is 0), and failures."""
-        tokens = np.zeros(len(chunks), np.int32)
+    def _compute(self, plan: Plan, chunks: Index) -> _Computed:
+        """Run the given chunks as one batch."""
+        computed = _Computed(np.zeros(len(chunks), np.int32))
         if not len(chunks):
-            return tokens, []
+            return computed
         rows = plan.rows[chunks]
         starts, lengths = plan.starts[chunks], plan.lengths[chunks]
         step, input_ids, positions = self._pack(rows, starts, lengths)
         sampling = np.flatnonzero(plan.samples[chunks])
-        keep = (step.q_starts + lengths - 1)[sampling] if len(sampling) else np.zeros(1, np.int64)
-        logits = self._forward(step, input_ids, positions, keep)
-        if not len(sampling):
-            return tokens, []
-        at = (starts + lengths)[sampling]
-        sampled, bad = self.sampler.sample(rows[sampling], at, logits)
-        tokens[sampling] = sampled
-        failures = []
-        if bad is not None:
-            failures = [
-                Failure(int(chunks[sampling[i]]), f"the model's logits behind token {at[i]:,} are not finite numbers")
-                for i in np.flatnonzero(bad)
-            ]
-        return tokens, failures
+        keep = (step.q_starts + lengths - 1)[sampling]
+        prompts = self._askers.of_prompts(rows, starts, lengths)
+        if prompts:
+            behind = [(step.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
+            keep = np.concatenate([keep, *behind])
+        logits = self._forward(step, input_ids, positions, keep if len(keep) else np.zeros(1, np.int64))
+        if prompts:
+            told = np.concatenate([self._tokens[rows[p.place], p.first : p.first + p.length] for p in prompts])
+            self._score(computed, chunks, prompts, logits[len(sampling) :], told)
+        if len(sampling):
+            self._sample(computed, chunks, rows, sampling, (starts + lengths)[sampling], logits[: len(sampling)])
+        return computed
 
-    def _one_by_one(self, plan: Plan, error: Exception) -> tuple[Int32, list[Failure]]:
+    def _sample(
+        self, computed: _Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
+    ) -> None:
+        """Draw the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, which may be overwritten, and score it."""
+        steered = self._steered[rows[sampling]]
+        if np.count_nonzero(steered):
+            self._tell(
+                computed, chunks, rows, sampling[steered], at[steered], logits[self._to_device(np.flatnonzero(steered))]
+            )
+            logits = logits[self._to_device(np.flatnonzero(~steered))]
+            sampling, at = sampling[~steered], at[~steered]
+            if not len(sampling):
+                return
+        samples = self._askers.of_samples(rows[sampling], at)
+        asked = np.array([s.place for s in samples], np.int64)
+        raw = logits[self._to_device(asked)] if samples else None  # a copy
+        sampled, bad = self.sampler.sample(rows[sampling], at, logits)
+        computed.tokens[sampling] = sampled
+        if bad is not None:
+            for i in np.flatnonzero(bad):
+                why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
+                computed.failures.setdefault(int(chunks[sampling[i]]), why)
+        if raw is not None:
+            try:
+                self._score(computed, chunks[sampling], samples, raw, sampled[asked])
+            except Exception as error:  # what is drawn is remembered by the sampler: nobody may draw a second time
+                log.exception("the log-probabilities of %d tokens raised; their requests end", len(samples))
+                computed.failures.update({int(chunks[sampling[i]]): _told(error) for i in asked})
+
+    def _tell(
+        self, computed: _Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
+    ) -> None:
+        """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, out of `logits[i]`."""
+        for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
+            chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
+            if found is None:
+                computed.failures[chunk] = self.sampler.trouble(row) or _not_finite(int(at[i]))
+            else:
+                computed.candidates.append(Candidates(chunk, *found))
+
+    def _score(
+        self, computed: _Computed, chunks: Index, stretches: list[Stretch], logits: torch.Tensor, tokens: Int32
+    ) -> None:
+        """Add the scores of `tokens`, which are those of the stretches one behind the other, like `logits`."""
+        scored = score(logits, tokens, max(s.k for s in stretches))
+        end = 0
+        for s in stretches:
+            begin, end = end, end + s.length
+            bad = np.flatnonzero(scored.bad[begin:end])
+            if len(bad):
+                computed.failures.setdefault(int(chunks[s.place]), _not_finite(s.first + int(bad[0])))
+                continue
+            ids, logprobs = scored.token_ids[begin:end, : 1 + s.k], scored.logprobs[begin:end, : 1 + s.k]
+            computed.scores.append(Scores(int(chunks[s.place]), s.first, ids, logprobs, scored.ranks[begin:end]))
+
+    def _one_by_one(self, plan: Plan, error: Exception) -> _Computed:
         n = len(plan.rows)
         if n == 1:
-            return np.zeros(1, np.int32), [Failure(0, _told(error))]
-        tokens, failures = np.zeros(n, np.int32), []
+            return _Computed(np.zeros(1, np.int32), {0: _told(error)})
+        all_of_it = _Computed(np.zeros(n, np.int32))
         for i in range(n):
             try:
-                tokens[i : i + 1], bad = self._compute(plan, np.array([i]))
-                failures += bad
+                one = self._compute(plan, np.array([i]))
             except Exception as own:
-                failures.append(Failure(i, _told(own)))
-        return tokens, failures
+                all_of_it.failures[i] = _told(own)
+                continue
+            all_of_it.tokens[i] = one.tokens[0]
+            all_of_it.failures |= one.failures
+            all_of_it.scores += one.scores
+            all_of_it.candidates += one.candidates
+        return all_of_it
 
     def _forward(self, step: StepContext, input_ids: Index, positions: Index, keep: Index) -> torch.Tensor:
         """Logits [len(keep), vocab] behind the batch's tokens `keep`."""
@@ -254,6 +332,10 @@ class Runner:
 
     def _to_device(self, array: Index) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _not_finite(position: int) -> str:
+    return f"the model's logits behind token {position:,} are not finite numbers"
 
 
 def _told(error: Exception) -> str:

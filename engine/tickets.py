@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from ..scheduler.outcome import Finished
-from ..scheduler.request import Request
+from ..scheduler.plan import Scores
+from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
-from .outputs import Completion, RequestOutput, StreamChunk, Timings
+from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
+from .score_table import ScoreTable
 from .text import TextStream
 
 log = logging.getLogger(__name__)
@@ -22,12 +25,22 @@ class Ticket:
         self.number = number
         self.request = request
         self.completion: Completion | None = None
+        self._num_prompt = len(request.prompt_token_ids)
+        self._of_prompt = None if request.sampling.prompt_logprobs is None else ScoreTable(1)
+        self._of_output = None if request.sampling.logprobs is None else ScoreTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
+        self._num_taken = 0  # tokens that chunks have given
         self._new: list[int] = []
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
         self._failure: str | None = None  # why there is no more text
+
+    def score(self, scores: Scores) -> None:
+        """Take in log-probabilities of the prompt's tokens, or of one that is pushed next."""
+        table = self._of_prompt if scores.first < self._num_prompt else self._of_output
+        if table is not None:
+            table.put(scores)
 
     def push(self, token: int, now: float) -> FinishReason | None:
         """Take in a token. Returns why the request is to end here, if it is: a stop string, or text that cannot be made."""
@@ -55,7 +68,19 @@ class Ticket:
                 timings=Timings(first_token_s=first, total_s=now - arrival),
                 num_preemptions=finished.num_preemptions,
                 error=self._failure or finished.error,
+                logprobs=self._logprobs(0, len(tokens)),
+                cumulative_logprob=None if self._of_output is None else self._of_output.total,
             )
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One of each token of the prompt that was scored, None for the first; None where nobody asked."""
+        return None if self._of_prompt is None else (None, *self._of_prompt.told(0, self._num_prompt - 1))
+
+    def _logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...] | None:
+        """Of generated tokens, where the caller asked for them: `best_of` has its own need."""
+        table = None if self.answer.params.logprobs is None else self._of_output
+        return None if table is None else table.told(begin, end)
 
     def _read(self, tokens: list[int], last: bool = False) -> None:
         """Turn tokens into text. A tokenizer that raises fails this request and no other; an interrupt goes on."""
@@ -79,17 +104,22 @@ class Ticket:
         answer, done = self.answer, self.completion is not None
         answer.num_taken += done
         output = answer.output if done and answer.num_taken == len(answer.tickets) else None
-        chunk = StreamChunk(answer.index, "".join(self._new_text), self._new, self.number, self.completion, output)
-        self._new, self._new_text = [], []
+        begin, end = self._num_taken, self._num_taken + len(self._new)
+        chunk = StreamChunk(
+            answer.index, "".join(self._new_text), self._new, self.number, self.completion, output,
+            self._logprobs(begin, end),
+        )  # fmt: skip
+        self._num_taken, self._new, self._new_text = end, [], []
         return chunk
 
 
 class Answer:
-    """All that was asked for of one prompt: a ticket for each continuation."""
+    """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
 
-    def __init__(self, index: int, prompt: str | None) -> None:
+    def __init__(self, index: int, prompt: str | None, params: SamplingParams) -> None:
         self.index = index  # of the prompt, in its call
         self.prompt = prompt
+        self.params = params
         self.tickets: Sequence[Ticket] = ()
         self.num_taken = 0  # tickets whose last chunk was given
 
@@ -97,5 +127,16 @@ class Answer:
     def output(self) -> RequestOutput:
         """What became of it. Of the tickets that have ended, which must be all."""
         first = self.tickets[0].request
-        completions = tuple(ticket.completion for ticket in self.tickets if ticket.completion is not None)
-        return RequestOutput(first.request_id, self.prompt, first.prompt_token_ids.tolist(), completions)
+        completions = [ticket.completion for ticket in self.tickets if ticket.completion is not None]
+        if self.params.num_started > (n := self.params.n or 1):
+            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # of equals the first stays first
+        return RequestOutput(
+            first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
+            self.tickets[0].prompt_logprobs,
+        )  # fmt: skip
+
+
+def _mean_logprob(completion: Completion) -> float:
+    """What `best_of` chooses by: of a token; of one that did not end by itself the lowest there is."""
+    total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
+    return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf

@@ -12,15 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
     from .engine.outputs import Completion, RequestOutput, StreamChunk
+    from .pipelines import pipeline
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "ConfigError",
     "EngineClosed",
@@ -32,12 +35,15 @@ __all__ = [
     "StreamChunk",
     "UnsupportedModel",
     "__version__",
+    "pipeline",
 ]
 
 _NAMES_OF = {
+    ".engine.async_llm": ("AsyncLLM",),
     ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
     ".engine.llm": ("LLM",),
     ".engine.outputs": ("Completion", "RequestOutput", "StreamChunk"),
+    ".pipelines": ("pipeline",),
     ".scheduler.errors": ("RequestRejected",),
     ".scheduler.request": ("SamplingParams",),
 }

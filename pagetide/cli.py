@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(plan, "as JSON")
     plan.set_defaults(run=_plan)
 
-    for command in (generate, demo, models, plan):
+    from .run import add_parser  # late, as what the other commands need
+
+    for command in (generate, demo, models, plan, add_parser(commands)):
         command.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv with tracebacks")
     return parser
 
@@ -146,21 +149,46 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+_SAMPLING_NUMBERS: dict[str, type[int] | type[float]] = {
+    "max_new_tokens": int, "min_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float,
+    "repetition_penalty": float, "frequency_penalty": float, "presence_penalty": float, "seed": int, "start_id": int,
+}  # fmt: skip
+_SAMPLING_OTHERS = (
+    "n", "best_of", "num_beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "bad_words", "stop",
+    "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar", "add_special_tokens",
+)  # fmt: skip
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of SamplingParams; what is not given is the model's default."""
+    """An option for each field of SamplingParams that a command line can say; what is not given is the model's default."""
     group = parser.add_argument_group("sampling (default: as the model's generation config says)")
-    for name, kind in (
-        ("max-new-tokens", int), ("min-new-tokens", int), ("temperature", float), ("top-k", int), ("top-p", float),
-        ("min-p", float), ("repetition-penalty", float), ("seed", int),
-    ):  # fmt: skip
-        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X")
+    for name, kind in _SAMPLING_NUMBERS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
     group.add_argument(
         "--n", type=int, metavar="N", help="continuations of each prompt (default 1, or as the models file says)"
+    )
+    group.add_argument("--best-of", type=int, metavar="N", help="make so many, and give the n likeliest of them")
+    group.add_argument("--num-beams", type=int, metavar="N", help="beam search with so many beams")
+    group.add_argument("--length-penalty", type=float, metavar="X", help="of beams (default 1)")
+    group.add_argument(
+        "--early-stopping", type=_early_stopping, metavar="true|false|never", help="of beams (default false)"
+    )
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the tokens, and the K most likely"
+    )
+    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompts' tokens")
+    group.add_argument(
+        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="not to be generated; may be given often"
     )
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often"
     )
     group.add_argument("--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID")
+    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="the output is a document of it")
+    group.add_argument("--regex", metavar="TEXT", help="matches the whole output")
+    group.add_argument(
+        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="in Lark's notation; the output is a sentence of it"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end ids")
     group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="add no BOS")
 
@@ -170,6 +198,23 @@ def _int_or_auto(text: str) -> int | str:
         return text if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, got {text!r}") from None
+
+
+def _early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"must be true, false or never, got {text!r}")
+    return values[text]
+
+
+def _text_or_file(text: str) -> str:
+    """The text, or what stands in the file named behind an @."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {error}") from None
 
 
 def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -189,11 +234,9 @@ def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _generate(args: argparse.Namespace) -> int:
     from .scheduler.request import SamplingParams
 
-    given = _given(
-        args, "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-        "seed", "stop", "stop_token_ids", "ignore_eos", "add_special_tokens", "n",
-    )  # fmt: skip
-    params = SamplingParams(**given)
+    params = SamplingParams(**_given(args, *_SAMPLING_NUMBERS, *_SAMPLING_OTHERS))
+    if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):
+        raise ValueError("log-probabilities are not shown beside a text: add --json")
     prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
     if not prompts:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file F")
@@ -239,6 +282,7 @@ def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> lis
             outputs[chunk.index] = chunk.output
         if view is None:
             line = {"index": chunk.index, "number": chunk.number, "text": chunk.text, "token_ids": chunk.token_ids}
+            line |= {"logprobs": [asdict(one) for one in chunk.logprobs]} if chunk.logprobs is not None else {}
             line |= {"output": chunk.output.to_dict()} if chunk.output else {}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         else:

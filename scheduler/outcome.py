@@ -22,7 +22,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How a sequence goes on that somebody else chooses for: from the tokens of `source_id`, which may be itself, by `token`."""
+    """How a sequence goes on that somebody else chooses for: from the tokens of `source_id`, maybe its own, by `token`."""
 
     request_id: str
     source_id: str

@@ -61,8 +61,8 @@ class SamplingParams:
         ignore_eos: Go on past the model's own end ids.
         start_id: The token that the prompt is to begin with. It is put before a prompt that does not; a string has it in the
             place of the tokenizer's own BOS.
-        logprobs: Tell the log-probability of each generated token, before any of the treatments above, and those of so many most
-            likely ones.
+        logprobs: Tell the log-probability of each generated token, before any of the treatments above, and those of so many
+            most likely ones.
         prompt_logprobs: The same of the prompt's tokens, from the second on.
         seed: The same request with the same seed gives the same tokens; `None` takes one at random.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.

@@ -184,7 +184,7 @@ class FakeLLM:
         if self.raises:
             raise self.raises
         one = SimpleNamespace(text=None, token_ids=[1, 2], error=self.error)
-        return [SimpleNamespace(completions=(one,) * (params.n or 1)) for _ in prompts]
+        return [SimpleNamespace(completions=(one,) * (params.n or 1), to_dict=dict) for _ in prompts]
 
 
 @pytest.fixture
@@ -202,9 +202,15 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
     numbers = (
         "--max-new-tokens 5 --min-new-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed -4 --n 2"
     )
+    more = (
+        "--frequency-penalty 0.5 --presence-penalty -1 --start-id 3 --best-of 4 --length-penalty 0.5 --early-stopping never "
+        "--logprobs 2 --prompt-logprobs 0 --bad-word x --bad-word yz --regex a+ --num-beams 1 --json"
+    )
     ends = "--repetition-penalty 1.5 --stop a --stop bc --stop-token-id 5 --stop-token-id 6 --ignore-eos"
     serving = "--max-chunk-tokens 33 --host-kv-memory 8GiB --no-prefix-caching --idle-s 2.5 --no-share"
-    options = f"{engine} --max-model-len 512 {serving} {numbers} {ends} --no-special-tokens --prompt-file - --prompt p"
+    options = (
+        f"{engine} --max-model-len 512 {serving} {numbers} {more} {ends} --no-special-tokens --prompt-file - --prompt p"
+    )
     arguments = ["generate", "--model", "org/model", *options.split()]
     assert main(arguments) == 0
     assert fake.told == {
@@ -214,9 +220,13 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "params": SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125,
             repetition_penalty=1.5, seed=-4, stop=["a", "bc"], stop_token_ids=[5, 6], ignore_eos=True,
-            add_special_tokens=False, n=2,
+            add_special_tokens=False, n=2, frequency_penalty=0.5, presence_penalty=-1, start_id=3, best_of=4,
+            length_penalty=0.5, early_stopping="never", logprobs=2, prompt_logprobs=0, bad_words=["x", "yz"], regex="a+",
+            num_beams=1,
         ),
     }  # fmt: skip
+    assert capsys.readouterr().out == "{}\n" * 2
+    assert main(["generate", "--model-name", "m", "--prompt", "p", "--prompt", "q", "--n", "2"]) == 0
     assert capsys.readouterr().out == "\n".join(f"--- {i} of 4 ---\n[1, 2]\n" for i in range(1, 5))  # ids
     assert main(["generate", "--model-name", "m", "--prompt", "p", "--block-size", "auto"]) == 0
     assert fake.told == {
@@ -226,6 +236,49 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "params": SamplingParams(),
         "closed": True,
     }
+
+
+@pytest.mark.parametrize("name", ["json_schema", "grammar"])
+def test_a_form_is_a_text_or_a_file(name: str, fake: type[FakeLLM], tmp_path: Path, capsys: Any) -> None:
+    file, option = tmp_path / "form", f"--{name.replace('_', '-')}"
+    file.write_text('{"type": "array"}\n', "utf-8")
+    for given, text in (("{}", "{}"), (f"@{file}", '{"type": "array"}\n')):
+        assert main(["generate", "--model-name", "m", "--prompt", "p", option, given]) == 0
+        assert getattr(fake.told["params"], name) == text
+    with pytest.raises(SystemExit):
+        main(["generate", "--model-name", "m", "--prompt", "p", option, f"@{file}.none"])
+    assert f"error: argument {option}: cannot read {file}.none: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
+def test_early_stopping(text: str, value: bool, fake: type[FakeLLM]) -> None:
+    assert main(["generate", "--model-name", "m", "--prompt", "p", "--early-stopping", text]) == 0
+    assert fake.told["params"].early_stopping is value
+
+
+def test_log_probabilities_as_json(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--temperature", "0", "--prompt", PROMPTS[0], "--logprobs", "2", "--prompt-logprobs", "1", "--json"]
+    params = SamplingParams(max_new_tokens=12, temperature=0, logprobs=2, prompt_logprobs=1)
+    expected = json.loads(json.dumps(demo.generate(PROMPTS[:1], params)[0].to_dict(), allow_nan=False))
+    assert main(["generate", *DEMO, *SHORT, *asked]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["prompt_logprobs"] == expected["prompt_logprobs"]
+    assert output["completions"][0]["logprobs"] == expected["completions"][0]["logprobs"]
+    assert main(["generate", *DEMO, *SHORT, *asked, "--stream"]) == 0
+    chunks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    streamed = [one for chunk in chunks for one in chunk["logprobs"]]
+    assert [one["token_id"] for one in streamed] == output["completions"][0]["token_ids"]
+    assert [[i for i, _ in one["top"]] for one in streamed] == [
+        [i for i, _ in one["top"]] for one in expected["completions"][0]["logprobs"]
+    ]
+
+
+def test_the_best_of_several(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    best = ["generate", *DEMO, *SHORT, "--prompt", PROMPTS[0], "--temperature", "1", "--seed", "7", "--best-of", "5"]
+    params = SamplingParams(max_new_tokens=12, temperature=1, seed=7, best_of=5)
+    assert main(best) == 0
+    assert capsys.readouterr() == (f"{demo.generate(PROMPTS[0], params)[0].text}\n", "")
+    assert "best_of 5 cannot be streamed with n 1" in refused(capsys, *best, "--stream")
 
 
 def test_exit_status(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,6 +326,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--prompt", "x", "--idle-s", "-1"): "idle_s must be a number of seconds of at least 0, got -1.0",
         ("--prompt", "x", "--host-kv-memory", "much"): "host_kv_memory: cannot read 'much'",
         ("--prompt", "x", "--host-kv-memory", "1MiB", "--no-prefix-caching"): "leave prefix_caching on",
+        ("--prompt", "x", "--logprobs", "1"): "log-probabilities are not shown beside a text: add --json",
+        ("--prompt", "x", "--best-of", "2", "--n", "3"): "best_of 2 is below n 3",
         ("--prompt", "x", "--n", "0"): "n must be at least 1, got 0",
         ("--prompt", "word " * 2000): "with a context of 1,024 tokens",
         ("--prompt", "\udcff"): "surrogates not allowed",
@@ -287,7 +342,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     "arguments",
     [
         [], ["nosuch"], ["generate"], ["generate", *DEMO, "--top-q", "1"], ["generate", *DEMO, "--seed", "one"],
-        ["generate", *DEMO, "--block-size", "big"], ["plan"], ["models", "demo"],
+        ["generate", *DEMO, "--block-size", "big"], ["generate", *DEMO, "--early-stopping", "1"], ["plan"], ["models", "demo"],
     ],
 )  # fmt: skip
 def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +352,7 @@ def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert out == ""
     assert "usage: " in err and "error: " in err
-    assert "_int_or_auto" not in err
+    assert "_int_or_auto" not in err and "_early_stopping" not in err
 
 
 # -- models and plan ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,236 @@
+"""Beam search: with which of the candidates that its beams tell a prompt goes on. The algorithm is that of transformers 5.23
+(`_beam_search`), with its numbers in float32 and its rules for ending; who computes the beams, and when, is the scheduler's
+business.
+
+Each step chooses among the candidates of all beams those with the highest sum of log-probabilities. The best that do not end go
+on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..scheduler.outcome import Finished, Move
+from ..scheduler.plan import Candidates, Float32
+from ..scheduler.request import Request, SamplingParams
+from ..scheduler.sequence import FinishReason
+from .tickets import Ticket
+
+DEFAULT_LENGTH_PENALTY = 1.0
+
+
+class Hypothesis(NamedTuple):
+    """A continuation that has ended."""
+
+    score: np.float32  # the sum of its log-probabilities, over its length to the power of the penalty
+    token_ids: list[int]
+    reason: FinishReason
+    logprob: float  # the sum
+
+
+class _Beam(NamedTuple):
+    """A continuation that goes on."""
+
+    request_id: str
+    token_ids: list[int]
+    logprob: np.float32
+
+
+class _Next(NamedTuple):
+    """A beam's candidate: one of those that the beams go on with, or end by."""
+
+    beam: int
+    token: int
+    logprob: np.float32
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """What a search goes by. `longest` is in generated tokens; there are `num_candidates` to be told by each beam."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    end_ids: frozenset[int]
+    longest: int
+
+    @classmethod
+    def resolve(cls, params: SamplingParams, end_ids: Sequence[int], longest: int) -> BeamRules:
+        """From parameters in which nothing is to be filled in any more but by defaults."""
+        penalty = DEFAULT_LENGTH_PENALTY if params.length_penalty is None else float(params.length_penalty)
+        return cls(params.num_beams or 1, penalty, params.early_stopping or False, frozenset(end_ids), longest)
+
+    @property
+    def num_candidates(self) -> int:
+        """So many that `num_beams` are left if each end id is among the best of each beam."""
+        return num_candidates(self.num_beams, len(self.end_ids))
+
+
+def num_candidates(num_beams: int, num_end_ids: int) -> int:
+    """Candidates that each of so many beams tells."""
+    return max(2, 1 + num_end_ids) * num_beams
+
+
+class BeamSearch:
+    """The beams of one prompt. `tell` it candidates; `choose` once all have told. Mutable, not thread-safe.
+
+    Args:
+        rules: What it goes by.
+        request_ids: Of the beams. All have the prompt alone at first, and the first one speaks for them.
+    """
+
+    def __init__(self, rules: BeamRules, request_ids: Sequence[str]) -> None:
+        self.rules = rules
+        self.over = False
+        self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
+        self._told: dict[str, Candidates] = {}
+        self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
+
+    @property
+    def ready(self) -> bool:
+        """Whether all have told that there are to choose from."""
+        speak = self._beams if self._length else self._beams[:1]
+        return not self.over and all(beam.request_id in self._told for beam in speak)
+
+    @property
+    def best(self) -> list[Hypothesis]:
+        """What was found so far, best first: whole ones, and where they are too few, beams as they are."""
+        missing = self.rules.num_beams - len(self._ended)
+        left = [self._hypothesis(b.token_ids, b.logprob) for b in self._beams] if missing and self._length else []
+        return self._ended + left[:missing]
+
+    def tell(self, request_id: str, candidates: Candidates) -> None:
+        """What a beam could go on with."""
+        self._told[request_id] = candidates
+
+    def choose(self) -> list[Move]:
+        """Decide how the beams go on; those that no move names go on no more. No move at all: the search is `over`."""
+        taken = self._taken()
+        length = self._length + 1
+        self._keep_ended(taken, length)
+        going = [one for one in taken if not one.ends][: self.rules.num_beams]
+        if not going or self._is_over(going[0].logprob, length):
+            self.over = True
+            return []
+        return self._go_on(going)
+
+    @property
+    def _length(self) -> int:
+        """Generated tokens of each beam."""
+        return len(self._beams[0].token_ids)
+
+    def _taken(self) -> list[_Next]:
+        """The best candidates of all beams, best first."""
+        rules, beams = self.rules, self._beams if self._length else self._beams[:1]
+        told = [self._told[beam.request_id] for beam in beams]
+        owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in told])
+        before = np.array([beam.logprob for beam in beams], np.float32)[owners]
+        tokens = np.concatenate([c.token_ids for c in told])
+        logprobs: Float32 = np.concatenate([c.logprobs for c in told]) + before
+        keys: Float32 = np.concatenate([c.keys for c in told]) + before
+        order = np.lexsort((tokens, owners, -keys))[: rules.num_candidates]
+        last = self._length + 1 >= rules.longest
+        return [
+            _Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order
+        ]
+
+    def _keep_ended(self, taken: list[_Next], length: int) -> None:
+        """Those that end, of the first `num_beams`, are whole; the best of all that are stay."""
+        for one in taken[: self.rules.num_beams]:
+            if one.ends:
+                tokens = [*self._beams[one.beam].token_ids, one.token]
+                self._ended.append(self._hypothesis(tokens, one.logprob))
+        self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of equal ones the older is better
+        del self._ended[self.rules.num_beams :]
+
+    def _is_over(self, best: np.float32, length: int) -> bool:
+        """Whether there are enough whole ones, and going on, with `best` as the highest sum, makes none that is better."""
+        rules = self.rules
+        if len(self._ended) < rules.num_beams:
+            return False
+        if rules.early_stopping is True:
+            return True
+        reaches = rules.longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length
+        return not best / np.float32(reaches**rules.length_penalty) > self._ended[-1].score
+
+    def _go_on(self, going: list[_Next]) -> list[Move]:
+        """Each beam keeps its place with the first that continues it; the others take the places of beams that end."""
+        first = not self._length
+        names = [beam.request_id for beam in self._beams]
+        kept = {} if first else {one.beam: None for one in going}
+        spare = iter([name for place, name in enumerate(names) if place not in kept])
+        beams, moves = [], []
+        for one in going:
+            stays = kept.pop(one.beam, 0) is None
+            name = names[one.beam] if stays else next(spare)
+            source = name if first else names[one.beam]
+            moves.append(Move(name, source, one.token))
+            beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
+        self._beams, self._told = beams, {}
+        return moves
+
+    def _hypothesis(self, tokens: list[int], logprob: np.float32) -> Hypothesis:
+        score = logprob / np.float32(len(tokens) ** self.rules.length_penalty)
+        return Hypothesis(score, tokens, "stop" if tokens[-1] in self.rules.end_ids else "length", float(logprob))
+
+
+class BeamTickets:
+    """A search, and whoever waits for it: tells it what its beams' requests give, and its tickets what came of it.
+
+    Args:
+        search: Over the beams that `requests` are.
+        requests: All begin with the same prompt.
+        tickets: Of the best that it finds.
+    """
+
+    def __init__(self, search: BeamSearch, requests: Sequence[Request], tickets: Sequence[Ticket]) -> None:
+        self.search = search
+        self.tickets = tickets
+        self._running = {request.request_id for request in requests}
+        self._preemptions = 0
+        self._end: FinishReason | None = None  # why it ended before the search was over
+        self._error: str | None = None
+
+    def take(self, request_id: str, candidates: Candidates) -> tuple[list[Move], list[str]]:
+        """What a beam tells. Returns how the beams go on, once all have told, and the requests of those that do not."""
+        if self._end is not None or self.search.over:
+            return [], []
+        self.search.tell(request_id, candidates)
+        if not self.search.ready:
+            return [], []
+        moves = self.search.choose()
+        return moves, list(self._running - {move.request_id for move in moves})
+
+    def fail(self, error: str) -> list[str]:
+        """It cannot go on. Returns the requests to be ended."""
+        self._end, self._error = "error", error
+        return list(self._running)
+
+    def finish(self, finished: Finished, now: float) -> list[str]:
+        """One of its requests has ended: with the last one the tickets have their outputs. Returns the others, where they
+        are to end too: all of them, unless it was the search's own doing.
+        """
+        self._running.discard(finished.request_id)
+        self._preemptions += finished.num_preemptions
+        dropped = finished.reason == "stop"  # its place was needed no more
+        if not dropped and not self.search.over and self._end is None:
+            self._end, self._error = finished.reason, finished.error
+        if not self._running:
+            self._tell(now)
+        return [] if dropped else list(self._running)
+
+    def _tell(self, now: float) -> None:
+        best = self.search.best
+        for place, ticket in enumerate(self.tickets):
+            found = best[place] if place < len(best) else None
+            tokens = found.token_ids if found is not None else []
+            for token in tokens:
+                ticket.push(token, now)
+            reason: FinishReason = self._end or (found.reason if found is not None else "length")
+            ids = np.array(tokens, np.int32)
+            ticket.finish(Finished(ticket.request.request_id, reason, ids, self._preemptions, self._error), now)

@@ -1,0 +1,39 @@
+"""transformers' streamers, fed from the engine: `put` of the prompt, `put` of each token, `end`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..scheduler.request import SamplingParams
+from .llm import LLM
+from .outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+def generate_into(
+    streamer: BaseStreamer, llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> RequestOutput:
+    """Continue a prompt, and give `streamer` the prompt's ids [1, T] and each token [1] as soon as it is there.
+
+    The streamer is ended however it goes, so that nobody who reads it in another thread waits for ever.
+
+    Raises ValueError for several continuations or beams, which a streamer cannot tell apart, and what `LLM.stream` raises.
+    """
+    if (params.n or 1) > 1 or (params.num_beams or 1) > 1:
+        raise ValueError("a streamer takes one continuation: leave num_return_sequences and num_beams out")
+    output: RequestOutput | None = None
+    try:
+        streamer.put(torch.tensor([list(prompt_token_ids)]))  # type: ignore[no-untyped-call]
+        for chunk in llm.stream([list(prompt_token_ids)], params):
+            for token_id in chunk.token_ids:
+                streamer.put(torch.tensor([token_id]))  # type: ignore[no-untyped-call]
+            output = chunk.output or output
+    finally:
+        streamer.end()  # type: ignore[no-untyped-call]
+    assert output is not None
+    return output

@@ -1,0 +1,176 @@
+"""The arguments of a pipeline, at its making and at a call: known, harmless or refused, and sorted by who needs them."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+TEXT = (
+    "prefix", "add_special_tokens", "truncation", "handle_long_generation", "continue_final_message",
+    "tokenizer_encode_kwargs", "tools", "documents", "clean_up_tokenization_spaces", "skip_special_tokens", "streamer",
+    "look_ahead",
+)  # fmt: skip
+FORM = ("return_full_text", "return_tensors", "return_text", "return_type")
+OTHERS = ("stop_sequence", "generate_kwargs", "tokenizer")
+
+Form = Literal["tensors", "new text", "full text"]
+_FORMS: Mapping[Any, Form] = {0: "tensors", 1: "new text", 2: "full text"}  # transformers' ReturnType by its values
+
+# Accepted, said to be without effect, and why.
+HARMLESS: Mapping[str, str] = {
+    "batch_size": "batches form by themselves, of whatever is there to be computed",
+    "num_workers": "prompts are read in the caller's thread",
+    "padding": "nothing is padded here",
+    "framework": "there is one framework",
+    "binary_output": "text is text",
+    "use_fast": "the tokenizer is loaded as its files say",
+    "token": "nothing is downloaded",
+    "attn_implementation": "attention is the engine's own",
+    "low_cpu_mem_usage": "weights are always read as they are needed",
+    "use_safetensors": "safetensors are taken where they are there",
+    "local_files_only": "nothing is ever downloaded",
+}
+# Of the making: refused, and why.
+REFUSED: Mapping[str, str] = {
+    "config": "the model's own configuration is used; change it in its folder, or give a loaded model",
+    "feature_extractor": "only text is served",
+    "image_processor": "only text is served",
+    "video_processor": "only text is served",
+    "processor": "only text is served; give its tokenizer",
+    "pipeline_class": "there is one pipeline, for text generation",
+    "args_parser": "there is one pipeline, for text generation",
+    "code_revision": "nothing is downloaded; fetch that revision and name its folder",
+    "cache_dir": "set HF_HUB_CACHE for another cache, or name the model's folder",
+    "quantization_config": "give a model that is saved in its quantised form",
+    "load_in_4bit": "give a model that is saved in its quantised form",
+    "load_in_8bit": "give a model that is saved in its quantised form",
+}
+
+CALL = frozenset({*TEXT, *FORM, *OTHERS, *HARMLESS})  # what a call takes, besides generation's settings
+
+_noted: set[str] = set()  # what was said already: once in a process is enough
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What was given for generation, and for the texts before and behind it. Nothing that was not given is here."""
+
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    text: Mapping[str, Any] = field(default_factory=dict)  # TEXT, and "form"
+
+    def over(self, base: Arguments) -> Arguments:
+        """These, and those of `base` beneath them. A `generation_config` here takes the place of all settings there."""
+        beneath = base.generation
+        if self.generation.get("generation_config") is not None:
+            stay = ("logits_processor", "prefix_allowed_tokens_fn", "seed")  # which no such configuration holds
+            beneath = {name: beneath[name] for name in stay if name in beneath}
+        return Arguments({**beneath, **self.generation}, {**base.text, **self.text})
+
+
+def sort_arguments(given: Mapping[str, Any], generation_names: Collection[str], harmless: Collection[str]) -> Arguments:
+    """Sort what a call was given. `generation_names` are generation's own, of which `harmless` ones have no effect.
+
+    Raises ValueError for an argument that nobody knows, with the nearest one that is known, and for a contradiction.
+    """
+    given = dict(given)
+    if (nested := given.pop("generate_kwargs", None)) is not None:
+        given = _merged(given, nested, "generate_kwargs")
+    refuse_unknown(given, CALL | set(generation_names), "argument of a text-generation pipeline")
+    for name in given:
+        if given[name] is not None and (name in HARMLESS or name in harmless):
+            note(name)
+    generation = {name: given[name] for name in generation_names if name in given and name not in harmless}
+    if given.get("stop_sequence") is not None:
+        if generation.get("stop_strings") is not None:
+            raise ValueError("stop_sequence and stop_strings mean the same: give one of them")
+        generation["stop_strings"] = given["stop_sequence"]
+    text = {name: given[name] for name in TEXT if given.get(name) is not None}
+    if (form := _form(given)) is not None:
+        text["form"] = form
+    return Arguments(generation, text)
+
+
+def flatten_model_kwargs(given: Mapping[str, Any], model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of the making, those in `model_kwargs` among them, without harmless ones. Raises ValueError."""
+    flat = _merged(given, model_kwargs or {}, "model_kwargs")
+    for name, why in REFUSED.items():
+        if flat.pop(name, None) is not None:
+            raise ValueError(f"{name} is not served: {why}")
+    revision = flat.pop("revision", None)
+    if revision not in (None, "main"):
+        raise ValueError(
+            f"revision {revision!r} is not served: nothing is downloaded; fetch that revision and name its folder"
+        )
+    if flat.get("torch_dtype") is not None:
+        if flat.get("dtype") not in (None, flat["torch_dtype"]):
+            raise ValueError("dtype and torch_dtype mean the same: give one of them")
+        flat["dtype"] = flat["torch_dtype"]
+    flat.pop("torch_dtype", None)
+    flat["device"] = _device(flat.pop("device", None), flat.pop("device_map", None))
+    return flat
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raise ValueError for the first name that is not known; says the nearest one that is."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise ValueError(f"{name!r} is no {what}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def note(name: str) -> None:
+    """Say once that an argument has no effect."""
+    if name not in _noted:
+        _noted.add(name)
+        why = HARMLESS.get(name, "the engine computes in its own way, with the same result")
+        log.warning("%s has no effect: %s", name, why)
+
+
+def _merged(given: Mapping[str, Any], nested: Any, where: str) -> dict[str, Any]:
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"{where} must map names to values, got {type(nested).__name__}")
+    twice = [name for name in nested if given.get(name) is not None]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice, once in {where}")
+    return {**given, **nested}
+
+
+def _form(given: Mapping[str, Any]) -> Form | None:
+    """What is to be told, or None where nobody says. `return_tensors` asks for token ids by being given at all: so does
+    transformers' take it.
+    """
+    full, tensors, text = (given.get(name) for name in ("return_full_text", "return_tensors", "return_text"))
+    if given.get("return_type") is not None:
+        kind = getattr(given["return_type"], "value", given["return_type"])
+        if kind not in _FORMS:
+            raise ValueError(f"return_type must be one of transformers' ReturnType, got {given['return_type']!r}")
+        return _FORMS[kind]
+    if full is not None:
+        if text is not None or tensors is not None:
+            raise ValueError("return_full_text cannot be given together with return_text or return_tensors")
+        return "full text" if full else "new text"
+    if tensors is None:
+        return None
+    if text is not None:
+        raise ValueError("return_text cannot be given together with return_tensors")
+    return "tensors"
+
+
+def _device(device: Any, device_map: Any) -> Any:
+    """A device as the engine has it. transformers' numbers are those of CUDA devices, and -1 is the CPU."""
+    if device is not None and device_map is not None:
+        raise ValueError("device and device_map cannot be given together")
+    if isinstance(device_map, Mapping):
+        places = set(device_map.values())
+        if len(places) != 1:
+            raise ValueError(f"device_map {dict(device_map)} is not served: an engine runs on one device")
+        device_map = places.pop()
+    chosen = device if device_map is None else device_map
+    if isinstance(chosen, int) and not isinstance(chosen, bool):
+        return "cpu" if chosen < 0 else f"cuda:{chosen}"
+    return chosen

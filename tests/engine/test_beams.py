@@ -1,0 +1,306 @@
+"""Beams: those of transformers, however little memory there is for them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from engines import TinyEngine
+from families import VOCAB, tiny
+
+from pagetide import LLM, RequestRejected, SamplingParams
+from pagetide.engine.beams import BeamRules, BeamSearch, BeamTickets
+from pagetide.engine.outputs import Completion
+from pagetide.engine.tickets import Answer, Ticket
+from pagetide.scheduler.outcome import Finished
+from pagetide.scheduler.plan import Candidates
+from pagetide.scheduler.request import Request
+
+NEW = 24
+ENDS = (3, 77, 140)  # of 160 ids: some beams end early, most go on
+
+
+@lru_cache(maxsize=8)
+def family(name: str):
+    return tiny(name, seed=11)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
+
+
+def theirs(name: str, ids: list[int], ends: tuple[int, ...], **kwargs) -> list[list[int]]:
+    """What transformers' beams give, without the padding behind the end."""
+    model = family(name)
+    model.set_attn_implementation("eager")
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), do_sample=False, max_new_tokens=NEW, eos_token_id=list(ends) or None, pad_token_id=0, **kwargs
+    )  # fmt: skip
+    rows = [row[len(ids) :].tolist() for row in out]
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), NEW)] for row in rows]
+
+
+def ours(
+    engine: TinyEngine, ids: list[int], ends: tuple[int, ...], name: str = "b", **kwargs
+) -> tuple[list[Completion], ...]:
+    """One search, driven without an `LLM`."""
+    return searched(engine, {name: ids}, ends, **kwargs)[name]
+
+
+def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) -> dict[str, list[Completion]]:
+    """Searches side by side."""
+    params = SamplingParams(max_new_tokens=NEW, temperature=0, stop_token_ids=ends, **kwargs)
+    rules = BeamRules.resolve(params, ends, NEW)
+    scheduler, searches, answers = engine.core.scheduler, {}, {}
+    for name, ids in prompts.items():
+        sampling = params.resolve()
+        sampling = type(sampling)(
+            **{f: getattr(sampling, f) for f in sampling.__slots__} | {"num_candidates": rules.num_candidates}
+        )
+        requests = Request(name, np.array(ids, np.int32), sampling).forked(rules.num_beams)
+        answer = Answer(0, None, params)
+        answer.tickets = [Ticket(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
+        search = BeamTickets(BeamSearch(rules, [r.request_id for r in requests]), requests, answer.tickets)
+        for request in requests:
+            engine.core.add(request)
+            searches[request.request_id] = search
+        answers[name] = answer
+    for _ in range(5000):
+        if not engine.core.has_work:
+            break
+        emissions = engine.core.step()
+        scheduler.check_invariants()
+        for end in emissions.finished:
+            for other in searches[end.request_id].finish(end, 0.0):
+                engine.core.abort(other)
+        for request_id, candidates in emissions.candidates:
+            moves, dropped = searches[request_id].take(request_id, candidates)
+            scheduler.steer(moves)
+            for other in dropped:
+                engine.core.abort(other, "stop")
+        scheduler.check_invariants()
+    assert scheduler.cache.counts().live == 0, "blocks are left"
+    return {name: list(answer.output.completions) for name, answer in answers.items()}
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+WAYS = {
+    "plain": {"num_beams": 4, "n": 4},
+    "the first of three": {"num_beams": 3},
+    "early": {"num_beams": 3, "n": 3, "early_stopping": True, "length_penalty": 0.0},
+    "never, for the long": {"num_beams": 4, "n": 2, "early_stopping": "never", "length_penalty": 2.0},
+    "for the short": {"num_beams": 5, "n": 5, "length_penalty": -1.0},
+    "penalised": {"num_beams": 2, "n": 2, "repetition_penalty": 1.5, "min_new_tokens": 6},
+}
+
+
+def as_theirs(kwargs: dict) -> dict:
+    return {**{k: v for k, v in kwargs.items() if k != "n"}, "num_return_sequences": kwargs.get("n", 1)}
+
+
+WHOLE = {
+    ("llama", "room for all"),
+    ("gpt_oss", "preempted"),
+}  # where every way is tried; elsewhere the first and the last
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("pressure", ["room for all", "preempted", "preempted, nothing kept"])
+def test_the_beams_of_transformers(name, pressure):
+    caching, usable = pressure != "preempted, nothing kept", 120 if pressure == "room for all" else 13
+    preemptions = 0
+    ways = list(WAYS.values()) if (name, pressure) in WHOLE else list(WAYS.values())[:: len(WAYS) - 1]
+    for seed, kwargs in enumerate(ways):
+        ids = prompt(21 + seed, seed)
+        engine = TinyEngine(
+            family(name), usable=usable, block_size=4, caching=caching, max_chunk_tokens=8, max_step_tokens=64
+        )  # fmt: skip
+        found = ours(engine, ids, ENDS, **kwargs)
+        preemptions += engine.preemptions
+        assert tokens(found) == theirs(name, ids, ENDS, **as_theirs(kwargs)), kwargs
+        for completion in found:
+            assert completion.finish_reason == ("stop" if completion.token_ids[-1] in ENDS else "length")
+    assert (preemptions > 0) == (usable == 13)
+
+
+def test_without_an_end_id():
+    ids = prompt(9)
+    engine = TinyEngine(family("llama"), usable=100, block_size=4)
+    assert tokens(ours(engine, ids, (), num_beams=3, n=3)) == theirs(
+        "llama", ids, (), num_beams=3, num_return_sequences=3
+    )
+
+
+@pytest.mark.parametrize("host_slots", [0, 12])
+def test_searches_side_by_side_out_of_one_pool(host_slots):
+    prompts = {f"s{i}": prompt(10 + 3 * i, i) for i in range(4)}
+    engine = TinyEngine(family("llama"), usable=30, block_size=4, caching=True, host_slots=host_slots, max_seqs=9)
+    found = searched(engine, prompts, ENDS, num_beams=3, n=3)
+    assert engine.preemptions > 0
+    for name, ids in prompts.items():
+        assert tokens(found[name]) == theirs("llama", ids, ENDS, num_beams=3, num_return_sequences=3)
+
+
+def test_a_pool_for_one_beam_is_enough_for_all():
+    ids = prompt(6)
+    engine = TinyEngine(family("llama"), usable=8, block_size=4)  # 31 tokens at most; a beam comes to 29
+    assert tokens(ours(engine, ids, (), num_beams=3, n=3)) == theirs(
+        "llama", ids, (), num_beams=3, num_return_sequences=3
+    )
+    seats = TinyEngine(family("llama"), usable=100, block_size=4, max_seqs=1)
+    assert tokens(ours(seats, ids, (), num_beams=3, n=3)) == theirs(
+        "llama", ids, (), num_beams=3, num_return_sequences=3
+    )
+
+
+def test_a_pool_that_is_too_small_gives_what_was_found():
+    ids = prompt(6)
+    engine = TinyEngine(family("llama"), usable=4, block_size=4)
+    found = ours(engine, ids, (), num_beams=2, n=2)
+    assert [completion.finish_reason for completion in found] == ["length", "length"]
+    assert all(8 <= len(completion.token_ids) <= 11 for completion in found)
+
+
+def test_blocks_are_shared_by_beams():
+    engine = TinyEngine(family("llama"), usable=100, block_size=4)
+    ours(engine, prompt(40), (), num_beams=4, n=4)
+    apart = 4 * (-(-(40 + NEW) // 4))
+    assert engine.core.scheduler.stats.peak_used_blocks < apart / 2
+    assert engine.preemptions == engine.core.scheduler.stats.recomputed_tokens == 0
+
+
+def test_drawn_beams_are_a_function_of_the_seed():
+    ids, kwargs = prompt(12), {"num_beams": 3, "n": 3, "top_k": 20}
+    params = {"seed": 5, **kwargs}
+
+    def drawn(usable: int, **more):
+        engine = TinyEngine(family("llama"), usable=usable, block_size=4, caching=True)
+        one = SamplingParams(max_new_tokens=NEW, temperature=1.5, **{**params, **more})
+        sampling = one.resolve()
+        rules = BeamRules.resolve(one, (), NEW)
+        fields = {f: getattr(sampling, f) for f in sampling.__slots__} | {"num_candidates": rules.num_candidates}
+        requests = Request("b", np.array(ids, np.int32), type(sampling)(**fields)).forked(3)
+        search = BeamSearch(rules, [r.request_id for r in requests])
+        for request in requests:
+            engine.core.add(request)
+        while not search.over:
+            for request_id, candidates in engine.core.step().candidates:
+                search.tell(request_id, candidates)
+            if search.ready:
+                engine.core.scheduler.steer(search.choose())
+        return [h.token_ids for h in search.best], engine.preemptions
+
+    plain, _ = drawn(100)
+    pressed, preemptions = drawn(9)
+    assert pressed == plain
+    assert preemptions > 0
+    assert drawn(100, seed=6)[0] != plain
+
+
+# -- through the door --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", dtype="float32", kv_memory="8MiB", device="cpu") as llm:
+        yield llm
+
+
+@lru_cache(maxsize=1)
+def demo():
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM
+
+    import pagetide.engine.demo_model as demo_model
+
+    return AutoModelForCausalLM.from_pretrained(Path(demo_model.__file__).parent, dtype=torch.float32)
+
+
+def test_generate_and_stream(llm):
+    ids = llm.tokenize("The sea was")
+    params = SamplingParams(num_beams=4, num_return_sequences=2, max_new_tokens=16, temperature=0)
+    want = demo().generate(
+        torch.tensor([ids]), num_beams=4, num_return_sequences=2, do_sample=False, max_new_tokens=16,
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+    )[:, len(ids) :].tolist()  # fmt: skip
+    (output,) = llm.generate("The sea was", params)
+    assert [c.token_ids for c in output.completions] == want
+    tokenizer = llm._desk.open().encoder.tokenizer
+    assert [c.text for c in output.completions] == [tokenizer.decode(row) for row in want]
+    chunks = list(llm.stream("The sea was", params))
+    assert [(c.number, c.token_ids) for c in chunks] == [(0, want[0]), (1, want[1])]
+    assert [c.text for c in chunks] == [c.text for c in output.completions]
+    assert not llm._desk.searches
+
+
+def test_beams_beside_others_that_draw(llm):
+    plain, beams = (
+        SamplingParams(temperature=1.0, seed=3, max_new_tokens=12),
+        SamplingParams(num_beams=3, max_new_tokens=12, temperature=0),
+    )
+    alone = [llm.generate("Call me", p)[0].token_ids for p in (plain, beams)]
+    both = llm.generate(["Call me", "Call me", "Call me"], [plain, beams, plain])
+    assert [output.token_ids for output in both] == [alone[0], alone[1], alone[0]]
+
+
+def test_a_stream_that_is_closed_ends_its_beams(llm):
+    stream = llm.stream("Call me", SamplingParams(num_beams=4, n=2, max_new_tokens=200, temperature=0))
+    for _ in range(5):
+        llm._desk.step()
+    stream.close()
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
+    assert not llm._desk.searches
+
+
+def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
+    def broken(self):
+        raise RuntimeError("planted")
+
+    good = llm.generate("Call me", SamplingParams(max_new_tokens=8, temperature=0))[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamSearch, "choose", broken)
+        bad, other = llm.generate(
+            ["Call me", "Call me"],
+            [SamplingParams(num_beams=3, max_new_tokens=8, temperature=0), SamplingParams(max_new_tokens=8, temperature=0)],
+        )  # fmt: skip
+    assert bad.finish_reason == "error" and "planted" in bad.error
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_beams": 2, "n": 3}, {"num_beams": 2, "best_of": 2}, {"num_beams": 2, "stop": "a"}, {"num_beams": 0},
+              {"num_beams": 2, "logprobs": 1}, {"num_beams": 2, "early_stopping": "perhaps"}],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(given):
+    with pytest.raises(ValueError):
+        SamplingParams(**given)
+
+
+def test_beams_of_a_prompt_that_is_refused(llm):
+    with pytest.raises(RequestRejected):
+        llm.generate("word " * 10_000, SamplingParams(num_beams=2))
+    assert not llm._desk.searches
+
+
+def test_a_search_hands_on_what_ended_it():
+    rules = BeamRules(2, 1.0, False, frozenset(), 5)
+    params = SamplingParams(num_beams=2)
+    requests = Request("b", np.array([1, 2], np.int32), params.resolve()).forked(2)
+    answer = Answer(0, None, params)
+    answer.tickets = [Ticket(answer, 0, requests[0], None, False)]
+    search = BeamTickets(BeamSearch(rules, ["b", "b.1"]), requests, answer.tickets)
+    values = np.array([-0.5, -1.0], np.float32)
+    search.take("b", Candidates(0, np.array([7, 8], np.int32), values, values))
+    none = np.empty(0, np.int32)
+    assert search.finish(Finished("b.1", "error", none, 1, "the device is gone"), 1.0) == ["b"]
+    assert search.finish(Finished("b", "aborted", none, 0), 1.0) == []
+    completion = answer.output.completions[0]
+    assert (completion.finish_reason, completion.error, completion.token_ids) == ("error", "the device is gone", [7])
+    assert completion.num_preemptions == 1

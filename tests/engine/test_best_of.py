@@ -1,0 +1,92 @@
+"""`best_of`: the likeliest of several continuations of a prompt, by the mean of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pagetide import LLM, SamplingParams
+from pagetide.engine.outputs import Completion
+from pagetide.engine.tickets import Answer, Ticket
+from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.outcome import Finished
+from pagetide.scheduler.plan import Scores
+from pagetide.scheduler.request import Request
+
+PROMPTS = ["Natásha went to the window and", '"What is the matter," said', "CORIOLANUS:\n"]
+DRAWN = SamplingParams(max_new_tokens=9, temperature=1.2, seed=11, stop=[".", ","])  # so that the lengths differ
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", kv_memory="8MiB") as llm:
+        yield llm
+
+
+def mean(completion: Completion) -> float:
+    assert completion.cumulative_logprob is not None
+    return completion.cumulative_logprob / len(completion.token_ids)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_best_of_those_that_n_gives(llm: LLM, n: int) -> None:
+    """Chosen by hand among all continuations of the same seed; shown only when asked for."""
+    all_of_them = llm.generate(PROMPTS, replace(DRAWN, n=6, logprobs=0))
+    for asked in (None, 2):
+        outputs = llm.generate(PROMPTS, replace(DRAWN, n=n, best_of=6, logprobs=asked))
+        for output, every in zip(outputs, all_of_them, strict=True):
+            best = sorted(every.completions, key=mean, reverse=True)[:n]
+            assert [c.token_ids for c in output.completions] == [c.token_ids for c in best]
+            assert [c.text for c in output.completions] == [c.text for c in best]
+            assert [c.cumulative_logprob for c in output.completions] == pytest.approx(
+                [c.cumulative_logprob for c in best], abs=1e-4
+            )
+            assert all((c.logprobs is None) == (asked is None) for c in output.completions)
+    assert len({len(c.token_ids) for output in all_of_them for c in output.completions}) > 2
+    assert [list(every.completions) for every in all_of_them] != [
+        sorted(every.completions, key=mean, reverse=True) for every in all_of_them
+    ]
+
+
+def test_each_in_turn_too(llm: LLM) -> None:
+    params = replace(DRAWN, best_of=4)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    assert [output.token_ids for output in llm.generate_each(iter(PROMPTS), params, look_ahead=2)] == expected
+
+
+def test_the_prompt_is_scored_once_whoever_is_chosen(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], replace(DRAWN, best_of=6, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_streams_are_refused_with_the_reason(llm: LLM) -> None:
+    with pytest.raises(RequestRejected, match="best_of 3 cannot be streamed with n 2"):
+        llm.stream(PROMPTS[0], replace(DRAWN, n=2, best_of=3))
+    assert not llm.stats()["running"] and not llm.stats()["waiting"]
+    assert len([chunk for chunk in llm.stream(PROMPTS[0], replace(DRAWN, n=2, best_of=2)) if chunk.completion]) == 2
+
+
+def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
+    params = SamplingParams(n=4, best_of=7, max_new_tokens=4)
+    prompt = np.arange(3, dtype=np.int32)
+    answer = Answer(0, None, params)
+    requests = Request("r", prompt, params.resolve()).forked(7)
+    answer.tickets = tickets = [Ticket(answer, i, request, None, False) for i, request in enumerate(requests)]
+    ends = [
+        ("error", [-0.1]), ("length", [-2.0, -4.0]), ("aborted", [-0.1]), ("length", []),
+        ("stop", [-1.0]), ("length", [-3.0]), ("length", [-3.0, -3.5]),
+    ]  # fmt: skip
+    for ticket, (reason, logprobs) in zip(tickets, ends, strict=True):
+        for j, logprob in enumerate(logprobs):
+            one = np.full((1, 1), 50 + ticket.number, np.int32)
+            ticket.score(Scores(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
+            ticket.push(50 + ticket.number, 1.0)
+        tokens = np.full(len(logprobs), 50 + ticket.number, np.int32)
+        ticket.finish(Finished(ticket.request.request_id, reason, tokens, 0), 2.0)
+    assert [c.token_ids[:1] for c in answer.output.completions] == [[54], [51], [55], [56]]
+    answer.params = replace(params, n=6)
+    assert [c.finish_reason for c in answer.output.completions[4:]] == ["error", "aborted"]
+    assert answer.output.completions[4].token_ids == [50]

@@ -1,0 +1,128 @@
+"""What requests say in words, as ids: the token a prompt starts with, bad words, and ids that the model has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pagetide.engine.encoder import Encoder
+from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import SamplingParams
+
+TEXT = "the tide comes in and the tide goes out; pages follow it"
+BOS, SEP, START = 0, 1, 2
+VOCAB = 320
+
+
+def _tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose texts are put into `template`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<s>", "</s>", "<start>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True) for token in specials],
+    )  # fmt: skip
+    tokenizer.train_from_iterator([TEXT], trainer)
+    ids = list(zip(specials, (BOS, SEP, START), strict=True))
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+PLAIN, BEGUN, ENCLOSED = (_tokenizer(template) for template in ("$A", "<s> $A", "<s> $A </s>"))
+
+
+def _encoded(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:
+    ids = Encoder(tokenizer, VOCAB, BOS).encode(prompt, SamplingParams(**settings))
+    assert ids.dtype == np.int32
+    result: list[int] = ids.tolist()
+    return result
+
+
+def _ids(text: str) -> list[int]:
+    ids: list[int] = PLAIN.encode(text, add_special_tokens=False)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "expected"),
+    [
+        (PLAIN, TEXT, [START, *_ids(TEXT)]),
+        (BEGUN, TEXT, [START, *_ids(TEXT)]),  # in the place of the BOS
+        (ENCLOSED, TEXT, [START, *_ids(TEXT), SEP]),  # other special tokens stay
+        (PLAIN, f"<s>{TEXT}", [START, BOS, *_ids(TEXT)]),  # what stands in the text was not added
+        (BEGUN, f"<s>{TEXT}", [START, BOS, *_ids(TEXT)]),
+        (BEGUN, f"<start>{TEXT}", [START, *_ids(TEXT)]),
+        (PLAIN, "", [START]),
+        (ENCLOSED, "", [START]),
+        (None, [5, 6], [START, 5, 6]),
+        (None, [START, 5, 6], [START, 5, 6]),
+        (None, np.array([5, 6], np.uint8), [START, 5, 6]),
+        (None, [], [START]),
+    ],
+)
+def test_a_prompt_begins_with_the_token_asked_for(tokenizer: Any, prompt: Any, expected: list[int]) -> None:
+    assert _encoded(tokenizer, prompt, start_id=START) == expected
+
+
+def test_without_special_tokens_it_still_begins_with_it() -> None:
+    assert _encoded(ENCLOSED, TEXT, start_id=START, add_special_tokens=False) == [START, *_ids(TEXT)]
+    assert _encoded(ENCLOSED, TEXT) == [BOS, *_ids(TEXT), SEP]
+    assert _encoded(BEGUN, TEXT, start_id=BOS) == _encoded(BEGUN, TEXT) == [BOS, *_ids(TEXT)]
+
+
+@pytest.mark.parametrize("prompt", [[[1], [2, 3]], [1.5], ["a"], [[5]]])
+def test_what_is_no_prompt_is_refused_with_it_too(prompt: Any) -> None:
+    with pytest.raises(RequestRejected, match="a prompt is a string or a flat list"):
+        _encoded(None, prompt, start_id=START)
+
+
+def _bad_words(tokenizer: Any, words: Any) -> tuple[tuple[int, ...], ...]:
+    return Encoder(tokenizer, VOCAB, BOS).bad_words(SamplingParams(bad_words=words))
+
+
+def test_bad_words_are_at_the_beginning_and_behind_a_space() -> None:
+    both = (tuple(_ids("tide")), tuple(_ids(" tide")))
+    assert both[0] != both[1]
+    assert _bad_words(BEGUN, "tide") == both
+    assert _bad_words(ENCLOSED, ["tide", " out", "tide", "\n"]) == (*both, tuple(_ids(" out")), tuple(_ids("\n")))
+    assert _bad_words(None, None) == ()
+
+
+def test_a_word_alone_may_have_a_mark_of_its_own() -> None:
+    """Where the tokenizer marks a word's beginning itself, both are the same ids, which are given once."""
+    tokenizer = Tokenizer(models.WordLevel({"▁tide": 5, "<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    assert _bad_words(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ["tide"]) == ((5,),)
+
+
+def test_bad_words_without_ids_are_refused() -> None:
+    with pytest.raises(RequestRejected, match=r"bad_words need a tokenizer, .*: use bad_words_ids"):
+        _bad_words(None, ["tide"])
+    nothing = Tokenizer(models.BPE({"a": 0}, []))
+    with pytest.raises(RequestRejected, match="the bad word 'b' has no token"):
+        _bad_words(PreTrainedTokenizerFast(tokenizer_object=nothing), ["b"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop_token_ids": [3, 320]}, "stop_token_ids [320] are outside the vocabulary of 320"),
+        ({"bad_words_ids": [[3], [1, 400, 2]]}, "bad_words_ids [400] are outside the vocabulary of 320"),
+        ({"logit_bias": {319: 1.0, 9999: 2.0}}, "logit_bias [9999] are outside the vocabulary of 320"),
+        ({"start_id": 320}, "start_id [320] are outside the vocabulary of 320"),
+        ({"stop": "x"}, "stop strings need a tokenizer"),
+        ({"regex": "x"}, "constrained output needs"),
+    ],
+)
+def test_what_the_model_has_not_is_refused(settings: dict[str, Any], message: str) -> None:
+    encoder = Encoder(None, VOCAB, BOS)
+    with pytest.raises(RequestRejected) as refused:
+        encoder.check(SamplingParams(**settings))
+    assert message in str(refused.value)
+    encoder.check(SamplingParams(stop_token_ids=[319], bad_words_ids=[[0, 319]], logit_bias={319: 1.0}, start_id=319))
