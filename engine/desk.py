@@ -41,7 +41,7 @@ KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps 
 
 
 class Asked(NamedTuple):
-    """A prompt as it was given (None for ids), its token ids, and how to continue it."""
+    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings."""
 
     prompt: str | None
     token_ids: Int32
@@ -112,11 +112,16 @@ class Desk:
             raise RequestRejected(
                 f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
             )
-        engine = self.open()
-        return [
-            Asked(prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, given), given)
-            for prompt, given in zip(many, each, strict=True)
-        ]
+        engine, asked = self.open(), []
+        for prompt, given in zip(many, each, strict=True):
+            try:
+                whole = given.over(engine.sampling)
+            except ValueError as error:  # what was given and what the model's own settings say cannot be together
+                raise RequestRejected(f"with the model's own settings: {error}") from error
+            asked.append(
+                Asked(prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, whole), whole)
+            )
+        return asked
 
     def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[Asked]:
         """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
@@ -157,8 +162,7 @@ class Desk:
         with self.lock:
             engine = self.open()
             answers: list[tuple[list[Request], Answer]] = []
-            for index, (prompt, ids, given) in enumerate(asked):
-                params = given.over(engine.sampling)
+            for index, (prompt, ids, params) in enumerate(asked):
                 engine.encoder.check(params)
                 if streams and params.num_started > (params.n or 1):
                     raise RequestRejected(
@@ -310,7 +314,8 @@ class Desk:
             events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
             events.extend((finished.request_id, finished) for finished in emissions.finished)
             events.extend(emissions.candidates)  # of beams that are still there
-        now, news = engine.core.clock(), []
+        now = engine.core.clock()
+        news: list[Ticket] = []
         try:
             while events:
                 request_id, event = events.popleft()

@@ -50,6 +50,7 @@ class _Computed:
     failures: dict[int, str] = field(default_factory=dict)  # by chunk of the plan
     scores: list[Scores] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)
+    complete: list[int] = field(default_factory=list)  # chunks of the plan
 
 
 class Runner:
@@ -118,12 +119,21 @@ class Runner:
         rows = plan.rows[counts > 0]
         self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
         return Result(
-            plan.step_id, counts, got, tuple(Failure(i, message) for i, message in failed.items()),
-            moved.mapped, moved.unmapped, moved.refused,
-            np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in moved.swaps)]),
-            sum(swap.num_timed for swap in moved.swaps), sum(swap.seconds for swap in moved.swaps), compute_s,
-            tuple(scores for scores in computed.scores if scores.index not in failed), tuple(computed.candidates),
-        )  # fmt: skip
+            plan.step_id,
+            counts,
+            got,
+            tuple(Failure(i, message) for i, message in failed.items()),
+            moved.mapped,
+            moved.unmapped,
+            moved.refused,
+            lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in moved.swaps)]),
+            swapped=sum(swap.num_timed for swap in moved.swaps),
+            swap_s=sum(swap.seconds for swap in moved.swaps),
+            compute_s=compute_s,
+            scores=tuple(scores for scores in computed.scores if scores.index not in failed),
+            candidates=tuple(computed.candidates),
+            complete=np.array([i for i in computed.complete if i not in failed], np.int64),
+        )
 
     def close(self) -> None:
         """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
@@ -237,6 +247,8 @@ class Runner:
         raw = logits[self._to_device(asked)] if samples else None  # a copy
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
         computed.tokens[sampling] = sampled
+        if (whole := self.sampler.complete(rows[sampling])) is not None:
+            computed.complete += chunks[sampling[whole]].tolist()
         if bad is not None:
             for i in np.flatnonzero(bad):
                 why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
@@ -289,6 +301,7 @@ class Runner:
             all_of_it.failures |= one.failures
             all_of_it.scores += one.scores
             all_of_it.candidates += one.candidates
+            all_of_it.complete += one.complete
         return all_of_it
 
     def _forward(self, step: StepContext, input_ids: Index, positions: Index, keep: Index) -> torch.Tensor:

@@ -170,3 +170,6 @@ class Result:
     compute_s: float = 0.0
     scores: tuple[Scores, ...] = ()
     candidates: tuple[Candidates, ...] = ()
+    complete: Index = field(
+        default_factory=lambda: NO_ROWS
+    )  # chunks with whose token an output has the form it was to have

@@ -152,7 +152,7 @@ class SamplingParams:
         """What the output is to be a document, match or sentence of, as plain text."""
         if self.json_schema is not None:
             schema = self.json_schema
-            return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+            return "json_schema", schema if isinstance(schema, str) else json.dumps(schema, default=dict)
         if self.regex is not None:
             return "regex", self.regex
         return None if self.grammar is None else ("grammar", self.grammar)
@@ -289,7 +289,7 @@ def _check_treatments(params: SamplingParams) -> None:
     _check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
     for name, kind in (("bad_words", (str, Iterable)), ("bad_words_ids", Iterable), ("logits_processors", Iterable)):
         value = getattr(params, name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):  # type: ignore[arg-type]
+        if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):
             raise ValueError(f"{name} must be a list, got {value!r}")
     for word in params.bad_strings:
         if not isinstance(word, str) or not word:
@@ -314,6 +314,10 @@ def _check_treatments(params: SamplingParams) -> None:
         value = getattr(params, name)
         if not isinstance(value, str) and not (name == "json_schema" and isinstance(value, Mapping)):
             raise ValueError(f"{name} must be a text, got {value!r}")
+    try:
+        _ = params.constraint
+    except TypeError as error:
+        raise ValueError(f"json_schema cannot be said in JSON: {error}") from error
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

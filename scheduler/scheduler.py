@@ -66,7 +66,9 @@ class _Changes:
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
-    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position, and the token that stands there
+    given: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by row: a position, and the token that stands there
 
 
 class Scheduler:
@@ -328,6 +330,9 @@ class Scheduler:
             self._hold(plan.rows[[c.index for c in result.candidates]])
         for failure in result.failures:
             self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
+        for row in plan.rows[result.complete].tolist():
+            ended[sampled == row] = False
+            self._end(self._running[row], "stop")
         if np.count_nonzero(ended):
             for i in np.flatnonzero(ended):
                 self._end_if_due(self._running[int(sampled[i])], int(result.tokens[i]))
