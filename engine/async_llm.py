@@ -1,0 +1,392 @@
+"""The engine for programs with event loops: `AsyncLLM`. One thread makes its steps; whoever waits for something awaits it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from ..scheduler.errors import RequestRejected
+from ..scheduler.request import SamplingParams
+from .config import EngineConfig
+from .desk import Asked, Desk, Message, Prompt, check_count, paired
+from .errors import ConfigError, EngineClosed
+from .outputs import RequestOutput, StreamChunk, refused
+from .stepper import Call, Stepper, Waiter
+
+DEFAULT_MAX_WAITING = 1024
+
+Prompts = Prompt | Sequence[Prompt]
+Pair = tuple[Prompt, SamplingParams | None]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class AsyncLLM:
+    """A model and its paged KV cache, for any number of tasks, on event loops of any number of threads.
+
+        async with AsyncLLM("demo") as llm:
+            async for chunk in llm.stream("the tide"):
+                print(chunk.text, end="")
+
+    Args:
+        model: See `LLM`, as for all `engine_options`.
+        max_waiting: While so many requests wait for a place in the running batch, further calls wait outside, first come
+            first served. A call is let in as a whole, so no more than its own prompts come on top.
+        engine_options: Every other argument of `LLM`.
+
+    Raises:
+        What `LLM` raises.
+
+    The constructor loads the model and blocks meanwhile, as `LLM`'s does: call it before the loop is busy, or by
+    `asyncio.to_thread(AsyncLLM, ...)`. Whoever is cancelled, times out, closes its stream or forgets it, has its requests
+    aborted: the step that runs is the last that computes them, and their blocks are free with the next one. So are those of a
+    loop that was closed. `stop` it, or leave the context, to give the memory back at a known time.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_waiting: int = DEFAULT_MAX_WAITING, **engine_options: Any
+    ) -> None:
+        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
+            raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
+        self.config = EngineConfig.resolve(model, **engine_options)
+        self._desk = Desk(self.config)
+        self._stepper = Stepper(self._desk, max_waiting)  # knows nothing of this object, which can so be collected
+        weakref.finalize(self, self._stepper.end).atexit = False  # the stepper's module sees to that
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: see `LLM.generate`. Cancelled, it aborts them.
+
+        Raises:
+            RequestRejected: a prompt that cannot be served; then nothing of the call was started.
+            EngineClosed: stopped, or being drained.
+        """
+        asked = partial(self._desk.encode, _read(prompts), _read(sampling_params))
+        return await self._outputs(asked, priority, cache_salt)
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
+        messages, params = _read(messages), _read(sampling_params)
+
+        def asked() -> list[Asked]:
+            return self._desk.encode(self._desk.render(messages, template_options), params)
+
+        return await self._outputs(asked, priority, cache_salt)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        stream_interval: int = 1,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncStream:
+        """What is new of each prompt as it comes, at least `stream_interval` tokens at a time: see `LLM.stream`.
+
+        The requests are queued as the first chunk is asked for, and advance whether it is read or not: for a slow reader what
+        came meanwhile is one chunk. Reading raises as `generate`.
+        """
+        check_count("stream_interval", stream_interval)
+        asked = partial(self._desk.encode, _read(prompts), _read(sampling_params))
+        return AsyncStream(partial(_Submission, self, asked, priority, cache_salt, stream_interval))
+
+    def generate_each(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        look_ahead: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue prompts as they come from an iterable, async or not, which may be endless: see `LLM.generate_each`.
+
+        Yields an output as soon as it and those before it are there, also while the next prompt is being waited for.
+        """
+        if look_ahead is None:
+            look_ahead = 2 * self.config.max_seqs
+        check_count("look_ahead", look_ahead)
+        return self._each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+
+    async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """The token ids that `chat` would start from. Raises RequestRejected as it does."""
+        (ids,) = await _ask(self._stepper.compute, lambda: self._desk.render([messages], template_options))
+        return ids
+
+    async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
+        params = sampling_params or SamplingParams()
+        return await _ask(self._stepper.compute, lambda: self._desk.open().encoder.encode(prompt, params).tolist())
+
+    async def reset_prefix_cache(self) -> None:
+        """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
+        await _ask(self._stepper.ask, lambda engine: engine.core.scheduler.cache.reset())
+
+    async def stats(self) -> dict[str, Any]:
+        """What the engine holds and did: see `LLM.stats`."""
+        return await _ask(self._stepper.ask, lambda engine: engine.stats())
+
+    async def explain(self) -> list[dict[str, Any]]:
+        """The last 64 decisions that were made as blocks ran short: see `LLM.explain`."""
+        return await _ask(self._stepper.ask, lambda engine: engine.core.scheduler.explain())
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Make no step until `resume`. Returns when none is running. Raises EngineClosed.
+
+        Whoever runs keeps its blocks and goes on later as if nothing had been; calls are taken in and wait. Aborts take effect
+        with the next step. What others demand of the memory waits too: make it short where engines share a device. Cancelled
+        before it returns, it has paused nothing.
+        """
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        self._stepper.pause(waiter)
+        try:
+            await _result(waiter)
+        except BaseException:
+            self._stepper.resume(waiter)
+            raise
+
+    def resume(self) -> None:
+        """Make steps again, however often it was paused. Raises EngineClosed."""
+        self._stepper.resume()
+
+    async def drain(self) -> None:
+        """Take no more calls (they raise EngineClosed), and return when all that came before have ended. Ends a pause.
+
+        There is no way back: what is left is `stop`. Raises EngineClosed.
+        """
+        await _ask(self._stepper.drain)
+
+    async def stop(self, timeout_s: float | None = 0.0) -> None:
+        """End what runs (as aborted), the thread too, and give all memory back. Idempotent.
+
+        Args:
+            timeout_s: Seconds that what is in flight may have to end by itself, as by `drain`; None is as long as it takes.
+
+        Whoever waits is given what there is: its outputs, with "aborted" as their finish reason. What is asked later raises
+        EngineClosed.
+        """
+        try:
+            if timeout_s is None or timeout_s > 0:
+                with suppress(TimeoutError, EngineClosed):
+                    async with asyncio.timeout(timeout_s):
+                        await self.drain()
+        finally:
+            await _ask(self._stepper.end)
+            self._stepper.join()  # it has nothing more to do
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # -- what the doors share ------------------------------------------------------------------------------------
+
+    async def _outputs(
+        self, asked: Callable[[], list[Asked]], priority: int, cache_salt: str | None
+    ) -> list[RequestOutput]:
+        submission = _Submission(self, asked, priority, cache_salt, None)
+        try:
+            return await submission.first()
+        finally:
+            submission.close()
+
+    async def _each(
+        self,
+        pairs: AsyncGenerator[Pair, None],
+        look_ahead: int,
+        priority: int,
+        cache_salt: str | None,
+    ) -> AsyncIterator[RequestOutput]:
+        room = asyncio.Semaphore(look_ahead)
+        taken: asyncio.Queue[tuple[Prompt, _Submission] | None] = asyncio.Queue()
+
+        async def take() -> None:
+            try:
+                async with aclosing(pairs):
+                    await room.acquire()
+                    async for prompt, params in pairs:
+                        asked = partial(self._desk.encode_one, prompt, params)
+                        taken.put_nowait((prompt, _Submission(self, asked, priority, cache_salt, None)))
+                        await room.acquire()
+            finally:
+                taken.put_nowait(None)
+
+        taking = asyncio.create_task(take())
+        try:
+            while (first := await taken.get()) is not None:
+                prompt, submission = first
+                try:
+                    (output,) = await submission.first()
+                except RequestRejected as error:
+                    output = refused(prompt if isinstance(prompt, str) else None, str(error))
+                finally:
+                    submission.close()
+                yield output
+                room.release()
+            await taking  # raises what the source raised
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)  # the source is left alone then
+            while not taken.empty():
+                if (left := taken.get_nowait()) is not None:
+                    left[1].close()
+
+
+class AsyncStream(AsyncIterator[StreamChunk]):
+    """The chunks of some requests, as they come. For one task; closed or forgotten, what has not ended is aborted."""
+
+    def __init__(self, submit: Callable[[], _Submission]) -> None:
+        self._submit = submit
+        self._submission: _Submission | None = None
+        self._chunks: deque[StreamChunk] = deque()
+        self._reading = self._closed = False
+
+    async def __anext__(self) -> StreamChunk:
+        if self._reading:
+            raise RuntimeError("another task is reading this stream: make one for each")
+        self._reading = True
+        try:
+            while not self._chunks:
+                if self._closed or (self._submission is not None and self._submission.over):
+                    raise StopAsyncIteration
+                chunks = await self._more()
+                if not self._closed:  # by another task, meanwhile
+                    self._chunks.extend(chunks)
+            return self._chunks.popleft()
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self._reading = False
+
+    async def aclose(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        self._close()
+
+    def _more(self) -> Any:
+        if self._submission is None:
+            self._submission = self._submit()
+            return self._submission.first()
+        return self._submission.next()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._chunks.clear()
+        if self._submission is not None:
+            self._submission.close()
+
+
+class _Submission:
+    """A call, as its caller holds it. Closed or forgotten, it is aborted. Made on the caller's loop. Raises EngineClosed."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        asked: Callable[[], list[Asked]],
+        priority: int,
+        cache_salt: str | None,
+        interval: int | None,
+    ) -> None:
+        self._llm = llm  # which is not to be collected meanwhile
+        self._closed = True
+        self._waiter: Waiter = asyncio.get_running_loop().create_future()
+        self._call = Call(self._waiter, priority, cache_salt, interval)
+        llm._stepper.begin(self._call, asked)
+        self._closed = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more comes."""
+        return self._call.over
+
+    async def first(self) -> Any:
+        """The outputs, or the first chunks."""
+        return await _result(self._waiter)
+
+    async def next(self) -> list[StreamChunk]:
+        """The next chunks; none if it was closed meanwhile. Raises EngineClosed where the engine broke."""
+        stepper = self._llm._stepper
+        chunks = await _ask(stepper.want, self._call)
+        if not chunks and stepper.ended and not self._closed:
+            chunks = self._call.collect()
+            if not chunks:
+                self._llm._desk.open()
+        return chunks
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if not self._call.over:
+                self._llm._stepper.forget(self._call)
+
+    __del__ = close
+
+
+async def _ask(question: Callable[..., None], *arguments: Any) -> Any:
+    """What the stepper answers, by a future of this loop."""
+    waiter: Waiter = asyncio.get_running_loop().create_future()
+    question(waiter, *arguments)
+    return await _result(waiter)
+
+
+async def _result(waiter: Waiter) -> Any:
+    """What `waiter` is settled with. Raises what is an error."""
+    what = await waiter
+    if isinstance(what, BaseException):
+        raise what
+    return what
+
+
+def _read(given: Any) -> Any:
+    """An iterator is read here, on its owner's thread; the rest is left as it is."""
+    return list(given) if isinstance(given, Iterator) else given
+
+
+def _paired(
+    prompts: Iterable[Prompt] | AsyncIterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> AsyncGenerator[Pair, None]:
+    """As `paired`, which sees the prompts of an async iterable one by one."""
+    if not isinstance(prompts, AsyncIterable):
+        return _as_async(paired(prompts, params))
+    came: deque[Prompt] = deque()
+    return _fed(prompts, came, paired(iter(came.popleft, object()), params))
+
+
+async def _as_async(pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
+    for pair in pairs:
+        yield pair
+
+
+async def _fed(
+    prompts: AsyncIterable[Prompt], came: deque[Prompt], pairs: Iterator[Pair]
+) -> AsyncGenerator[Pair, None]:
+    async for prompt in prompts:
+        came.append(prompt)
+        yield next(pairs)

@@ -1,0 +1,382 @@
+"""The thread that makes an engine's steps for callers who wait on event loops.
+
+Whatever they ask is a message to it, handled between two steps, so that no event loop ever waits for a step or a lock. What
+comes of it goes to each loop in one call a step.
+
+    caller's loop          a thread for the tokenizer      the stepper's thread
+    begin ───────────────► what was asked, as ids ───────► _arrive, _submit, where there is room
+    want, forget, ask ───────────────────────────────────► handled between steps
+    _settle ◄───────────── one call per loop and step ──── _hand_out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from .build import Engine
+from .desk import Asked, Desk, ready_chunk
+from .errors import EngineClosed
+from .outputs import RequestOutput, StreamChunk
+from .tickets import Ticket
+
+log = logging.getLogger(__name__)
+
+Waiter = asyncio.Future[Any]
+EXIT_WAIT_S = 10.0
+
+_running: weakref.WeakSet[Stepper] = weakref.WeakSet()
+
+
+class Call:
+    """What one caller asked for. Mutated by the stepper's thread, but for `forgotten`, which the caller sets.
+
+    Args:
+        waiter: A future of the caller's loop. Its result is what there is: the outputs, once all are there; or, of a stream,
+            the chunks that are ready, at least one; then `Stepper.want` names the next one. It may be an error, to be raised.
+        interval: Tokens of a stream's chunk, at least; None for no stream.
+    """
+
+    def __init__(self, waiter: Waiter, priority: int, cache_salt: str | None, interval: int | None) -> None:
+        self.loop = waiter.get_loop()
+        self.waiter: Waiter | None = waiter
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.interval = interval
+        self.asked: list[Asked] = []  # until it is queued
+        self.tickets: list[Ticket] = []  # of a stream those whose last chunk was not given
+        self.num_running = 0  # tickets that have not ended
+        self.forgotten = False  # its caller is gone
+        self.over = False  # nothing more comes of it
+
+    def collect(self) -> list[RequestOutput] | list[StreamChunk]:
+        """What is ready for the caller, perhaps nothing. Under the engine's lock."""
+        if self.interval is None:
+            if self.num_running:
+                return []
+            self.over = True
+            return [ticket.answer.output for ticket in self.tickets if ticket.number == 0]
+        chunks = []
+        while (chunk := ready_chunk(self.tickets, self.interval)) is not None:
+            chunks.append(chunk)
+        self.over = not self.tickets
+        return chunks
+
+
+class Stepper(threading.Thread):
+    """Makes the steps of `desk` while there is work, and sleeps otherwise. Closes it at its end.
+
+    The methods without an underscore may be called by any thread and wait for nothing; those that end a call (`forget`,
+    `end`) by the garbage collector too, in the middle of anything else.
+    """
+
+    def __init__(self, desk: Desk, max_waiting: int) -> None:
+        super().__init__(name="pagetide-steps", daemon=True)
+        self.ended = False
+        self._desk = desk
+        self._max_waiting = max_waiting
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
+        self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
+        self._arrived: OrderedDict[Call, None] = OrderedDict()  # waiting for room, first come first served
+        self._open: dict[asyncio.AbstractEventLoop, dict[Call, None]] = {}  # calls that are not over
+        self._calls: dict[Ticket, Call] = {}  # of tickets that have not ended
+        self._ready: dict[Call, None] = {}  # that may have something for who waits
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
+        self._paused_by: Waiter | None = None  # who asked for the pause that lasts
+        self._draining = self._ending = False
+        self._drained: list[Waiter] = []  # told when nothing is in flight
+        self._joining: list[Waiter] = []  # told when this thread ends
+        desk.on_news = lambda tickets: self._inbox.put(partial(self._note, tickets))  # perhaps of the memory's keeper
+        self.start()
+        _running.add(self)
+
+    # -- from any thread -----------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, asked: Callable[[], list[Asked]]) -> None:
+        """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed."""
+
+        def encode() -> None:
+            if not call.forgotten:
+                self._inbox.put(partial(self._arrive, call, _tried(asked)))
+
+        self._encode(encode)
+
+    def want(self, waiter: Waiter, call: Call) -> None:
+        """Settle `waiter` with what comes next of a stream; with nothing where it was forgotten, or the thread has ended."""
+        self._inbox.put(partial(self._want, waiter, call))
+        if self.ended and not waiter.done():
+            waiter.set_result([])
+
+    def forget(self, call: Call) -> None:
+        """Abort what has not ended of `call`; whoever waits for it is told nothing."""
+        call.forgotten = True
+        self._inbox.put(partial(self._forget, call))
+
+    def ask(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
+        """Settle `waiter` with the answer, between two steps. Raises EngineClosed."""
+        self._tell(partial(self._answer, waiter, question))
+
+    def compute(self, waiter: Waiter, question: Callable[[], Any]) -> None:
+        """Settle `waiter` with the answer, found on the tokenizer's thread. Raises EngineClosed."""
+
+        def answer() -> None:
+            value = _tried(question)
+            self._inbox.put(partial(self._settle, waiter, value))
+
+        self._encode(answer)
+
+    def pause(self, waiter: Waiter) -> None:
+        """Make no step until `resume`; settle `waiter` when none runs any more. Raises EngineClosed."""
+        self._tell(partial(self._pause, waiter))
+
+    def resume(self, of: Waiter | None = None) -> None:
+        """Make steps again; with `of` only if it was that one's wish to pause. Raises EngineClosed."""
+        self._tell(partial(self._resume, of))
+
+    def drain(self, waiter: Waiter) -> None:
+        """Refuse calls from now on; settle `waiter` when all before have ended. Raises EngineClosed."""
+        self._encode(lambda: self._inbox.put(partial(self._drain, waiter)))  # behind those that are being tokenised
+
+    def end(self, waiter: Waiter | None = None) -> None:
+        """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent."""
+        self._inbox.put(partial(self._end, waiter))
+        if self.ended and waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        self._inbox.put(message)
+        if self.ended:  # perhaps nobody reads it
+            raise _closed()
+
+    def _encode(self, work: Callable[[], None]) -> None:
+        self._desk.open()
+        try:
+            self._encoding.submit(work)
+        except RuntimeError as error:  # it was shut down meanwhile
+            raise _closed() from error
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while not self._ending:
+                self._receive()
+                self._let_in()
+                self._hand_out()
+                if self._may_step:
+                    self._step()
+                elif not self._ending:
+                    self._inbox.get()()  # asleep
+        except BaseException as error:
+            log.exception("the engine's thread broke; all requests end")
+            failure = error
+        self._finish(failure)
+
+    @property
+    def _may_step(self) -> bool:
+        return self._desk.has_work and self._paused_by is None and not self._ending
+
+    def _step(self) -> None:
+        try:
+            self._desk.step()
+        except Exception:
+            raise
+        except BaseException:  # such as SystemExit: the next step tells whose requests it ended (EngineCore.step)
+            log.exception("a step was interrupted; its requests end")
+
+    def _receive(self) -> None:
+        """Handle the messages that are there."""
+        for _ in range(self._inbox.qsize()):  # those that come meanwhile are for the next time
+            self._inbox.get()()
+
+    def _let_in(self) -> None:
+        """Queue who waits for room, as far as there is some. The ended loops' callers leave first."""
+        for loop in [loop for loop in self._open if loop.is_closed()]:
+            for call in list(self._open[loop]):
+                self._forget(call)
+        engine = self._desk.engine
+        while self._arrived and engine is not None and engine.core.scheduler.num_waiting < self._max_waiting:
+            self._submit(self._arrived.popitem(last=False)[0])
+
+    def _hand_out(self) -> None:
+        """Settle the waiters for whom there is something: one call to each of their loops."""
+        if self._ready:
+            ready, self._ready = self._ready, {}
+            with self._desk.lock:
+                news = [(call, call.collect()) for call in ready if call.waiter is not None]
+            for call, what in news:
+                if what:
+                    self._give(call, what)
+        if self._drained and not (self._arrived or self._desk.has_work):
+            for waiter in self._drained:
+                self._settle(waiter, None)
+            self._drained.clear()
+        outbox, self._outbox = self._outbox, {}
+        for loop, settled in outbox.items():
+            with suppress(RuntimeError):  # a closed loop: its calls are aborted before the next step
+                loop.call_soon_threadsafe(_settle, settled)
+
+    def _finish(self, failure: BaseException | None) -> None:
+        """Everybody is told: aborted, or what broke the engine. Then nothing is read any more."""
+        try:
+            while self._arrived and failure is None:
+                self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
+            self._desk.close()
+        except BaseException as trouble:
+            log.exception("the engine could not be closed in order")
+            failure = failure or trouble
+        self._encoding.shutdown()  # what it was at has arrived then
+        self._receive()
+        self._hand_out()
+        self.ended = True
+        while not self._inbox.empty():
+            self._receive()
+        for call in [call for calls in self._open.values() for call in calls]:
+            if call.waiter is not None:
+                self._settle(call.waiter, _closed(failure))
+        for waiter in (*self._drained, *self._joining):
+            self._settle(waiter, None)
+        for held in (self._open, self._calls, self._ready, self._drained):  # a stream's rest is taken by its reader
+            held.clear()
+        self._desk.on_news = None
+        self._hand_out()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: Call, asked: list[Asked] | BaseException) -> None:
+        if call.forgotten:
+            return
+        if isinstance(asked, BaseException):
+            self._give(call, asked)
+        elif self._draining:
+            self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
+        else:
+            call.asked = asked
+            self._open.setdefault(call.loop, {})[call] = None
+            self._arrived[call] = None
+
+    def _submit(self, call: Call) -> None:
+        asked, call.asked = call.asked, []
+        try:
+            call.tickets = self._desk.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
+        except Exception as error:
+            self._give(call, error)
+            return
+        call.num_running = len(call.tickets)
+        self._calls.update((ticket, call) for ticket in call.tickets)
+
+    def _note(self, tickets: Iterable[Ticket]) -> None:
+        """These have news; a ticket may be named several times."""
+        for ticket in tickets:
+            call = self._calls.get(ticket)
+            if call is None:
+                continue
+            if ticket.completion is not None:
+                del self._calls[ticket]
+                call.num_running -= 1
+            if call.interval is not None or not call.num_running:
+                self._ready[call] = None
+
+    def _want(self, waiter: Waiter, call: Call) -> None:
+        if call.forgotten or self.ended:
+            self._settle(waiter, [])
+            return
+        call.waiter = waiter
+        self._ready[call] = None
+
+    def _forget(self, call: Call) -> None:
+        call.forgotten = True
+        self._arrived.pop(call, None)
+        self._desk.abandon(call.tickets)
+        for ticket in call.tickets:
+            self._calls.pop(ticket, None)
+        self._give(call, [])
+
+    def _give(self, call: Call, what: Any) -> None:
+        """Settle who waits for `call`. Its last if it is over, or an error."""
+        call.over |= isinstance(what, BaseException)
+        waiter, call.waiter = call.waiter, None
+        if waiter is not None:
+            self._settle(waiter, what)
+        if call.over or call.forgotten:
+            self._ready.pop(call, None)
+            calls = self._open.get(call.loop, {})
+            calls.pop(call, None)
+            if not calls:
+                self._open.pop(call.loop, None)
+
+    def _answer(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
+        def answer() -> Any:
+            with self._desk.lock:
+                return question(self._desk.open())
+
+        self._settle(waiter, _tried(answer))
+
+    def _pause(self, waiter: Waiter) -> None:
+        if self._paused_by is None:
+            self._set_paused(waiter)
+        self._settle(waiter, None)
+
+    def _resume(self, of: Waiter | None) -> None:
+        if of in (None, self._paused_by):
+            self._set_paused(None)
+
+    def _set_paused(self, by: Waiter | None) -> None:
+        with self._desk.lock:  # a step for the memory's sake may be running
+            self._paused_by = by
+            self._desk.paused = by is not None
+
+    def _drain(self, waiter: Waiter) -> None:
+        self._draining = True
+        self._set_paused(None)  # what is paused would never end
+        self._drained.append(waiter)
+
+    def _end(self, waiter: Waiter | None) -> None:
+        self._ending = True
+        if waiter is not None:
+            self._joining.append(waiter)
+
+    def _settle(self, waiter: Waiter, what: Any) -> None:
+        self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
+
+
+def _closed(cause: BaseException | None = None) -> EngineClosed:
+    error = EngineClosed("this AsyncLLM is stopped: make a new one")
+    error.__cause__ = cause
+    return error
+
+
+def _tried(question: Callable[[], Any]) -> Any:
+    """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
+    try:
+        return question()
+    except BaseException as error:
+        return error
+
+
+def _settle(settled: list[tuple[Waiter, Any]]) -> None:
+    """On the waiters' loop."""
+    for waiter, what in settled:
+        if not waiter.done():  # by a cancellation, which its caller has told of
+            waiter.set_result(what)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is in the middle of a step while the interpreter goes down may take the process with it."""
+    steppers = [stepper for stepper in _running if stepper.is_alive()]
+    for stepper in steppers:
+        stepper.end()
+    for stepper in steppers:
+        stepper.join(EXIT_WAIT_S)
