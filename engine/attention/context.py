@@ -43,6 +43,19 @@ class Kernel(Protocol):
 
     name: str
 
+    def write(
+        self,
+        key: torch.Tensor,  # [T, num_kv_heads, head_dim], the batch's own
+        value: torch.Tensor,  # [T, num_kv_heads, v_head_dim]
+        cache: LayerCache,  # not aliased
+        step: StepContext,
+    ) -> None:
+        """Write the batch's K and V to the step's `write_blocks` and `write_offsets`, and nowhere else.
+
+        What goes to block 0 is padding: it may be left out.
+        """
+        ...
+
     def attend(
         self,
         query: torch.Tensor,  # [T, num_heads, head_dim]

@@ -53,9 +53,7 @@ def paged_attention(
     dtype = cache.key.dtype  # the arena's; a model may compute rotations in a wider one
     own_key, own_value = key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1).to(dtype)
     if not cache.aliased:
-        places = (step.write_blocks[cache.group], step.write_offsets)
-        cache.key.index_put_(places, own_key)
-        cache.value.index_put_(places, own_value)
+        step.kernel.write(own_key, own_value, cache, step)
     out = step.kernel.attend(
         query[0].transpose(0, 1).to(dtype),
         own_key,

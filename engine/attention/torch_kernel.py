@@ -119,6 +119,12 @@ class TorchKernel:
         self._buffers.clear()
         self._plan = None
 
+    def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
+        """See `Kernel.write`."""
+        places = (step.write_blocks[cache.group], step.write_offsets)
+        cache.key.index_put_(places, key)
+        cache.value.index_put_(places, value)
+
     def attend(
         self,
         query: torch.Tensor,

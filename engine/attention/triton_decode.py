@@ -1,0 +1,206 @@
+"""Paged attention of rows with one query each, split over the context where the batch alone does not fill the card.
+
+A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once. It walks
+over tiles of keys that are put together from blocks token by token, so a block may have any size. Splits leave partial
+results in float32, which a second kernel merges. Lengths are read on the device: what is launched follows from the number
+of rows and of splits alone, so a captured CUDA graph serves rows of any length. Rows of length 0, padding, get zeros.
+
+    partials   float32   [rows, num_heads, splits, v_head_dim] divided by their sums | [rows, num_heads, splits] log2 of these
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .context import LayerCache
+from .triton_base import (
+    LEAST_SPLIT_TILES,
+    LOG2_E,
+    PROGRAMS_PER_SM,
+    Scores,
+    Tiling,
+    logits,
+    on_device,
+    padded,
+    product,
+    tl,
+    triton,
+)
+
+MERGED_AT_ONCE = 16  # splits
+
+
+def partial_items(num_rows: int, num_heads: int, v_dim: int) -> int:
+    """Floats that the partial results of one split of all rows take."""
+    return num_rows * num_heads * (v_dim + 1)
+
+
+def choose_splits(seen: npt.NDArray[np.int64], num_kv_heads: int, tiling: Tiling, num_sms: int, most: int) -> int:
+    """How many parts rows that see so many keys each are split into: 1 where the batch fills the card, at most `most`.
+
+    A part of the longest row takes as long as what each of the card's programs has to do.
+    """
+    share = max(int(seen.sum()) * num_kv_heads / (num_sms * PROGRAMS_PER_SM), LEAST_SPLIT_TILES * tiling.keys)
+    return max(1, min(most, round(int(seen.max(initial=0)) / share)))
+
+
+def num_warps(tiling: Tiling, group: int) -> int:
+    """Warps of a program; more than the table says where many query heads share a KV head, whose results lie in registers."""
+    return max(tiling.warps, padded(group) // 16)
+
+
+def decode(
+    query: torch.Tensor,  # [T, num_heads, head_dim]; row i's is token i
+    cache: LayerCache,
+    table: torch.Tensor,  # int64 [>= rows, W]
+    lens: torch.Tensor,  # int32 [rows], on the device; 0 is padding
+    out: torch.Tensor,  # [T, num_heads, v_head_dim], contiguous
+    partials: torch.Tensor | None,  # float32, `partial_items` for each split; None: no splits
+    num_splits: int,
+    scores: Scores,
+    tiling: Tiling,
+) -> None:
+    """Fill the rows' places in `out`."""
+    num_rows, num_heads = len(lens), query.shape[1]
+    block_size, num_kv_heads, dim = cache.key.shape[1:]
+    v_dim = cache.value.shape[-1]
+    group = num_heads // num_kv_heads
+    target, sums = out, None
+    if partials is not None:
+        target = partials[: num_rows * num_heads * num_splits * v_dim]
+        sums = partials[len(target) :]
+    with on_device(query):
+        _decode[(num_kv_heads, num_rows, num_splits)](
+            target, sums, query, cache.key, cache.value, table, lens, scores.sinks,
+            *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
+            table.stride(0), num_splits, scores.reach, scores.inner, scores.outer,
+            GROUP=group, GROUP_PAD=padded(group), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
+            BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.softcap is not None,
+            num_warps=num_warps(tiling, group), num_stages=tiling.stages,
+        )  # fmt: skip
+        if sums is not None:
+            _merge[(num_heads, num_rows)](
+                out, target, sums, lens, scores.sinks, num_splits, scores.reach,
+                V_DIM=v_dim, V_DIM_PAD=padded(v_dim), KEYS=tiling.keys, SPLITS=MERGED_AT_ONCE, num_warps=4,
+            )  # fmt: skip
+
+
+@triton.jit
+def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """Whole tiles: a short row has fewer splits than there are."""
+    return tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits) * KEYS
+
+
+@triton.jit(do_not_specialize=["table_row", "num_splits", "reach"])
+def _decode(
+    out: tl.tensor, sums: tl.tensor,
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
+    query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, table_row: tl.tensor,
+    num_splits: tl.tensor, reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program: one split of one row, for the query heads of one KV head. `sums` None: no splits, `out` is final."""
+    kv_head = tl.program_id(0)  # fastest: neighbours read the same blocks at the same time
+    row = tl.program_id(1).to(tl.int64)
+    last = tl.load(lens + row)
+    first = tl.maximum(last - reach, 0)
+    if sums is not None:
+        share = _keys_per_split(last - first, num_splits, KEYS)
+        first += tl.program_id(2) * share
+        last = tl.minimum(first + share, last)
+        if first >= last:
+            return
+    group = tl.arange(0, GROUP_PAD)
+    heads = (kv_head * GROUP + group).to(tl.int64)
+    dims = tl.arange(0, DIM_PAD)
+    v_dims = tl.arange(0, V_DIM_PAD)
+    q_mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
+    q = tl.load(query + row * query_token + heads[:, None] * query_head + dims[None, :], mask=q_mask, other=0.0)
+    table += row * table_row
+    key += kv_head * key_head
+    value += kv_head * value_head
+
+    highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    if sums is None and sinks is not None:  # a sink is a key whose logit is given and whose value is zero
+        highest = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    mixed = tl.zeros((GROUP_PAD, V_DIM_PAD), tl.float32)
+    # Block ids are loaded a turn ahead: the compiler has all its stages for K and V only where their addresses wait for no
+    # load of the same turn.
+    at = first + tl.arange(0, KEYS)
+    next_blocks = tl.load(table + at // BLOCK_SIZE, mask=at < last, other=0)
+    for start in range(first, last, KEYS):
+        at = start + tl.arange(0, KEYS)
+        seen = at < last
+        blocks = next_blocks  # int64: so is all that is added to a pointer
+        next_blocks = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < last, other=0)
+        slots = at % BLOCK_SIZE
+        k = tl.load(
+            key + (blocks * key_block + slots * key_token)[:, None] + dims[None, :],
+            mask=seen[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        )
+        scores = product(q, tl.trans(k), tl.zeros((GROUP_PAD, KEYS), tl.float32))
+        scores = tl.where(seen[None, :], logits(scores, inner, outer, SOFTCAP), float("-inf"))
+        v = tl.load(
+            value + (blocks * value_block + slots * value_token)[:, None] + v_dims[None, :],
+            mask=seen[:, None] & (v_dims < V_DIM)[None, :],
+            other=0.0,
+        )
+        new = tl.maximum(highest, tl.max(scores, 1))  # finite: each tile has a key that is seen
+        weights = tl.exp2(scores - new[:, None])
+        shrink = tl.exp2(highest - new)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = product(weights.to(v.dtype), v, mixed * shrink[:, None])
+        highest = new
+
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    places = row * (tl.num_programs(0) * GROUP) + heads
+    if sums is not None:
+        places = places * num_splits + tl.program_id(2)
+        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
+    o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
+    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+
+
+@triton.jit(do_not_specialize=["num_splits", "reach"])
+def _merge(
+    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
+    num_splits: tl.tensor, reach: tl.tensor,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program: one head of one row. Reads the splits that were written, no others."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    num_keys = tl.minimum(tl.load(lens + row), reach)
+    used = tl.cdiv(num_keys, tl.maximum(_keys_per_split(num_keys, num_splits, KEYS), 1))
+    place = row * tl.num_programs(0) + head
+    dims = tl.arange(0, V_DIM_PAD)
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    if sinks is not None:
+        highest = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    mixed = tl.zeros((V_DIM_PAD,), tl.float32)
+    for start in range(0, used, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        written = splits < used
+        at = place * num_splits + splits
+        logs = tl.load(sums + at, mask=written, other=float("-inf"))
+        parts = tl.load(
+            partials + at[:, None] * V_DIM + dims[None, :], mask=written[:, None] & (dims < V_DIM)[None, :], other=0.0
+        )
+        new = tl.maximum(highest, tl.max(logs, 0))
+        weights = tl.exp2(logs - new)
+        shrink = tl.exp2(highest - new)
+        total = total * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink + tl.sum(parts * weights[:, None], 0)
+        highest = new
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * V_DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < V_DIM)

@@ -1,0 +1,172 @@
+"""Paged attention of chunks of several tokens: variable lengths, causal behind what each sequence has already.
+
+A program attends with a tile of a chunk's queries, all query heads of one KV head together, to the keys that they see. All K
+and V, the chunk's own too, are read through the block table. The host lists the tiles, those with most keys first, so that no
+program idles and none begins late that takes long.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .context import LayerCache, StepContext
+from .triton_base import LOG2_E, Scores, Tiling, logits, on_device, padded, product, tl, triton
+
+
+def queries_per_tile(tiling: Tiling, group: int) -> int:
+    """Queries whose `group` heads fit the rows of a tile. A single one's always do: then there are more rows."""
+    return max(1, tiling.rows // group)
+
+
+def list_tiles(step: StepContext, size: int) -> npt.NDArray[np.int32]:
+    """[tiles, 4]: chunk, first token in the batch, its position in the sequence, queries (at most `size`)."""
+    q_lens = np.asarray(step.q_lens[step.num_decodes :], np.int64)
+    counts = -(-q_lens // size)
+    chunk = np.repeat(np.arange(len(q_lens)), counts)
+    skipped = (np.arange(len(chunk)) - (np.cumsum(counts) - counts)[chunk]) * size
+    queries = np.minimum(size, q_lens[chunk] - skipped)
+    chunk += step.num_decodes
+    positions = step.kv_lens[chunk] - step.q_lens[chunk] + skipped
+    tiles = np.stack((chunk, step.q_starts[chunk] + skipped, positions, queries), axis=1).astype(np.int32)
+    return tiles[np.argsort(-(positions + queries), kind="stable")]
+
+
+def prefill(
+    query: torch.Tensor,  # [T, num_heads, head_dim]
+    cache: LayerCache,
+    table: torch.Tensor,  # int64 [chunks, W]
+    tiles: torch.Tensor,  # int32 [tiles, 4], on the device: see `list_tiles`
+    out: torch.Tensor,  # [T, num_heads, v_head_dim], contiguous
+    scores: Scores,
+    tiling: Tiling,
+) -> None:
+    """Fill the tiles' places in `out`."""
+    num_heads = query.shape[1]
+    block_size, num_kv_heads, dim = cache.key.shape[1:]
+    v_dim = cache.value.shape[-1]
+    group = num_heads // num_kv_heads
+    with on_device(query):
+        _prefill[(num_kv_heads, len(tiles))](
+            out, query, cache.key, cache.value, table, tiles, scores.sinks,
+            *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
+            table.stride(0), scores.reach, scores.inner, scores.outer,
+            GROUP=group, ROWS=max(tiling.rows, padded(group)), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim,
+            V_DIM_PAD=padded(v_dim), BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.softcap is not None,
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_row", "reach"])
+def _prefill(
+    out: tl.tensor,
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, tiles: tl.tensor, sinks: tl.tensor,
+    query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, table_row: tl.tensor,
+    reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program: one tile of queries, for the query heads of one KV head. Row r is query r // GROUP, head r % GROUP."""
+    kv_head = tl.program_id(0)
+    tiles += tl.program_id(1) * 4
+    chunk = tl.load(tiles).to(tl.int64)
+    token = tl.load(tiles + 1).to(tl.int64)
+    position = tl.load(tiles + 2)
+    num_queries = tl.load(tiles + 3)
+    rows = tl.arange(0, ROWS)
+    queries = rows // GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    real = queries < num_queries
+    dims = tl.arange(0, DIM_PAD)
+    v_dims = tl.arange(0, V_DIM_PAD)
+    q = tl.load(
+        query + ((token + queries) * query_token + heads * query_head)[:, None] + dims[None, :],
+        mask=real[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
+    table += chunk * table_row
+    key += kv_head * key_head
+    value += kv_head * value_head
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if sinks is not None:  # a sink is a key whose logit is given and whose value is zero
+        highest = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    mixed = tl.zeros((ROWS, V_DIM_PAD), tl.float32)
+
+    # Keys first .. last are seen by some query, those of the whole tiles middle .. right by all: they need no mask.
+    first = tl.maximum(position - reach + 1, 0)
+    last = position + num_queries
+    middle = first + tl.cdiv(tl.maximum(last - reach, 0) - first, KEYS) * KEYS
+    right = tl.maximum(first + (position + 1 - first) // KEYS * KEYS, middle)
+    at = position + queries  # each row's position
+    highest, total, mixed = _attend(
+        highest, total, mixed, q, key, value, table, at, first, tl.minimum(middle, last), last, key_block, key_token,
+        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, True,
+    )  # fmt: skip
+    highest, total, mixed = _attend(
+        highest, total, mixed, q, key, value, table, at, middle, right, last, key_block, key_token,
+        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, False,
+    )  # fmt: skip
+    highest, total, mixed = _attend(
+        highest, total, mixed, q, key, value, table, at, right, last, last, key_block, key_token,
+        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, True,
+    )  # fmt: skip
+
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    places = (token + queries) * (tl.num_programs(0) * GROUP) + heads
+    o_mask = real[:, None] & (v_dims < V_DIM)[None, :]
+    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+
+
+@triton.jit
+def _attend(
+    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor,  # so far
+    q: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, at: tl.tensor,
+    start: tl.tensor, stop: tl.tensor, last: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, value_block: tl.tensor, value_token: tl.tensor,
+    reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Attend to the tiles of keys from `start` to `stop`. Not MASKED: they are whole, and all rows see all of them."""
+    dims = tl.arange(0, DIM_PAD)
+    v_dims = tl.arange(0, V_DIM_PAD)
+    end = stop
+    if MASKED:
+        end = last
+    keys = start + tl.arange(0, KEYS)  # block ids are loaded a turn ahead: see triton_decode.py
+    next_blocks = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    for tile in range(start, stop, KEYS):
+        keys = tile + tl.arange(0, KEYS)
+        blocks = next_blocks  # int64: so is all that is added to a pointer
+        next_blocks = tl.load(table + (keys + KEYS) // BLOCK_SIZE, mask=keys + KEYS < end, other=0)
+        k_mask = (dims < DIM)[None, :]
+        v_mask = (v_dims < V_DIM)[None, :]
+        if MASKED:
+            k_mask = k_mask & (keys < last)[:, None]
+            v_mask = v_mask & (keys < last)[:, None]
+        slots = keys % BLOCK_SIZE
+        k = tl.load(key + (blocks * key_block + slots * key_token)[:, None] + dims[None, :], mask=k_mask, other=0.0)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        scores = logits(scores, inner, outer, SOFTCAP)
+        if MASKED:
+            seen = (keys[None, :] <= at[:, None]) & (keys[None, :] > (at - reach)[:, None]) & (keys < last)[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        v = tl.load(
+            value + (blocks * value_block + slots * value_token)[:, None] + v_dims[None, :], mask=v_mask, other=0.0
+        )
+        new = tl.maximum(highest, tl.max(scores, 1))
+        base = new
+        if MASKED:  # a row that has seen nothing yet
+            base = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = product(weights.to(v.dtype), v, mixed * shrink[:, None])
+        highest = new
+    return highest, total, mixed

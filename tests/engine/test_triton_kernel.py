@@ -1,0 +1,234 @@
+"""The Triton kernels in Triton's interpreter: every one against float64, 64-bit offsets, and whole models."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton_interpreter  # noqa: F401  before all that has kernels
+from engines import TinyEngine, prompts
+from families import VOCAB, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_checks import (
+    FAR_BLOCKS,
+    FAR_STRIDE,
+    Built,
+    Case,
+    assert_near,
+    build,
+    cases,
+    check_attention,
+    check_far_blocks,
+    check_write,
+)
+
+from pagetide.engine.attention import triton_base, triton_decode
+from pagetide.engine.attention.context import Kernel
+from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, Scores, Tiling, tiling
+from pagetide.engine.attention.triton_kernel import LEAST_ROWS, PARTIAL_BYTES, TritonKernel
+from pagetide.scheduler.request import Sampling
+
+SMALL = Tiling(16, 16, 4, 3)
+MAP_NORESERVE = 0x4000  # of Linux; in Python's mmap from 3.13 on
+
+
+def small_kernel(**over) -> TritonKernel:
+    """Of small tiles, so that small cases have many."""
+    return TritonKernel(**{"decode": SMALL, "prefill": Tiling(16, 32, 4, 3), **over})
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(48))
+def test_random_steps(case: Case) -> None:
+    check_attention(small_kernel(), case)
+
+
+@pytest.mark.stress
+@settings(max_examples=150, deadline=None)
+@given(cases(200))
+def test_many_random_steps(case: Case) -> None:
+    check_attention(small_kernel(), case)
+
+
+def decode_in(built: Built, num_splits: int) -> torch.Tensor:
+    """The decodes' part alone, in as many splits as one likes; the room for partial results is NaN, or 7 behind its end."""
+    case = built.case
+    heads, (_, v_dim) = case.kv_heads * case.group, case.dims
+    items = triton_decode.partial_items(case.num_decodes, heads, v_dim) * num_splits
+    partials = torch.full((items + 16,), torch.nan)
+    partials[items:] = 7
+    out = torch.zeros(len(built.query), heads, v_dim, dtype=case.dtype)
+    scores = Scores(0.3, case.softcap, built.sinks, case.window)
+    lens = torch.from_numpy(built.step.kv_lens)
+    triton_decode.decode(
+        built.query, built.cache, built.step.tables[1], lens, out, partials, num_splits, scores, SMALL
+    )  # fmt: skip
+    assert (partials[items:] == 7).all()
+    return out
+
+
+@settings(max_examples=12, deadline=None)
+@given(cases(80, splits=True), st.integers(1, 7))
+def test_any_number_of_splits(case: Case, num_splits: int) -> None:
+    """Also more than there are tiles of keys: so a number that was chosen once serves rows of any length."""
+    built = build(case)
+    if not case.aliased:
+        check_write(small_kernel(), built)
+    assert_near(decode_in(built, num_splits), built)
+
+
+def test_splits_of_several_merges() -> None:
+    built = build(Case(((1, 560), (1, 3)), dtype=torch.float32, block_size=100, kv_heads=1, sinks=True, aliased=True))
+    assert_near(decode_in(built, 35), built)
+
+
+# --- offsets
+
+
+def sparse(num_blocks: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_blocks, stride] of which only what is touched takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, num_blocks * stride * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(num_blocks, stride)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_arenas_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
+    check_far_blocks(small_kernel(num_sms=10), sparse(FAR_BLOCKS, FAR_STRIDE, dtype))
+
+
+@pytest.mark.parametrize("far", ["tokens", "heads"])
+def test_batches_beyond_two_to_the_31_elements(far: str) -> None:
+    built = build(Case(((1, 20), (1, 20), (3, 20)), group=3))
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        """The same, its tokens or heads 2^30 elements apart."""
+        tokens, heads, dim = tensor.shape
+        count, strides = (tokens, (1 << 30, dim, 1)) if far == "tokens" else (heads, (dim, 1 << 30, 1))
+        return sparse(count, 1 << 30, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+    wide = replace(built, query=spread(built.query), key=spread(built.key), value=spread(built.value))
+    check_write(small_kernel(), wide)
+    got = small_kernel().attend(wide.query, wide.key, wide.value, wide.cache, wide.step, **wide.options)
+    assert_near(got, built)
+
+
+# --- what a step has in common
+
+
+def test_buffers_stay_where_they_are_until_they_are_released() -> None:
+    kernel = TritonKernel(decode=SMALL, prefill=SMALL, num_sms=132)
+    assert kernel.buffer_bytes == 0
+    places = []
+    for chunks in (((1, 200), (1, 70)), ((1, 150),), ((1, 200), (2, 5))):
+        built = build(Case(chunks, aliased=True))
+        assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
+        assert max(kernel._plan.splits.values()) > 1
+        places.append((kernel._lens.data_ptr(), kernel._partials.data_ptr()))
+    assert len(set(places)) == 1 and kernel.buffer_bytes == PARTIAL_BYTES + 4 * LEAST_ROWS
+    kernel.release_buffers()
+    assert kernel.buffer_bytes == 0
+    assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
+
+
+def test_what_a_step_has_in_common_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = small_kernel()
+    built = build(Case(((1, 9), (4, 8)), aliased=True))
+    uploads = []
+    real = torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: uploads.append(array.shape) or real(array))
+    for window in (None, 3, None, 3):
+        options = {**built.options, "sliding_window": window}
+        kernel.attend(built.query, built.key, built.value, built.cache, built.step, **options)
+    assert uploads == [(1,), (1, 4)], "the decodes' lengths, and one tile of queries"
+
+
+def test_lengths_are_those_of_the_step_that_was_prepared_last() -> None:
+    """As replays of a captured graph need it: the launch is that of a step with other lengths."""
+    kernel = small_kernel(num_sms=132)
+    longest = build(Case(((1, 320), (1, 320), (1, 320)), kv_heads=1, aliased=True))
+    kernel.attend(longest.query, longest.key, longest.value, longest.cache, longest.step, **longest.options)
+    num_splits, lens, partials = max(kernel._plan.splits.values()), kernel._lens[:3], kernel._partials
+    assert num_splits > 4
+    built = build(Case(((1, 77), (1, 0), (1, 16)), kv_heads=1, aliased=True))
+    kernel.prepare(built.step)
+    out = torch.full((3, 2, 16), torch.nan, dtype=torch.bfloat16)
+    scores = Scores(0.3, None, None, None)
+    triton_decode.decode(built.query, built.cache, built.step.tables[1], lens, out, partials, num_splits, scores, SMALL)
+    assert_near(out, built)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "splits"),
+    [
+        ([4096] * 64, 8, 1),  # fills 132 multiprocessors
+        ([4096] * 8, 8, 8),
+        ([4096], 8, 16),  # parts of less than 256 keys are not worth it
+        ([100_000], 8, 66),
+        ([100] * 32, 8, 1),
+        ([100_000] + [100] * 63, 8, 62),  # one long row among short ones
+        ([0, 0], 8, 1),
+    ],
+)
+def test_rows_are_split_until_the_card_is_full(lengths: list[int], kv_heads: int, splits: int) -> None:
+    seen = np.array(lengths)
+    assert triton_decode.choose_splits(seen, kv_heads, Tiling(64, 16, 4, 3), 132, 1000) == splits
+    assert triton_decode.choose_splits(seen, kv_heads, Tiling(64, 16, 4, 3), 132, 5) == min(splits, 5)
+    assert triton_decode.choose_splits(seen, kv_heads, Tiling(64, 16, 4, 3), 132, 0) == 1
+
+
+# --- refusals
+
+
+def test_refusals() -> None:
+    kernel: Kernel = small_kernel()
+    built = build(Case(((1, 9), (2, 8)), aliased=True))
+    arguments = built.query, built.key, built.value, built.cache, built.step
+    with pytest.raises(ValueError, match="at least 1 token"):
+        kernel.attend(*arguments, **{**built.options, "sliding_window": 0})
+    object.__setattr__(built.step, "q_starts", np.array([2, 0]))
+    with pytest.raises(ValueError, match="first 1 tokens of a batch"):
+        small_kernel().attend(*arguments, **built.options)
+    for table in (DECODE_TILINGS, PREFILL_TILINGS):
+        assert tiling(table, 2, 512) and tiling(table, 4, 3)
+        with pytest.raises(ValueError, match="head dims up to 512, got 576"):
+            tiling(table, 2, 576)
+
+
+def test_without_triton_the_import_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("pagetide.engine.attention.once_more", triton_base.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"not installed: pip install pagetide\[triton\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_one_module_alone_imports_triton() -> None:
+    folder = Path(triton_base.__file__).parents[1]
+    asks = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+    assert [path.name for path in folder.rglob("*.py") if asks.search(path.read_text())] == ["triton_base.py"]
+
+
+# --- models
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_models_give_the_same_tokens(family: str) -> None:
+    model = tiny(family)
+    inputs = prompts([1, 17], VOCAB)
+    tokens = []
+    for kernel in (None, small_kernel(num_sms=8)):
+        engine = TinyEngine(model, usable=12, block_size=16, max_chunk_tokens=9)
+        if kernel is not None:
+            engine.core.runner.kernel = kernel
+        tokens.append(engine.generate(inputs, Sampling(3)))
+    assert tokens[0] == tokens[1]
+    assert kernel.buffer_bytes, "it was this kernel"

@@ -1,0 +1,257 @@
+"""What the Triton kernels must do, on the CPU (interpreted) and on a device alike: random cases against float64, over NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from pagetide.engine.attention.context import LayerCache, StepContext
+from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.attention.triton_gather import gather_blocks, scatter_blocks
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of what is above 1 relative
+BITS = {4: torch.int32, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step over a layer, and how the layer attends. Chunks with one token are decodes, and come first."""
+
+    chunks: tuple[tuple[int, int], ...]  # (query tokens, all tokens); (1, 0) is a padding row of decodes
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+    kv_heads: int = 2
+    group: int = 2
+    dims: tuple[int, int] = (16, 16)  # of K and V
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    padding: int = 0  # tokens behind the chunks
+    aliased: bool = False
+    seed: int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(n == 1 for n, _ in self.chunks)
+
+
+def cases(longest: int, *, splits: bool = False) -> st.SearchStrategy[Case]:
+    """Random cases with up to `longest` tokens a sequence. Lengths like to lie at block borders."""
+    block_sizes = st.sampled_from([4, 16, 24, 32, 100])
+
+    def lengths(size: int) -> st.SearchStrategy[int]:
+        border = st.builds(
+            lambda n, by: max(1, min(longest, n * size + by)), st.integers(0, longest // size), st.integers(-1, 1)
+        )
+        return st.one_of(st.integers(1, longest), border)
+
+    def chunk(size: int) -> st.SearchStrategy[tuple[int, int]]:
+        return st.tuples(st.integers(2, longest // 2), lengths(size)).map(
+            lambda c: (c[0], c[0] + c[1] * (c[1] % 3 > 0))
+        )
+
+    def case(size: int) -> st.SearchStrategy[Case]:
+        decodes = st.lists(st.one_of(lengths(size), lengths(size), st.just(0)).map(lambda n: (1, n)), max_size=4)
+        prefills = st.lists(chunk(size), max_size=0 if splits else 2)
+        return st.builds(
+            Case,
+            chunks=st.builds(lambda a, b: (*a, *b), decodes, prefills).filter(bool),
+            dtype=st.sampled_from(list(BOUNDS)),
+            block_size=st.just(size),
+            kv_heads=st.integers(1, 2),
+            group=st.sampled_from([1, 2, 3, 4, 7]),
+            dims=st.tuples(st.sampled_from([8, 16, 24, 64]), st.sampled_from([8, 16, 40])),
+            window=st.one_of(st.none(), st.integers(1, longest)),
+            softcap=st.sampled_from([None, None, 5.0, 30.0]),
+            sinks=st.booleans(),
+            padding=st.sampled_from([0, 0, 3]),
+            aliased=st.booleans(),
+            seed=st.integers(0, 1000),
+        )
+
+    return block_sizes.flatmap(case)
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A case in memory. Every slot that no token owns is NaN, block 0 and the tables' other group too."""
+
+    case: Case
+    arena: torch.Tensor  # [num_blocks, items], of which K and V have a part
+    cache: LayerCache
+    step: StepContext
+    query: torch.Tensor  # [T, heads, dim], strided as models hand it over
+    key: torch.Tensor  # [T, kv_heads, dim]: the batch's own, still to be written
+    value: torch.Tensor
+    keys: list[torch.Tensor]  # per chunk, of the whole sequence
+    values: list[torch.Tensor]
+    sinks: torch.Tensor | None
+
+    @property
+    def options(self) -> dict:
+        case = self.case
+        return {"scaling": 0.3, "sliding_window": case.window, "softcap": case.softcap, "sinks": self.sinks}
+
+
+def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, ids: np.ndarray | None = None) -> Built:
+    """All but the batch's own K and V lie in the arena. `ids` are the blocks to use; by default few, in random order."""
+    rng = np.random.default_rng(case.seed)
+    size, (dim, v_dim), heads = case.block_size, case.dims, case.kv_heads
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape, np.float32)).to(case.dtype).to(device)
+
+    counts = [-(-kv // size) for _, kv in case.chunks]
+    ids = rng.permutation(np.arange(1, sum(counts) + 4)) if ids is None else ids
+    tables = np.zeros((len(case.chunks), max(counts) + 1), np.int64)
+    lead, k_items, v_items = 8, size * heads * dim, size * heads * v_dim
+    if arena is None:
+        arena = torch.full((len(ids) + 1, lead + k_items + v_items + 24), torch.nan, dtype=case.dtype, device=device)
+    views = []
+    for offset, width in ((lead, dim), (lead + k_items, v_dim)):
+        shape, strides = (len(arena), size, heads, width), (arena.stride(0), heads * width, width, 1)
+        views.append(arena.as_strided(shape, strides, offset))
+    cache = LayerCache(views[0], views[1], group=1, aliased=case.aliased)
+    keys, values, own, owners, used = [], [], [], [], 0
+    for i, ((n, kv), count) in enumerate(zip(case.chunks, counts, strict=True)):
+        tables[i, :count] = ids[used : used + count]
+        used += count
+        keys.append(drawn(kv, heads, dim))
+        values.append(drawn(kv, heads, v_dim))
+        slots = np.arange(kv)
+        old = slots[: kv if case.aliased else max(0, kv - n)]
+        places = [torch.from_numpy(index).to(device) for index in (tables[i][old // size], old % size)]
+        for view, full in zip(views, (keys[-1], values[-1]), strict=True):
+            view.index_put_(tuple(places), full[: len(old)])
+        if kv:
+            own.append((keys[-1][kv - n :], values[-1][kv - n :]))
+            owners += [(tables[i, p // size], p % size) for p in range(kv - n, kv)]
+        else:
+            own.append((drawn(n, heads, dim) * torch.nan, drawn(n, heads, v_dim) * torch.nan))
+            owners.append((0, 0))
+    own.append((drawn(case.padding, heads, dim) * torch.nan, drawn(case.padding, heads, v_dim) * torch.nan))
+    owners += [(0, 0)] * case.padding
+    q_lens = np.array([n for n, _ in case.chunks], np.int32)
+    wrong = torch.zeros(tables.shape, dtype=torch.int64, device=device)
+    write = torch.tensor(owners, dtype=torch.int64, device=device)
+    step = StepContext(
+        layers=(),
+        kernel=TorchKernel(),
+        q_starts=np.cumsum(q_lens) - q_lens,
+        q_lens=q_lens,
+        kv_lens=np.array([kv for _, kv in case.chunks], np.int32),
+        num_decodes=case.num_decodes,
+        tables=(wrong, torch.from_numpy(tables).to(device)),
+        write_blocks=(wrong[:, 0], write[:, 0].contiguous()),
+        write_offsets=write[:, 1].contiguous(),
+        block_size=size,
+    )
+    key, value = (torch.cat(parts).transpose(0, 1).contiguous().transpose(0, 1) for parts in zip(*own, strict=True))
+    query = drawn(heads * case.group, len(owners), dim).transpose(0, 1)
+    sinks = drawn(heads * case.group) if case.sinks else None
+    return Built(case, arena, cache, step, query, key, value, keys, values, sinks)
+
+
+def reference(built: Built) -> torch.Tensor:
+    """Attention in float64, query by query, as it is written in books; zeros for padding."""
+    case, (_, v_dim) = built.case, built.case.dims
+    out = torch.zeros(built.query.shape[0], built.query.shape[1], v_dim, dtype=torch.float64)
+    for (n, kv), start, keys, values in zip(case.chunks, built.step.q_starts, built.keys, built.values, strict=True):
+        for j in range(n if kv else 0):
+            at = kv - n + j
+            first = 0 if case.window is None else max(0, at - case.window + 1)
+            k, v = (x[first : at + 1].double().cpu().repeat_interleave(case.group, 1) for x in (keys, values))
+            scores = torch.einsum("hd,khd->hk", built.query[start + j].double().cpu(), k) * 0.3
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            weights = scores.exp()
+            total = weights.sum(1) + (built.sinks.double().cpu().exp() if built.sinks is not None else 0)
+            out[start + j] = torch.einsum("hk,khd->hd", weights, v) / total[:, None]
+    return out
+
+
+def assert_near(got: torch.Tensor, built: Built) -> None:
+    assert got.dtype == built.case.dtype
+    expected = reference(built)
+    error = (got.double().cpu() - expected).abs() / expected.abs().clamp(min=1)
+    assert error.nan_to_num(nan=torch.inf).max() < BOUNDS[built.case.dtype], error.max()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BITS[tensor.itemsize])
+
+
+def check_write(kernel, built: Built) -> None:
+    """The batch's own K and V arrive; not a bit of anything else changes."""
+    expected = built.arena.clone()
+    step, cache = built.step, built.cache
+    real = step.write_blocks[1] != 0
+    for view, rows in ((cache.key, built.key), (cache.value, built.value)):
+        copy = expected.as_strided(view.shape, view.stride(), view.storage_offset())
+        copy.index_put_((step.write_blocks[1][real], step.write_offsets[real]), rows[real])
+    kernel.write(built.key, built.value, cache, step)
+    assert torch.equal(bits(built.arena), bits(expected))
+
+
+def check_attention(kernel, case: Case, device: str = "cpu") -> None:
+    """Write, then attend twice, as two layers would; nothing is written but the result."""
+    built = build(case, device)
+    if not case.aliased:
+        check_write(kernel, built)
+    before = built.arena.clone()
+    nan = built.key * torch.nan, built.value * torch.nan  # all is read from the arena
+    for _ in range(2):
+        got = kernel.attend(built.query, *nan, built.cache, built.step, **built.options)
+        assert_near(got, built)
+        real = built.step.q_lens.sum()
+        assert not got[real:].any() and len(got) == real + case.padding
+    assert torch.equal(bits(built.arena), bits(before))
+
+
+FAR_BLOCKS, FAR_STRIDE = 20, (1 << 28) + 64  # elements 2^31 and 2^32 lie in blocks 7 and 15
+
+
+def check_far_blocks(kernel, arena: torch.Tensor) -> None:
+    """Of an arena of zeros [FAR_BLOCKS, FAR_STRIDE] blocks behind 2^31 elements are written and read, and nothing else."""
+    ids = np.array([19, 9, 17, 10, 18, 16, 8, 15, 7])
+    case = Case(((1, 40), (1, 5), (17, 60)), dtype=arena.dtype)
+    items = 8 + 2 * 16 * 2 * 16
+    for block in (0, *ids.tolist()):
+        arena[block, : items + 24] = torch.nan
+    built = build(case, str(arena.device), arena, ids)
+    step = built.step
+    kernel.write(built.key, built.value, built.cache, step)
+    for view, rows in ((built.cache.key, built.key), (built.cache.value, built.value)):
+        assert torch.equal(view[step.write_blocks[1], step.write_offsets], rows)
+    assert_near(kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options), built)
+    flat = arena.view(-1)
+    for block in ids.tolist():
+        at = block * FAR_STRIDE
+        for wrapped in {at % (1 << 31), at % (1 << 32)} - {at}:  # where 32 bits would point
+            assert not flat[wrapped : wrapped + items].nan_to_num().any()
+
+
+def check_gather(
+    dtype: torch.dtype, ids: list[int], items: int, beyond: int, offset: int, num_programs: int, device: str = "cpu",
+    pinned: bool = False,
+) -> None:  # fmt: skip
+    """Blocks of `items`, `beyond` more between them, `offset` before the first: out into a buffer, back to other places."""
+    most = torch.iinfo(dtype).max
+    memory = torch.randint(0, most, (offset + 12 * (items + beyond),), dtype=dtype, device=device)
+    rows = memory[offset:].view(12, items + beyond)
+    index = torch.tensor(ids, dtype=torch.int64, device=device)
+    buffer = torch.full((len(ids) + 2, items + 1), 7, dtype=dtype, device="cpu" if pinned else device)
+    buffer = buffer.pin_memory() if pinned else buffer
+    out = buffer[1:-1, :items]
+    gather_blocks(rows, index, out, num_programs=num_programs)
+    taken = rows[index, :items]  # which a device does behind the gather
+    assert torch.equal(out.to(device), taken)
+    assert (buffer[[0, -1]] == 7).all() and (buffer[:, items] == 7).all(), "nothing around it is written"
+    back = 11 - index
+    expected = memory.clone()
+    expected[offset:].view(rows.shape)[back, :items] = taken
+    scatter_blocks(out, back, rows, num_programs=num_programs)
+    assert torch.equal(memory, expected)

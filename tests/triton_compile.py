@@ -1,0 +1,115 @@
+"""A program: compiles the Triton kernels for sm_90, which needs no device, and prints what became of each as a line of JSON.
+
+python triton_compile.py all | some
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pagetide.engine.attention import triton_decode, triton_gather, triton_prefill, triton_write
+from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, padded, tiling
+
+TARGET = GPUTarget("cuda", 90, 32)
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+FLOATS = ("inner", "outer")
+ANY_NUMBER = ("table_row", "num_splits", "reach", "tiles", "turns", "num_heads")  # others are multiples of 16
+
+Kernel = tuple[str, Any, dict[str, str], dict[str, Any], int, int]  # name, function, pointers, constants, warps, stages
+
+
+def attention(kind: str, dtype: str, dim: int, **over: Any) -> Kernel:
+    """Decode or prefill with the tiles of their tables."""
+    name = " ".join((kind, dtype, str(dim), *(f"{key}={value}" for key, value in over.items())))
+    group, options = over.pop("group", 4), {"BLOCK_SIZE": 16, "SOFTCAP": False, "sinks": None, **over}
+    table = DECODE_TILINGS if kind == "decode" else PREFILL_TILINGS
+    tiles = tiling(table, 4 if dtype == "fp32" else 2, dim)
+    pointers = dict.fromkeys(("out", "query", "key", "value"), dtype) | {"table": "i64", "lens": "i32", "sums": "fp32"}
+    dims = {"GROUP": group, "DIM": dim, "DIM_PAD": padded(dim), "V_DIM": dim, "V_DIM_PAD": padded(dim)}
+    constants = {**dims, "KEYS": tiles.keys, **options}
+    if kind == "decode":
+        constants["GROUP_PAD"], warps = padded(group), triton_decode.num_warps(tiles, group)
+        return name, triton_decode._decode, pointers | {"out": "fp32"}, constants, warps, tiles.stages
+    constants["ROWS"] = max(tiles.rows, padded(group))
+    return name, triton_prefill._prefill, pointers | {"tiles": "i32"}, constants, tiles.warps, tiles.stages
+
+
+def some() -> Iterator[Kernel]:
+    """One of each kernel: an 8 B Llama in bfloat16."""
+    yield attention("decode", "bf16", 128)
+    yield attention("prefill", "bf16", 128)
+    pointers = {"out": "bf16", "partials": "fp32", "sums": "fp32", "lens": "i32", "sinks": "bf16"}
+    constants = {"V_DIM": 128, "V_DIM_PAD": 128, "KEYS": 64, "SPLITS": triton_decode.MERGED_AT_ONCE}
+    yield "merge", triton_decode._merge, pointers, constants, 4, 3
+    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "bf16") | {"blocks": "i64", "offsets": "i64"}
+    constants = {"HEADS": 8, "DIM": 128, "DIM_PAD": 128, "V_DIM": 128, "V_DIM_PAD": 128}
+    yield "write", triton_write._write, pointers, constants, 4, 3
+    pointers, constants = dict.fromkeys(("rows", "ids", "packed"), "i64"), {"TILE": triton_gather.TILE_WORDS}
+    yield "gather", triton_gather._copy_words, pointers, {**constants, "TO_ROWS": False}, 8, 3
+    yield "scatter", triton_gather._copy_words, pointers, {**constants, "TO_ROWS": True}, 8, 3
+
+
+def all_() -> Iterator[Kernel]:
+    yield from some()
+    for kind in ("decode", "prefill"):
+        for dtype in ("bf16", "fp16", "fp32"):
+            for dim in (64, 96, 256, 512):
+                yield attention(kind, dtype, dim)
+        yield attention(kind, "bf16", 128, SOFTCAP=True, BLOCK_SIZE=24)
+        yield attention(kind, "bf16", 128, sinks="bf16", BLOCK_SIZE=256)
+        yield attention(kind, "bf16", 128, group=71)
+    yield attention("decode", "bf16", 128, sums=None)
+
+
+def compiled(kernel: Kernel) -> dict[str, Any]:
+    """The kernel's name, its shared memory, its 16-byte copies to there and its matrix products, and stack for spills."""
+    name, function, pointers, constants, warps, stages = kernel
+    if isinstance(constants.get("sinks"), str):
+        pointers = {**pointers, "sinks": constants.pop("sinks")}
+    signature, values, attributes = {}, {}, {}
+    for index, argument in enumerate(function.arg_names):
+        if argument in constants:
+            signature[argument], values[(index,)] = "constexpr", constants[argument]
+        elif argument in FLOATS:
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = f"*{pointers[argument]}" if argument in pointers else "i32"
+            if argument not in ANY_NUMBER:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature=signature, constexprs=values, attrs=attributes)
+    made = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})
+    ptx = made.asm["ptx"]
+    return {
+        "name": name,
+        "shared_bytes": made.metadata.shared,
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared[^;]*, 0x10", ptx)),
+        "products": len(re.findall(r"(mma\.sync|wgmma\.mma)", ptx)),
+        "stack_bytes": stack_bytes(made.asm["cubin"]),
+    }
+
+
+def stack_bytes(cubin: bytes) -> int | None:
+    """What the kernel spills, as far as the tool that comes with Triton is there to tell."""
+    if not TOOL.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.findall(r"STACK:(\d+)", run.stdout)[0])
+
+
+if __name__ == "__main__":
+    for each in all_() if sys.argv[1] == "all" else some():
+        print(json.dumps(compiled(each)), flush=True)
