@@ -194,27 +194,42 @@ class Door:
 
 def check_request(request: Request, here: Mapping[str, Sequence], max_model_len: int, cache: CacheManager) -> None:
     """Raise RequestRejected, PromptTooLong or DuplicateRequest for what can never be admitted beside who is `here`, by id."""
-    length = len(request.prompt_token_ids)
+    length = len(request.token_ids)
     if request.request_id in here:
         raise DuplicateRequest(f"request id {request.request_id!r} is in use")
     if request.fork_of is not None:
         _check_fork(request, request.fork_of, here)
-    if length < 1:
+    if len(request.generated):
+        _check_generated(request)
+    if not len(request.prompt_token_ids):
         raise RequestRejected("the prompt is empty: at least one token is needed to start from")
+    also = f" ({len(request.generated):,} of them generated)" if len(request.generated) else ""
     if length >= max_model_len:
         raise PromptTooLong(
-            f"the prompt has {length:,} tokens; with a context of {max_model_len:,} tokens it may have "
+            f"the prompt has {length:,} tokens{also}; with a context of {max_model_len:,} tokens it may have "
             f"{max_model_len - 1:,} at most: shorten it, or raise max_model_len where the model allows"
         )
     needed = cache.blocks_for(length)
     if needed > cache.capacity:
         raise PromptTooLong(
-            f"the prompt's {length:,} tokens need {needed:,} blocks of {cache.block_size} tokens, the whole pool "
+            f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens, the whole pool "
             f"has {cache.capacity:,}: shorten it, or give the engine more kv_memory"
         )
 
 
+def _check_generated(request: Request) -> None:
+    """Raise RequestRejected where there is nothing left to do behind the tokens that were generated before."""
+    sampling, count = request.sampling, len(request.generated)
+    if count >= sampling.max_new_tokens:
+        raise RequestRejected(f"{count:,} tokens were generated, of at most {sampling.max_new_tokens:,}: it is at its end")
+    last = int(request.generated[-1])
+    if last in sampling.stop_token_ids and count >= sampling.min_new_tokens:
+        raise RequestRejected(f"the last token that was generated, {last}, is one of its stop ids: it is at its end")
+
+
 def _check_fork(request: Request, leader_id: str, here: Mapping[str, Sequence]) -> None:
+    if len(request.generated):
+        raise RequestRejected(f"{request.request_id!r} has tokens of its own already: it finds its prompt as cached, and is no fork")
     leader = here.get(leader_id)
     if leader is None:
         raise RequestRejected(f"{request.request_id!r} is to share the prompt of {leader_id!r}, which is not here")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,8 @@ MOST_FORKS = 4096  # continuations of a prompt
 MOST_BEAMS = 256
 MOST_LOGPROBS = 1024  # most likely tokens told of beside each one
 _MOST = 2**31 - 1  # token ids and counts are 32 bits wide
+_NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
+_NO_TOKENS.flags.writeable = False
 
 
 LogitsProcessor = Callable[..., Any]  # (input_ids [1, tokens], scores [1, vocabulary]) -> scores
@@ -233,7 +235,8 @@ class Request:
     """One prompt to continue. A lower `priority` goes first; equal ones go by `arrival` (seconds, any clock).
 
     Prefixes are shared with requests of the same `cache_salt` alone; None is a key space of its own. `fork_of` names a request
-    with the same prompt and salt, waiting or running: its prompt is computed once for both.
+    with the same prompt and salt, waiting or running: its prompt is computed once for both. What was `generated` before, in
+    another engine, counts as if it had been here.
     """
 
     request_id: str
@@ -243,6 +246,12 @@ class Request:
     arrival: float = 0.0
     cache_salt: bytes | None = None
     fork_of: str | None = None
+    generated: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """The prompt, and what was generated before."""
+        return np.append(self.prompt_token_ids, self.generated) if len(self.generated) else self.prompt_token_ids
 
     def forked(self, n: int) -> list[Request]:
         """This request, and n - 1 that share its prompt, which is scored once, and draw for themselves."""

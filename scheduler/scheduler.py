@@ -31,16 +31,13 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..cache.block_table import BlockCopies, Index, TableUpdate
+from ..cache.block_table import Index
 from ..cache.manager import CacheManager, merged
-from ..cache.prefix_hash import Chain
 from .admission import Door, Start, check_request
 from .cost import SwapCost
 from .decisions import Decision, Decisions
@@ -48,27 +45,15 @@ from .errors import OutOfTurn
 from .expected import ExpectedBlocks
 from .limits import Limits
 from .outcome import Emissions, Finished, Move, Stats
-from .plan import NO_ROWS, Admission, Bool, Plan, Result, Scores, given_tokens
+from .plan import NO_ROWS, Bool, Plan, Result, Scores, given_tokens
 from .policy import LengthForecast
 from .pool_size import PoolSize, joined
 from .request import Request
 from .rows import Rows
-from .sequence import NOTHING, FinishReason, Sequence
+from .running import Running
+from .sequence import FinishReason, Sequence
 from .victims import Victims
 from .waiting import Waiting
-
-
-@dataclass(slots=True, eq=False)
-class _Changes:
-    """What happened to rows since the last plan. Mutated by the scheduler until the plan takes it."""
-
-    released: list[int] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
-    copies: list[BlockCopies] = field(default_factory=list)
-    given: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # by row: a position, and the token that stands there
 
 
 class Scheduler:
@@ -96,15 +81,11 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._size = PoolSize(cache)
         self._waiting = Waiting()
-        self._running: dict[int, Sequence] = {}  # by row
+        self._running = Running(cache, self.rows)
         self._door = Door(
-            self._size, self.rows, self._waiting, self._running, self._expected, lambda: self.limits.forecast
+            self._size, self.rows, self._waiting, self._running.by_row, self._expected, lambda: self.limits.forecast
         )  # fmt: skip
-        self._decoding: Index = NO_ROWS  # rows that lack exactly their newest token
-        self._held: dict[int, Sequence] = {}  # by row: those whose next token nobody has chosen yet
-        self._prefilling: list[Sequence] = []  # the other running ones, in order
         self._marked: list[Sequence] = []
-        self._changes = _Changes()
         self._finished: list[Finished] = []  # that are yet to be told
         self._plan: Plan | None = None
         self._evicted = 0  # of the cache's evicted blocks, those that were told of
@@ -126,8 +107,7 @@ class Scheduler:
         told = {end.request_id for end in ends}
         for request_id, sequence in self._sequences.items():
             prompt = len(sequence.request.prompt_token_ids)
-            row = sequence.row
-            tokens = sequence.tokens if row is None else self.rows.tokens[row, : self.rows.known[row]].copy()
+            tokens = self._running.tokens_of(sequence)
             if request_id not in told:
                 ends.append(Finished(request_id, "error", tokens[prompt:], sequence.preemptions, error))
         return fresh, Emissions(self.stats.steps, [], [], tuple(ends))
@@ -153,9 +133,9 @@ class Scheduler:
 
         True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
         """
-        if len(self._running) > len(self._held) or self._marked or self._finished or self._size.pending:
+        if len(self._running) > len(self._running.held) or self._marked or self._finished or self._size.pending:
             return False
-        if self._held and self._waiting.queue:  # they give up their blocks
+        if self._running.held and self._waiting.queue:  # they give up their blocks
             return False
         return bool(self._sequences) and not self._door.has_candidates
 
@@ -167,7 +147,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
         self.check(request)
-        chain = self.cache.chain(request.prompt_token_ids, request.cache_salt)
+        chain = self.cache.chain(request.token_ids, request.cache_salt)
         leader = None if request.fork_of is None else self._sequences[request.fork_of]
         sequence = Sequence(request, next(self._numbers), chain, leader)
         self._sequences[request.request_id] = sequence
@@ -188,6 +168,18 @@ class Scheduler:
         sequence.marked = reason
         self._marked.append(sequence)
         return True
+
+    def withdraw(self, request_id: str) -> Finished | None:
+        """End a request at once, between two steps: its blocks are free, and its end is told here and not again.
+
+        None, and no change, for an unknown, ended or already aborted one.
+        """
+        self._check_turn(0)
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.marked:
+            return None
+        self._end(sequence, "aborted")
+        return self._finished.pop()
 
     @property
     def limit_blocks(self) -> int:
@@ -224,7 +216,7 @@ class Scheduler:
 
     def running_blocks(self) -> int:
         """Blocks that whoever runs is forecast to need at one time: with fewer, somebody is preempted soon. Read-only."""
-        return self._expected.needed(self._running_rows(), [])
+        return self._expected.needed(self._running.rows, [])
 
     def wanted_blocks(self) -> int:
         """Blocks that whoever runs, and whoever waits and has a seat, are forecast to need at one time. Read-only.
@@ -238,7 +230,7 @@ class Scheduler:
                 break
             newcomers.append(sequence)
             needed += self.cache.blocks_for(len(sequence.tokens))
-        return self._expected.needed(self._running_rows(), newcomers)
+        return self._expected.needed(self._running.rows, newcomers)
 
     def grow(self, num_extents: int) -> int:
         """Let the next plan map up to `num_extents` extents more, within the limit. Returns how many it will.
@@ -261,7 +253,7 @@ class Scheduler:
         self._end_marked()
         given, moved = self._size.give_back(num_extents)
         if moved:
-            self._changes.tables.append(moved)
+            self._running.changes.tables.append(moved)
         self._door.given_back(given * self.cache.blocks_per_extent)
         return given
 
@@ -275,7 +267,7 @@ class Scheduler:
         self._end_marked()
         due = min(num_extents, self._size.removable_extents)
         while self._running and (missing := self._size.missing_blocks(due)) > 0:
-            victims = self._victims.by_worth(self._running.values())[::-1]
+            victims = self._victims.by_worth(self._running.by_row.values())[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
             self._door.shut()
@@ -298,8 +290,8 @@ class Scheduler:
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
         if budget > 0 and settled and self._door.has_candidates:
             chunks += self._admit(budget)
-        while not len(decodes) and not chunks and self._held and self._waiting.queue and not self._door.is_shut:
-            self._preempt([self._victims.by_worth(self._held.values())[-1]])
+        while not len(decodes) and not chunks and self._running.held and self._waiting.queue and not self._door.is_shut:
+            self._preempt([self._victims.by_worth(self._running.held.values())[-1]])
             chunks += self._admit(budget)
         self._door.lift()
         self._plan = self._build(decodes, chunks)
@@ -322,24 +314,23 @@ class Scheduler:
         request_ids: list[str] = rows.request_ids[sampled].tolist()
         told = tuple(self._scored(plan, scores) for scores in result.scores)
         self._plan = None
-        prefilled = self._prefilling
+        prefilled = self._running.prefilling
         if prefilled:
-            self._promote()
+            self._release_forks(self._running.promote())
         candidates = tuple((str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates)
         if candidates:
-            self._hold(plan.rows[[c.index for c in result.candidates]])
+            self._release_forks(self._running.hold(plan.rows[[c.index for c in result.candidates]]))
         for failure in result.failures:
-            self._end(self._running[int(plan.rows[failure.index])], "error", failure.message)
+            self._end(self._running.by_row[int(plan.rows[failure.index])], "error", failure.message)
         for row in plan.rows[result.complete].tolist():
             ended[sampled == row] = False
-            self._end(self._running[row], "stop")
+            self._end(self._running.by_row[row], "stop")
         if np.count_nonzero(ended):
             for i in np.flatnonzero(ended):
-                self._end_if_due(self._running[int(sampled[i])], int(result.tokens[i]))
+                self._end_if_due(self._running.by_row[int(sampled[i])], int(result.tokens[i]))
         self._end_marked()
         for sequence in prefilled:
-            if sequence.row is not None and sequence.chain is not None:
-                self._changes.tables.append(self._commit(sequence.row, sequence.chain))
+            self._running.commit(sequence)
         finished, self._finished = tuple(self._finished), []
         return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished, told, candidates)
 
@@ -376,21 +367,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
         self.cache.check_invariants()
-        rows, held = self.rows, self.cache.tables[0].lengths
-        assert {s.row for s in self._running.values()} == set(self._running), "a sequence's row is not its own"
+        self._running.check_invariants()
         assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
-        assert rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
-        prefilling = [s.row for s in self._prefilling]
-        listed = [*prefilling, *self._decoding.tolist(), *self._held]
-        assert sorted(listed) == sorted(self._running), "a row is in no list, or two"
-        assert self._prefilling == sorted(self._prefilling), "prefills are out of order"
-        assert set(np.flatnonzero(held).tolist()) <= set(self._running), "a row without a sequence holds blocks"
-        for row, sequence in self._running.items():
-            lacking = rows.known[row] - rows.computed[row]
-            least = 0 if row in self._held else 1
-            assert lacking == least or (lacking > 1 and row in prefilling), f"row {row} lacks {lacking} tokens"
-            assert held[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
-            assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
+        assert self.rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -400,7 +379,7 @@ class Scheduler:
         Returns the rows that decode in this step: all, but for those whose block is still read or written by a copy.
         """
         known, later = self.rows.known, NO_ROWS
-        short = self.cache.short(self._decoding, known[self._decoding])
+        short = self.cache.short(self._running.decoding, known[self._running.decoding])
         if len(short):
             extension = self.cache.extend(short, known[short])
             if extension is None:
@@ -409,15 +388,15 @@ class Scheduler:
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
-            self._changes.tables.append(extension.tables)
-        return self._decoding[~np.isin(self._decoding, later)] if len(later) else self._decoding
+            self._running.changes.tables.append(extension.tables)
+        return self._running.decoding[~np.isin(self._running.decoding, later)] if len(later) else self._running.decoding
 
     def _make_room(self, short: Index) -> Index:
         """Preempt, in the order of victims.py, until the rows of `short` that remain can each have a block, now or when the
         copies of the next plan are done. Returns those.
         """
         groups = len(self.cache.tables)
-        victims = self._victims.by_worth(self._running.values())
+        victims = self._victims.by_worth(self._running.by_row.values())
         while len(short) * groups > self.cache.available + self.cache.landing:
             victim = victims.pop()
             short = short[short != victim.row]
@@ -431,7 +410,7 @@ class Scheduler:
 
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []
-        for sequence in self._prefilling:
+        for sequence in self._running.prefilling:
             if budget <= 0:
                 break
             if length := self._chunk(sequence, budget):
@@ -465,43 +444,23 @@ class Scheduler:
             self._scorable -= min(length, to_score)
         return length
 
-    def _running_rows(self) -> Index:
-        return np.fromiter(self._running, np.int64, len(self._running))
-
     def _seat(self, sequence: Sequence, start: Start) -> bool:
         """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
-        request, tokens = sequence.request, sequence.tokens
-        num_prompt = len(request.prompt_token_ids)
-        row = self.rows.take(request.request_id, tokens, num_prompt, request.sampling)
-        if start.leader_row is None:
-            extension = self.cache.admit(row, len(tokens), start.hit, request.request_id)
-        else:
-            extension = self.cache.fork(start.leader_row, row, len(tokens) - 1, len(tokens))
-        assert extension is not None, "admitted without enough blocks"
-        if extension.copies is not None:
-            self._changes.copies.append(extension.copies)
-        self.rows.computed[row] = extension.num_computed
+        extension = self._running.seat(sequence, start)
         if start.leader_row is not None:
             self.stats.forks += 1
         elif sequence.chain is not None:
             self.stats.prefix_lookups += 1
-            self.stats.prefix_lookup_tokens += len(tokens)
+            self.stats.prefix_lookup_tokens += len(sequence.tokens)
             self.stats.prefix_hit_tokens += start.hit.num_tokens
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
-            self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
-        sequence.row, sequence.shares = row, NOTHING
-        self._running[row] = sequence
-        bisect.insort(self._prefilling, sequence)
-        self._changes.tables.append(extension.tables)
-        sampling = request.sampling
-        if sampling.prompt_logprobs is not None and not sequence.is_unscored:
-            sampling = replace(sampling, prompt_logprobs=None)  # they are out, and are not given again
-        self._changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
+            name = sequence.request.request_id
+            self.decisions.returned(self.stats.steps, name, sequence.computed, extension.num_computed)
         return extension.waits
 
     def _build(self, decodes: Index, chunks: list[tuple[Sequence, int]]) -> Plan:
-        changes, n = self._changes, len(decodes)
+        changes, n = self._running.take_changes(), len(decodes)
         rows, lengths, samples = decodes, self._ones[:n], self._trues[:n]
         if chunks:
             chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
@@ -525,10 +484,9 @@ class Scheduler:
         )
         if plan.swaps is not None or self.cache.evicted_blocks != self._evicted:
             self._count_swaps(plan)
-        if changes.tables or changes.released or changes.given:
+        if changes:
             counts = self.cache.counts()
             self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
-            self._changes = _Changes()
         self.stats.steps += 1
         self.stats.computed_tokens += n + sum(length for _, length in chunks)
         return plan
@@ -568,7 +526,7 @@ class Scheduler:
 
     def _scored(self, plan: Plan, scores: Scores) -> tuple[str, Scores]:
         """Whose `scores` are, which takes down how much of its prompt they are out of."""
-        sequence = self._running[int(plan.rows[scores.index])]
+        sequence = self._running.by_row[int(plan.rows[scores.index])]
         last = min(scores.first + len(scores.ranks), len(sequence.request.prompt_token_ids)) - 1
         sequence.scored = max(sequence.scored, last)
         return sequence.request.request_id, scores
@@ -583,26 +541,9 @@ class Scheduler:
         self.stats.given_back_extents += len(result.unmapped)
         self.stats.refused_resizes += result.refused is not None
 
-    def _promote(self) -> None:
-        """Sequences that lack only their newest token now decode."""
-        done = [s for s in self._prefilling if self.rows.known[s.row] > len(s.tokens)]  # sampled since it was seated
-        if done:
-            self._prefilling = [s for s in self._prefilling if self.rows.known[s.row] <= len(s.tokens)]
-            self._decoding = np.append(self._decoding, np.array([s.row for s in done]))
-        for sequence in done:
-            if sequence.forks:
-                self._waiting.release_forks(sequence)
-                self._door.look_again()
-
-    def _hold(self, rows: Index) -> None:
-        """The candidates of `rows` are told."""
-        held = [self._running[row] for row in rows.tolist()]
-        for sequence in held:
-            sequence.held = True
-            self._held[sequence.row] = sequence  # type: ignore[index]  # it has a row
-        self._decoding = self._decoding[~np.isin(self._decoding, rows)]
-        self._prefilling = [s for s in self._prefilling if not s.held]
-        for sequence in held:
+    def _release_forks(self, leaders: list[Sequence]) -> None:
+        """What `leaders` have of their forks' tokens is computed."""
+        for sequence in leaders:
             if sequence.forks:
                 self._waiting.release_forks(sequence)
                 self._door.look_again()
@@ -610,14 +551,12 @@ class Scheduler:
     def _follow(self, sequence: Sequence, source: Sequence) -> None:
         """Let a sequence go on from the tokens of `source`: it waits for a row, and the blocks of that one."""
         if sequence.row is not None:
-            self._leave_rows([sequence], computed=False)
+            self._running.leave([sequence], computed=False)
         else:
             self._waiting.remove(sequence)
         self.cache.drop_for(sequence.request.request_id)
-        row = source.row
-        if row is not None and source.chain is not None:  # what both will hold is made findable once
-            self._changes.tables.append(self._commit(row, source.chain))
-        sequence.tokens = source.tokens if row is None else self.rows.tokens[row, : self.rows.known[row]].copy()
+        self._running.commit(source)  # what both will hold is made findable once
+        sequence.tokens = self._running.tokens_of(source)
         sequence.chain = self.cache.chain(sequence.tokens, sequence.request.cache_salt)
         sequence.leader, sequence.shares = source, len(sequence.tokens)
         sequence.held, sequence.computed = True, 0
@@ -625,24 +564,12 @@ class Scheduler:
 
     def _give(self, sequence: Sequence, token: int) -> None:
         """The next token of a sequence that is held, or still to be seated."""
-        row, was_held = sequence.row, sequence.held
-        if row is None:
-            if was_held:
-                self._waiting.remove(sequence)
-            sequence.tokens = np.append(sequence.tokens, np.int32(token))
-            sequence.held = False
-            if was_held:
-                if sequence.leader is not None:
-                    sequence.leader.forks[sequence] = None
-                self._waiting.add(sequence)
+        if sequence.row is not None:
+            self._running.give(sequence.row, token)
             return
-        assert was_held, "a sequence is given a token before it told its candidates"
-        sequence.held = False
-        del self._held[row]
-        rows = np.array([row])
-        self._changes.given[row] = int(self.rows.known[row]), token
-        self.rows.append(rows, np.array([token], np.int32))
-        self._decoding = np.append(self._decoding, rows)
+        sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        if sequence.held:
+            self._waiting.let_go(sequence)
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
@@ -653,7 +580,8 @@ class Scheduler:
             sequence.refused = False
             sequence.computed = int(self.rows.computed[sequence.row])
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
-        self._leave_rows(victims, keep_tails=True)
+        self._running.leave(victims, keep_tails=True)
+        self._door.look_again()
         for sequence in victims:
             if sequence.held:
                 self._waiting.hold(sequence)
@@ -682,7 +610,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         request = sequence.request
         if sequence.row is not None:
-            self._leave_rows([sequence], computed=error is None)
+            self._running.leave([sequence], computed=error is None)
         else:
             self._waiting.remove(sequence)
         if sequence.forks:
@@ -695,32 +623,3 @@ class Scheduler:
             prompt = len(request.prompt_token_ids)
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
         self._finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
-
-    def _commit(self, row: int, chain: Chain) -> tuple[TableUpdate, ...]:
-        """Let what `row` has computed be found. Returns the table entries that changed for it."""
-        computed = int(self.rows.computed[row])
-        if computed > chain.num_tokens:
-            chain.append(self.rows.tokens[row, chain.num_tokens : computed])
-        return self.cache.commit(row, chain, computed)
-
-    def _leave_rows(self, sequences: list[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
-        """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        for sequence, row in zip(sequences, rows, strict=True):
-            if computed and sequence.chain is not None:
-                self._commit(row, sequence.chain)
-                if keep_tails:
-                    self.cache.keep_for(sequence.request.request_id, row, sequence.chain, int(self.rows.computed[row]))
-        self.cache.release(np.array(rows))
-        self._door.look_again()
-        self._changes.released += rows
-        self._changes.tables = [tuple(u.without(rows) for u in updates) for updates in self._changes.tables]
-        self._decoding = self._decoding[~np.isin(self._decoding, rows)]
-        for sequence, row in zip(sequences, rows, strict=True):
-            del self._running[row]
-            self._held.pop(row, None)
-            self._changes.given.pop(row, None)
-            sequence.tokens = self.rows.leave(row)
-            sequence.row = None
-        if self._prefilling:
-            self._prefilling = [s for s in self._prefilling if s.row is not None]

@@ -25,7 +25,7 @@ class Sequence:
         self.chain = chain  # of the tokens that may be found or made findable; None where nothing is cached
         self.key = (request.priority, request.arrival, number)  # of whoever runs, first one first
         self.computed = 0  # tokens when it was preempted
-        self.tokens = request.prompt_token_ids  # current only while it waits
+        self.tokens = request.token_ids  # current only while it waits
         self.row: int | None = None
         self.scored = 0  # tokens of the prompt, behind the first, whose log-probabilities are out
         self.preemptions = 0

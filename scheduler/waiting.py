@@ -39,6 +39,14 @@ class Waiting:
         """`sequence`, which is held, waits for its next token."""
         self._num_held += 1
 
+    def let_go(self, sequence: Sequence) -> None:
+        """A sequence that was held has its next token, and waits for a row; maybe for the blocks of its leader too."""
+        sequence.held = False
+        self._num_held -= 1
+        if sequence.leader is not None:
+            sequence.leader.forks[sequence] = None
+        self.add(sequence)
+
     def add(self, sequence: Sequence) -> int:
         """Put `sequence` into the queue. Returns its place."""
         place = bisect.bisect(self.queue, _age(sequence), key=_age)

@@ -262,6 +262,7 @@ class World:
         self.rng = np.random.default_rng(0)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Finished] = {}
+        self.before: dict[str, list[int]] = {}  # tokens that were generated elsewhere
         self.emitted: dict[str, list[int]] = {}
         self.scored: dict[str, dict[int, float]] = {}  # by position
         self.started: list[str] = []
@@ -273,13 +274,19 @@ class World:
 
     def add(
         self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
-        salt: bytes | None = None, fork_of: str | None = None, **more,
+        salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, **more,
     ) -> None:  # fmt: skip
-        """`prompt` is a number of random tokens, or the tokens."""
+        """`prompt` is a number of random tokens, or the tokens. The first `num_generated` of its output were generated before."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
-        request = Request(name, tokens, Sampling(max_new, **more), priority, arrival, salt, fork_of)
+        sampling = Sampling(max_new, **more)
+        generated = np.array(continuation(tokens, sampling, num_generated), np.int32)
+        request = Request(name, tokens, sampling, priority, arrival, salt, fork_of, generated)
+        self.add_request(request)
+
+    def add_request(self, request: Request) -> None:
         self.scheduler.add(request)
-        self.requests[name] = request
+        self.requests[request.request_id] = request
+        self.before[request.request_id] = request.generated.tolist()
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(0.0)
@@ -306,7 +313,8 @@ class World:
             if end.request_id in self.family_of:
                 self._end_family(end)
                 continue
-            assert end.token_ids.tolist() == self.emitted.get(end.request_id, []), "told tokens differ from the output"
+            told = self.before.get(end.request_id, []) + self.emitted.get(end.request_id, [])
+            assert end.token_ids.tolist() == told, "told tokens differ from the output"
         for name, candidates in emissions.candidates:
             if name in self.family_of:
                 self.family_of[name].tell(name, candidates)
@@ -368,7 +376,7 @@ class World:
         """Tokens known of a request: its prompt, and what it was told."""
         if name in self.family_of:
             return len(self.family_of[name].tokens[name])
-        return len(self.requests[name].prompt_token_ids) + len(self.emitted.get(name, []))
+        return len(self.requests[name].token_ids) + len(self.emitted.get(name, []))
 
     def lengths(self, plan: Plan) -> list[int]:
         """Tokens of the plan's chunks by age of their request."""

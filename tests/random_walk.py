@@ -7,11 +7,13 @@ go is swapped out and in; now and then swapping is not worth it, or the host has
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from fakes import VOCAB, World, continuation, fake_logprob
 
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.errors import PromptTooLong
+from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 
 def walk(seed: int, events: int, caching: bool = False, host: bool = False) -> World:
@@ -66,22 +68,27 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
             stops = tuple(rng.integers(0, VOCAB, int(rng.integers(0, 40))).tolist())
             new = int(rng.integers(1, 60)) if rng.random() < 0.9 else 10**6  # some run on to the end
             arrival, priority = float(rng.integers(0, n + 1)), int(rng.integers(3))
+            before = 0 if rng.random() < 0.8 else int(rng.integers(1, 20))  # generated elsewhere
             try:
                 world.add(
                     f"r{n}", _alike(world, length), max_new=new, arrival=arrival, priority=priority,
                     stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
-                    salt=None if rng.random() < 0.8 else b"tenant", **_wishes(rng),
+                    salt=None if rng.random() < 0.8 else b"tenant", num_generated=before, **_wishes(rng),
                 )  # fmt: skip
                 live.append(f"r{n}")
             except PromptTooLong:
-                assert length >= world.scheduler.limits.max_model_len or length > capacity
+                assert length + before >= world.scheduler.limits.max_model_len or length + before > capacity
+            except RequestRejected as error:
+                assert before and "at its end" in str(error)
             if rng.random() < 0.25 and live:
                 _fork(world, live[-1] if rng.random() < 0.7 else str(rng.choice(live)), n)
         elif kind < 0.21 and len(live) < 30:
             _family(world, n)
         elif kind < 0.25 and live:
             name = str(rng.choice(live))
-            if world.scheduler.abort(name):
+            if rng.random() < 0.3:
+                _withdraw(world, name, aborted)
+            elif world.scheduler.abort(name):
                 aborted.add(name)
         elif kind < 0.255:
             world.cache.reset()
@@ -124,6 +131,20 @@ def _alike(world: World, length: int) -> np.ndarray:
     same = min(len(like), int(rng.integers(0, length + 1)), length)
     prompt[:same] = like[:same]
     return prompt
+
+
+def _withdraw(world: World, name: str, aborted: set[str]) -> None:
+    """Take a request out between two steps; sometimes it comes back with what it has, as one handed over would."""
+    request, end = world.requests[name], world.scheduler.withdraw(name)
+    if end is None:
+        return
+    world.scheduler.check_invariants()
+    told = world.before[name] + world.emitted.get(name, [])
+    assert end.token_ids.tolist() == told, "told tokens differ from the output"
+    world.finished[name] = end
+    aborted.add(name)
+    if world.rng.random() < 0.5:
+        world.add_request(replace(request, request_id=f"{name}'", generated=end.token_ids, fork_of=None))
 
 
 def _fork(world: World, leader: str, n: int) -> None:
@@ -192,7 +213,7 @@ def waits_for_memory(world: World) -> bool:
     """Whether nobody runs who is not held, and the first one that may run under the limit needs more blocks than there are."""
     needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
     allowed = [need for need in needs if need <= world.scheduler.limit_blocks]
-    return world.scheduler.num_running == len(world.scheduler._held) and (not allowed or allowed[0] > world.cache.available)
+    return world.scheduler.num_running == len(world.scheduler._running.held) and (not allowed or allowed[0] > world.cache.available)
 
 
 def check_scores(world: World, name: str, request) -> None:
@@ -209,7 +230,7 @@ def check_scores(world: World, name: str, request) -> None:
     else:
         assert of_prompt == [*range(1, len(of_prompt) + 1)]
     generated = [p for p in scored if p >= len(prompt)]
-    assert generated == [*range(len(prompt), len(tokens))] * (sampling.logprobs is not None)
+    assert generated == [*range(len(request.token_ids), len(tokens))] * (sampling.logprobs is not None)
 
 
 def check_end(world: World, name: str, request, aborted: bool, least: int) -> None:

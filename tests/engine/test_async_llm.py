@@ -343,7 +343,7 @@ def test_many_loops_and_a_fifth_of_the_callers_go_away(load: Callable[..., Async
 def held_blocks(llm: AsyncLLM) -> int:
     """What those that run come to, sharing nothing."""
     scheduler = llm._desk.open().core.scheduler
-    rows = np.array([s.row for s in scheduler._running.values()], np.int64)
+    rows = np.array([s.row for s in scheduler._running.by_row.values()], np.int64)
     return int(scheduler.cache.held_blocks(rows).sum()) if len(rows) else 0
 
 

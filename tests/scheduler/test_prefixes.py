@@ -10,6 +10,7 @@ from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.request import Sampling
+from pagetide.scheduler.scheduler import Scheduler
 
 
 def tokens(length: int, seed: int = 0) -> np.ndarray:
@@ -86,8 +87,8 @@ def test_position_matters() -> None:
 def test_eviction_order() -> None:
     """B 14, by least recently used: the deepest of the oldest chain goes first, and a chain in use stays."""
     world = World(10, caching=True)
-    world.cache = world.scheduler.cache = CacheManager(11, 16, 256, 4096, hasher=PrefixHasher(16, b"s"), eviction=Lru)
-    world.scheduler._size.cache = world.cache
+    world.cache = CacheManager(11, 16, 256, 4096, hasher=PrefixHasher(16, b"s"), eviction=Lru)
+    world.scheduler = Scheduler(world.cache, world.scheduler.limits)
     a, b = tokens(49), tokens(49, 1)
     assert [alone(world, "a1", a), alone(world, "b1", b), alone(world, "a2", a)] == [0, 0, 48]
     counts = world.cache.counts()

@@ -79,7 +79,7 @@ def test_budgets_hold_for_2000_steps():
         if world.scheduler.num_waiting < 8:
             length, new = int(rng.integers(1, 200)), int(rng.integers(1, 30))
             world.add(f"r{n}", length, max_new=new, arrival=float(n), priority=int(rng.integers(3)))
-        decoding = set(world.scheduler._decoding.tolist())
+        decoding = set(world.scheduler._running.decoding.tolist())
         preempted = world.scheduler.stats.preemptions
         plan = world.schedule()
         assert plan.num_tokens <= 96

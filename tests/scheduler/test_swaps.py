@@ -87,7 +87,7 @@ def test_shared_blocks_stay() -> None:
     world.step()
     world.add("young", np.append(prompt[:48], world.prompt(25)), 20, arrival=1.0)
     world.step()
-    rows = {str(world.scheduler.rows.request_ids[row]): row for row in world.scheduler._running}
+    rows = {str(world.scheduler.rows.request_ids[row]): row for row in world.scheduler._running.by_row}
     tables = world.cache.tables[0]
     shared = tables.of(rows["old"])[:3].tolist()
     assert tables.of(rows["young"])[:3].tolist() == shared and world.used == 6

@@ -1,0 +1,171 @@
+"""Who runs: the sequences that have a row and blocks, what each of them lacks, and what changed since the last plan.
+
+Of a sequence that lacks one token, its newest, the row decodes; one that lacks more is prefilling; one that has told candidates
+for its next token and lacks none is held.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
+from ..cache.manager import CacheManager, Extension
+from .admission import Start
+from .plan import NO_ROWS, Admission
+from .rows import Rows
+from .sequence import NOTHING, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Changes:
+    """What happened to rows since the last plan. Mutated until a plan takes it."""
+
+    released: list[int] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
+    copies: list[BlockCopies] = field(default_factory=list)
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position, and the token there
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.released or self.given)
+
+
+class Running:
+    """Sequences with their rows. The scheduler reads the attributes, and changes them by the methods alone."""
+
+    def __init__(self, cache: CacheManager, rows: Rows) -> None:
+        self._cache = cache
+        self._rows = rows
+        self.by_row: dict[int, Sequence] = {}
+        self.decoding: Index = NO_ROWS
+        self.prefilling: list[Sequence] = []  # in order
+        self.held: dict[int, Sequence] = {}  # by row
+        self.changes = Changes()
+
+    def __len__(self) -> int:
+        return len(self.by_row)
+
+    @property
+    def rows(self) -> Index:
+        """The rows that are taken."""
+        return np.fromiter(self.by_row, np.int64, len(self.by_row))
+
+    def take_changes(self) -> Changes:
+        """What changed since this was last asked."""
+        changes = self.changes
+        if changes:
+            self.changes = Changes()
+        return changes
+
+    def seat(self, sequence: Sequence, start: Start) -> Extension:
+        """Give it a row, and the blocks that `start` says it can have. Returns what came of that."""
+        request, tokens = sequence.request, sequence.tokens
+        num_prompt = len(request.prompt_token_ids)
+        row = self._rows.take(request.request_id, tokens, num_prompt, request.sampling)
+        if start.leader_row is None:
+            extension = self._cache.admit(row, len(tokens), start.hit, request.request_id)
+        else:
+            extension = self._cache.fork(start.leader_row, row, len(tokens) - 1, len(tokens))
+        assert extension is not None, "admitted without enough blocks"
+        if extension.copies is not None:
+            self.changes.copies.append(extension.copies)
+        self._rows.computed[row] = extension.num_computed
+        sequence.row, sequence.shares = row, NOTHING
+        self.by_row[row] = sequence
+        bisect.insort(self.prefilling, sequence)
+        self.changes.tables.append(extension.tables)
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None and not sequence.is_unscored:
+            sampling = replace(sampling, prompt_logprobs=None)  # they are out, and are not given again
+        self.changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
+        return extension
+
+    def leave(self, sequences: Iterable[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
+        """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
+        sequences = [sequence for sequence in sequences if sequence.row is not None]
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        for sequence, row in zip(sequences, rows, strict=True):
+            if computed and sequence.chain is not None:
+                self._commit(sequence, row)
+                if keep_tails:
+                    count = int(self._rows.computed[row])
+                    self._cache.keep_for(sequence.request.request_id, row, sequence.chain, count)
+        self._cache.release(np.array(rows))
+        changes = self.changes
+        changes.released += rows
+        changes.tables = [tuple(u.without(rows) for u in updates) for updates in changes.tables]
+        self.decoding = self.decoding[~np.isin(self.decoding, rows)]
+        for sequence, row in zip(sequences, rows, strict=True):
+            del self.by_row[row]
+            self.held.pop(row, None)
+            changes.given.pop(row, None)
+            sequence.tokens = self._rows.leave(row)
+            sequence.row = None
+        if self.prefilling:
+            self.prefilling = [s for s in self.prefilling if s.row is not None]
+
+    def commit(self, sequence: Sequence) -> None:
+        """Let what a sequence that may have left has computed be found."""
+        if sequence.row is not None and sequence.chain is not None:
+            self.changes.tables.append(self._commit(sequence, sequence.row))
+
+    def promote(self) -> list[Sequence]:
+        """Sequences that lack only their newest token now decode. Returns them."""
+        known = self._rows.known
+        done = [s for s in self.prefilling if known[s.row] > len(s.tokens)]  # sampled since it was seated
+        if done:
+            self.prefilling = [s for s in self.prefilling if known[s.row] <= len(s.tokens)]
+            self.decoding = np.append(self.decoding, np.array([s.row for s in done]))
+        return done
+
+    def hold(self, rows: Index) -> list[Sequence]:
+        """The candidates of `rows` are told. Returns whose they are."""
+        held = [self.by_row[row] for row in rows.tolist()]
+        for row, sequence in zip(rows.tolist(), held, strict=True):
+            sequence.held = True
+            self.held[row] = sequence
+        self.decoding = self.decoding[~np.isin(self.decoding, rows)]
+        self.prefilling = [s for s in self.prefilling if not s.held]
+        return held
+
+    def give(self, row: int, token: int) -> None:
+        """The next token of the sequence that is held in `row`."""
+        self.held.pop(row).held = False
+        rows = np.array([row])
+        self.changes.given[row] = int(self._rows.known[row]), token
+        self._rows.append(rows, np.array([token], np.int32))
+        self.decoding = np.append(self.decoding, rows)
+
+    def tokens_of(self, sequence: Sequence) -> Int32:
+        """A copy of the tokens known of it, whether it runs or waits."""
+        row = sequence.row
+        known: Int32 = sequence.tokens if row is None else self._rows.tokens[row, : self._rows.known[row]]
+        return known.copy()
+
+    def check_invariants(self) -> None:
+        """Recompute every derived fact. Raises AssertionError naming what does not hold."""
+        rows, blocks = self._rows, self._cache.tables[0].lengths
+        assert all(s.row == row for row, s in self.by_row.items()), "a sequence's row is not its own"
+        prefilling = [s.row for s in self.prefilling]
+        listed = [*prefilling, *self.decoding.tolist(), *self.held]
+        assert sorted(listed) == sorted(self.by_row), "a row is in no list, or two"
+        assert self.prefilling == sorted(self.prefilling), "prefills are out of order"
+        assert set(np.flatnonzero(blocks).tolist()) <= set(self.by_row), "a row without a sequence holds blocks"
+        for row, sequence in self.by_row.items():
+            lacking = rows.known[row] - rows.computed[row]
+            least = 0 if row in self.held else 1
+            assert lacking == least or (lacking > 1 and row in prefilling), f"row {row} lacks {lacking} tokens"
+            assert blocks[row] * self._cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
+            assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
+
+    def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
+        """Let what it has computed in `row` be found. Returns the table entries that changed for it."""
+        assert sequence.chain is not None
+        chain, computed = sequence.chain, int(self._rows.computed[row])
+        if computed > chain.num_tokens:
+            chain.append(self._rows.tokens[row, chain.num_tokens : computed])
+        return self._cache.commit(row, chain, computed)
