@@ -112,7 +112,7 @@ class BeamSearch:
         """Decide how the beams go on; those that no move names go on no more. No move at all: the search is `over`."""
         taken = self._taken()
         length = self._length + 1
-        self._keep_ended(taken, length)
+        self._keep_ended(taken)
         going = [one for one in taken if not one.ends][: self.rules.num_beams]
         if not going or self._is_over(going[0].logprob, length):
             self.over = True
@@ -139,8 +139,11 @@ class BeamSearch:
             _Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order
         ]
 
-    def _keep_ended(self, taken: list[_Next], length: int) -> None:
-        """Those that end, of the first `num_beams`, are whole; the best of all that are stay."""
+    def _keep_ended(self, taken: list[_Next]) -> None:
+        """Those that end, of the first `num_beams`, are whole, and beams that nothing can follow; the best of all stay."""
+        for beam in self._beams if self._length else ():
+            if not len(self._told[beam.request_id].token_ids):
+                self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
         for one in taken[: self.rules.num_beams]:
             if one.ends:
                 tokens = [*self._beams[one.beam].token_ids, one.token]
@@ -195,6 +198,11 @@ class BeamTickets:
         self._preemptions = 0
         self._end: FinishReason | None = None  # why it ended before the search was over
         self._error: str | None = None
+
+    @property
+    def running(self) -> list[str]:
+        """Its requests that have not ended; none once it is settled what comes of it."""
+        return [] if self._end is not None or self.search.over else list(self._running)
 
     def take(self, request_id: str, candidates: Candidates) -> tuple[list[Move], list[str]]:
         """What a beam tells. Returns how the beams go on, once all have told, and the requests of those that do not."""

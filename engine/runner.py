@@ -23,7 +23,7 @@ from ..allocator.errors import BlockMisuse
 from ..cache.block_table import Index, Int32
 from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
+from ..scheduler.plan import NO_EXTENTS, NO_LOGPROBS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
 from .host_pool import Copies, HostPool, Swapped
 from .sampler import Sampler
@@ -264,9 +264,12 @@ class Runner:
         self, computed: _Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
     ) -> None:
         """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, out of `logits[i]`."""
+        whole = self.sampler.complete(rows[sampling])
         for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
             chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
-            if found is None:
+            if whole is not None and whole[i]:
+                computed.candidates.append(Candidates(chunk, NO_TOKENS, NO_LOGPROBS, NO_LOGPROBS))
+            elif found is None:
                 computed.failures[chunk] = self.sampler.trouble(row) or _not_finite(int(at[i]))
             else:
                 computed.candidates.append(Candidates(chunk, *found))

@@ -28,7 +28,9 @@ Float32 = npt.NDArray[np.float32]
 NO_ROWS: Index = np.empty(0, np.int64)
 NO_TOKENS: Int32 = np.empty(0, np.int32)
 NO_EXTENTS: Index = np.empty(0, np.int64)
-NO_ROWS.flags.writeable = NO_TOKENS.flags.writeable = NO_EXTENTS.flags.writeable = False
+NO_LOGPROBS: Float32 = np.empty(0, np.float32)
+for _none in (NO_ROWS, NO_TOKENS, NO_EXTENTS, NO_LOGPROBS):
+    _none.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +137,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The tokens that chunk `index` could go on with, best first, for rows that somebody else chooses for.
+    """The tokens that chunk `index` could go on with, best first, for rows that somebody else chooses for. None at all where
+    the output has the whole of the form that was asked for.
 
     `logprobs` are those of the tokens once treated; where tokens are drawn `keys` say the order of the draw, else they are the
     same numbers.

@@ -249,6 +249,18 @@ def test_beams_beside_others_that_draw(llm):
     assert [output.token_ids for output in both] == [alone[0], alone[1], alone[0]]
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_beams_of_a_form_end_when_it_is_whole(llm, ignore_eos):
+    pytest.importorskip("llguidance")
+    params = SamplingParams(
+        num_beams=3, n=3, max_new_tokens=20, temperature=0, regex="(abc|de) (x|yz)", ignore_eos=ignore_eos
+    )
+    completions = llm.generate("Call me", params)[0].completions
+    assert {c.finish_reason for c in completions} == {"stop"}
+    assert {c.text for c in completions} <= {"abc x", "abc yz", "de x", "de yz"}
+    assert len({tuple(c.token_ids) for c in completions}) == 3
+
+
 def test_a_stream_that_is_closed_ends_its_beams(llm):
     stream = llm.stream("Call me", SamplingParams(num_beams=4, n=2, max_new_tokens=200, temperature=0))
     for _ in range(5):
