@@ -19,6 +19,8 @@ CASES = [
     (4, 1, 12, 1.0), (4, None, 12, 0.3), (16, 1, 3, 0.5), (16, 7, 12, 0.4), (16, None, 1, 0.0),
     (100, 7, 3, 0.5), (100, None, 12, 0.5), (256, 7, 12, 0.0), (256, None, 3, 0.5),
 ]  # fmt: skip
+# Each family in some of these, the two of each list with the least room among them; `make stress` has all of all.
+SOME = [(1, 6, 4), (3, 6, 0, 2), (1, 6, 5), (3, 6, 7, 8)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,7 +41,7 @@ def engine_for(model, inputs, case, **more) -> TinyEngine:
 def test_same_tokens_as_plain_transformers(name):
     model, inputs, expected = family(name)
     preemptions = 0
-    for case in CASES:
+    for case in [CASES[i] for i in SOME[list(FAMILIES).index(name) % len(SOME)]]:
         few = 8 if case[1] == 1 else len(inputs)  # a token at a time takes a step for each
         engine = engine_for(model, inputs[:few], case)
         assert engine.generate(inputs[:few], GREEDY) == expected[:few], case
@@ -77,15 +79,16 @@ def test_same_tokens_and_logits_behind_cached_prefixes(name):
         engine.watch_logits()
         assert engine.generate(inputs, GREEDY) == expected, case
         first = stats.prefix_hit_tokens
-        for i in sorted(range(len(inputs)), key=lambda i: i * 7 % len(inputs)):
+        chosen = sorted(range(len(inputs)), key=lambda i: i * 7 % len(inputs))[1::2]
+        for i in chosen:
             assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (case, i)
             assert engine.generate([turns[i]], Sampling(NEW - 12)) == [expected[i][12:]], (case, i)
-        assert stats.prefix_hit_tokens > first + sum(LENGTHS), case
+        assert stats.prefix_hit_tokens > first + sum(LENGTHS[i] for i in chosen), case
         engine.core.scheduler.check_invariants()
         model.set_attn_implementation("eager")
         with torch.inference_mode():
-            right = model(torch.tensor([turns[-1] + expected[-1][12:]]), use_cache=False).logits[0]
-        for position in range(len(turns[-1]), len(turns[-1]) + NEW - 12):
+            right = model(torch.tensor([turns[chosen[-1]] + expected[chosen[-1]][12:]]), use_cache=False).logits[0]
+        for position in range(len(turns[chosen[-1]]), len(turns[chosen[-1]]) + NEW - 12):
             ours = engine.logits["r0", position]
             difference = torch.log_softmax(ours.double(), -1) - torch.log_softmax(right[position - 1].double(), -1)
             assert difference.abs().max() < 1e-4

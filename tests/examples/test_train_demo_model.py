@@ -75,6 +75,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.002)
 
 
+@pytest.mark.stress
 def test_interrupted_training_gives_the_weights_of_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
     whole = start(text, tmp_path / "whole")
     checkpoint = tmp_path / "parts" / "work" / "checkpoint.pt"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_walk import elastic_walk, walk
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed(seed):
     walk(seed, events=120)
@@ -16,7 +16,7 @@ def test_any_seed(seed):
 
 @pytest.mark.parametrize("kept", [{"caching": True}, {"host": True}], ids=["prefixes cached", "a host tier"])
 @pytest.mark.parametrize("live", [walk, elastic_walk])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_with_what_was_computed_kept(live, kept, seed):
     live(seed, events=120, **kept)
@@ -45,7 +45,7 @@ def test_the_walks_really_preempt():
     assert sum(walk(seed, events=300).scheduler.stats.preemptions for seed in range(14)) > 20
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_in_an_elastic_pool(seed):
     elastic_walk(seed, events=150)
