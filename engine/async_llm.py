@@ -6,8 +6,18 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,6 +29,7 @@ from .desk import Asked, Desk, Message, Prompt, check_count, paired
 from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
 from .stepper import Call, Stepper, Waiter
+from .tickets import Ticket
 
 DEFAULT_MAX_WAITING = 1024
 
@@ -110,6 +121,18 @@ class AsyncLLM:
         check_count("stream_interval", stream_interval)
         asked = partial(self._desk.encode, _read(prompts), _read(sampling_params))
         return AsyncStream(partial(_Submission, self, asked, priority, cache_salt, stream_interval))
+
+    def take_over(
+        self,
+        data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        stream_interval: int = 1,
+        priority: int | None = None,
+    ) -> AsyncStream:
+        """Go on with what another process has exported: see `LLM.take_over`, and `stream`. Reading raises as `generate`."""
+        check_count("stream_interval", stream_interval)
+        asked = partial(self._desk.handed_over, data)
+        return AsyncStream(partial(_Submission, self, asked, priority, None, stream_interval))
 
     def generate_each(
         self,
@@ -258,6 +281,26 @@ class AsyncLLM:
                     left[1].close()
 
 
+@dataclass(frozen=True, slots=True)
+class AsyncRequestHandle:
+    """A continuation of a stream, or a beam search, that has not ended: `number` of those of prompt `index`."""
+
+    request_id: str
+    index: int
+    number: int
+    _submission: _Submission = field(repr=False)
+    _ticket: Ticket = field(repr=False)
+
+    async def export(self) -> dict[str, Any]:
+        """End the request here, and give what another process needs to go on with it: see `RequestHandle.export`.
+
+        What its stream has taken in before is still to be read there.
+        """
+        llm = self._submission._llm
+        data: dict[str, Any] = await _ask(llm._stepper.compute, partial(llm._desk.export, self._ticket))
+        return data
+
+
 class AsyncStream(AsyncIterator[StreamChunk]):
     """The chunks of some requests, as they come. For one task; closed or forgotten, what has not ended is aborted."""
 
@@ -285,6 +328,14 @@ class AsyncStream(AsyncIterator[StreamChunk]):
         finally:
             self._reading = False
 
+    @property
+    def requests(self) -> tuple[AsyncRequestHandle, ...]:
+        """The continuations that have not ended, in the order of prompts and numbers; one for each beam search. None before the
+        first chunk has come: only then it is sure that they are queued.
+        """
+        submission = self._submission
+        return () if submission is None else submission.requests
+
     async def aclose(self) -> None:
         """Abort what has not ended. Idempotent."""
         self._close()
@@ -309,7 +360,7 @@ class _Submission:
         self,
         llm: AsyncLLM,
         asked: Callable[[], list[Asked]],
-        priority: int,
+        priority: int | None,
         cache_salt: str | None,
         interval: int | None,
     ) -> None:
@@ -324,6 +375,15 @@ class _Submission:
     def over(self) -> bool:
         """Nothing more comes."""
         return self._call.over
+
+    @property
+    def requests(self) -> tuple[AsyncRequestHandle, ...]:
+        """Those queued that have not ended."""
+        return tuple(
+            AsyncRequestHandle(ticket.request.request_id, answer.index, ticket.number, self, ticket)
+            for answer in self._call.answers
+            for ticket in answer.exportable
+        )
 
     async def first(self) -> Any:
         """The outputs, or the first chunks."""

@@ -20,13 +20,14 @@ from ..allocator.errors import LeaseClosed
 from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
-from ..scheduler.plan import Candidates, Scores
+from ..scheduler.plan import NO_TOKENS, Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
 from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build
 from .config import EngineConfig
 from .errors import EngineClosed
 from .fair_lock import FairLock
+from .handover import Handover
 from .outputs import RequestOutput, StreamChunk, refused
 from .tickets import Answer, Ticket
 
@@ -41,11 +42,14 @@ KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps 
 
 
 class Asked(NamedTuple):
-    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings."""
+    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings; and
+    what it came to in another process, if it was handed over.
+    """
 
     prompt: str | None
     token_ids: Int32
     params: SamplingParams
+    before: Handover | None = None
 
 
 class Desk:
@@ -132,6 +136,15 @@ class Desk:
                 raise RequestRejected(str(error)) from error
         return self.encode([prompt], params)
 
+    def handed_over(self, data: Any) -> list[Asked]:
+        """What `export` gave, one or several. Raises RequestRejected."""
+        engine = self.open()
+        many = [data] if isinstance(data, Mapping) else data
+        if not isinstance(many, list | tuple) or not many:
+            raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
+        each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
+        return [Asked(one.prompt, one.prompt_token_ids, one.params, one) for one in each]
+
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
         engine = self.open()
@@ -147,22 +160,19 @@ class Desk:
     def submit(
         self,
         asked: Sequence[Asked],
-        priority: int,
+        priority: int | None,
         cache_salt: str | None,
         streams: bool = False,
     ) -> list[Ticket]:
-        """Queue all, or, when one is refused, none."""
+        """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority."""
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
-        salt = None if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
-            raise RequestRejected(
-                f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}"
-            )
         with self.lock:
             engine = self.open()
             answers: list[tuple[list[Request], Answer]] = []
-            for index, (prompt, ids, params) in enumerate(asked):
+            for index, (prompt, ids, params, before) in enumerate(asked):
+                salt = cache_salt if before is None else before.cache_salt
+                own_priority = before.priority if before is not None and priority is None else priority
                 engine.encoder.check(params)
                 if streams and params.num_started > (params.n or 1):
                     raise RequestRejected(
@@ -173,10 +183,12 @@ class Desk:
                     request_id=f"r{next(self._numbers)}",
                     prompt_token_ids=ids,
                     sampling=params.resolve(engine.eos_token_ids, engine.encoder.bad_words(params)),
-                    priority=priority,
+                    priority=_checked_priority(own_priority),
                     arrival=engine.core.clock(),
-                    cache_salt=salt,
+                    cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
                 )
+                if before is not None:
+                    request = before.request(request)
                 engine.core.scheduler.check(request)
                 answer = Answer(index, prompt, params)
                 requests = self._requests(engine, request, params)
@@ -184,6 +196,9 @@ class Desk:
                     Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
                     for number, one in enumerate(requests[: params.num_started])
                 ]
+                if before is not None:
+                    for ticket in answer.tickets:
+                        ticket.take_over(before)
                 answers.append((requests, answer))
             for requests, answer in answers:
                 self._queue(engine, requests, answer)
@@ -208,6 +223,38 @@ class Desk:
         rules = BeamRules.resolve(answer.params, first.sampling.stop_token_ids, longest)
         names = [request.request_id for request in requests]
         self.searches.update(dict.fromkeys(names, BeamTickets(BeamSearch(rules, names), requests, answer.tickets)))
+
+    def export(self, ticket: Ticket) -> dict[str, Any]:
+        """See `RequestHandle.export`."""
+        with self.lock:
+            engine = self.open()
+            while self._undelivered:  # of a step that was interrupted: they are the request's, too
+                self._advance(engine)
+            _check_exportable(ticket)
+            tickets, end = self._withdraw(engine, ticket)
+            now = engine.core.clock()
+            first, *_ = [one.hand_over(end, now) for one in tickets]
+            if self.on_news is not None:
+                self.on_news(tickets)
+            return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
+
+    def _withdraw(self, engine: Engine, ticket: Ticket) -> tuple[list[Ticket], Finished]:
+        """Take a ticket's request, or its beam search, out of the engine. Returns all tickets of it, and what it came to."""
+        name = ticket.request.request_id
+        search = next((search for search in self.searches.values() if ticket in search.tickets), None)
+        names = [name] if search is None else search.running
+        withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
+        if not withdrawn:
+            raise RequestRejected(
+                f"request {name} is at its end, which the next step tells: there is nothing left to hand over"
+            )
+        for one in names:
+            self.tickets.pop(one, None)
+            self.searches.pop(one, None)
+        if search is None:
+            return [ticket], withdrawn[0]
+        preemptions = sum(end.num_preemptions for end in withdrawn)
+        return list(search.tickets), Finished(name, "aborted", NO_TOKENS, preemptions)  # it begins anew
 
     def each(
         self,
@@ -416,6 +463,23 @@ def ready_chunk(tickets: list[Ticket], interval: int) -> StreamChunk | None:
                 tickets.append(ticket)
             return chunk
     return None
+
+
+def _check_exportable(ticket: Ticket) -> None:
+    name = ticket.request.request_id
+    if ticket.completion is not None:
+        reason = ticket.completion.finish_reason
+        raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
+    if ticket.request.sampling.logits_processors:
+        raise RequestRejected(
+            f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
+        )
+
+
+def _checked_priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
+        raise RequestRejected(f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}")
+    return priority
 
 
 def check_count(name: str, value: object) -> None:

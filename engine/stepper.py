@@ -28,7 +28,7 @@ from .build import Engine
 from .desk import Asked, Desk, ready_chunk
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk
-from .tickets import Ticket
+from .tickets import Answer, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Call:
         interval: Tokens of a stream's chunk, at least; None for no stream.
     """
 
-    def __init__(self, waiter: Waiter, priority: int, cache_salt: str | None, interval: int | None) -> None:
+    def __init__(self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None) -> None:
         self.loop = waiter.get_loop()
         self.waiter: Waiter | None = waiter
         self.priority = priority
@@ -55,6 +55,7 @@ class Call:
         self.interval = interval
         self.asked: list[Asked] = []  # until it is queued
         self.tickets: list[Ticket] = []  # of a stream those whose last chunk was not given
+        self.answers: tuple[Answer, ...] = ()  # of all, once it is queued
         self.num_running = 0  # tickets that have not ended
         self.forgotten = False  # its caller is gone
         self.over = False  # nothing more comes of it
@@ -273,6 +274,7 @@ class Stepper(threading.Thread):
         except Exception as error:
             self._give(call, error)
             return
+        call.answers = tuple(ticket.answer for ticket in call.tickets if ticket.number == 0)
         call.num_running = len(call.tickets)
         self._calls.update((ticket, call) for ticket in call.tickets)
 

@@ -6,10 +6,12 @@ import logging
 import math
 from collections.abc import Sequence
 
+from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
 from ..scheduler.plan import Scores
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
+from .handover import Handover, scores_of, settled
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
 from .score_table import ScoreTable
 from .text import TextStream
@@ -34,6 +36,7 @@ class Ticket:
         self._new: list[int] = []
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
+        self._num_preemptions = 0  # elsewhere, before it was handed over
         self._failure: str | None = None  # why there is no more text
 
     def score(self, scores: Scores) -> None:
@@ -59,18 +62,82 @@ class Ticket:
                 self._read(tokens if not self._eager else [], last=True)
         finally:
             stopped = self._text is not None and self._text.stopped
-            arrival = self.request.arrival
-            first = None if self._first_token_at is None else self._first_token_at - arrival
             self.completion = Completion(
                 text=None if self._text is None else self._text.text,
                 token_ids=tokens,
                 finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
-                timings=Timings(first_token_s=first, total_s=now - arrival),
-                num_preemptions=finished.num_preemptions,
+                timings=self._timings(now),
+                num_preemptions=self._num_preemptions + finished.num_preemptions,
                 error=self._failure or finished.error,
                 logprobs=self._logprobs(0, len(tokens)),
                 cumulative_logprob=None if self._of_output is None else self._of_output.total,
             )
+
+    def hand_over(self, withdrawn: Finished, now: float) -> Handover:
+        """The request goes on elsewhere. Here it ends with what chunks have given; the rest is given there."""
+        answer, told = self.answer, self._num_taken
+        text = None if self._text is None else self._text.text[: self._num_characters]
+        logprobs = self._logprobs(0, told)
+        timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
+        self.completion = Completion(
+            text=text,
+            token_ids=withdrawn.token_ids[:told].tolist(),
+            finish_reason="aborted",
+            timings=timings,
+            num_preemptions=num_preemptions,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else math.fsum(entry.logprob for entry in logprobs),
+        )
+        self._new, self._new_text = [], []
+        salt = self.request.cache_salt
+        of_prompt = answer.tickets[0].prompt_logprobs  # the first one's is that of all
+        return Handover(
+            prompt=answer.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=withdrawn.token_ids,
+            params=settled(answer.params, self.request.sampling),
+            index=self.request.sampling.index,
+            priority=self.request.priority,
+            cache_salt=None if salt is None else salt.decode("utf-8", "surrogatepass"),
+            num_told_tokens=told,
+            num_told_characters=len(text or ""),
+            num_preemptions=num_preemptions,
+            first_token_s=timings.first_token_s,
+            total_s=timings.total_s,
+            logprobs=self._logprobs(0, len(withdrawn.token_ids)),
+            prompt_logprobs=None if of_prompt is None else tuple(entry for entry in of_prompt if entry is not None),
+        )
+
+    def take_over(self, before: Handover) -> None:
+        """Begin with what it came to elsewhere. Raises RequestRejected where the text is at its end, or another one."""
+        tokens, told = before.token_ids.tolist(), before.num_told_tokens
+        self._num_preemptions = before.num_preemptions
+        if before.first_token_s is not None:
+            self._first_token_at = self.request.arrival + before.first_token_s
+        if before.prompt_logprobs is not None:
+            self._of_prompt = ScoreTable(1)
+        for table, entries in ((self._of_prompt, before.prompt_logprobs), (self._of_output, before.logprobs)):
+            if table is not None and entries:
+                table.put(scores_of(entries, 1 if table is self._of_prompt else self._num_prompt))
+        if self._text is not None:
+            for token in tokens:  # one by one, as they came there: what is held back is the same then
+                self._read([token])
+            text = self._text.text
+            if self._text.stopped:
+                raise RequestRejected("the text of the tokens that were generated has a stop string: it is at its end")
+            if self._failure is not None or before.num_told_characters > len(text):
+                raise RequestRejected(f"its tokens have another text here: {self._failure or 'it is shorter'}")
+            self._new_text = [text[before.num_told_characters :]]
+        self._num_taken, self._new = told, tokens[told:]
+
+    @property
+    def _num_characters(self) -> int:
+        """Of the text, those that chunks have given."""
+        return 0 if self._text is None else len(self._text.text) - sum(map(len, self._new_text))
+
+    def _timings(self, now: float) -> Timings:
+        arrival, first = self.request.arrival, self._first_token_at
+        return Timings(first_token_s=None if first is None else first - arrival, total_s=now - arrival)
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
@@ -122,6 +189,12 @@ class Answer:
         self.params = params
         self.tickets: Sequence[Ticket] = ()
         self.num_taken = 0  # tickets whose last chunk was given
+
+    @property
+    def exportable(self) -> list[Ticket]:
+        """Those that have not ended; of a beam search the first one, which stands for all."""
+        tickets = self.tickets if (self.params.num_beams or 1) == 1 else self.tickets[:1]
+        return [ticket for ticket in tickets if ticket.completion is None]
 
     @property
     def output(self) -> RequestOutput:

@@ -221,7 +221,8 @@ def _check_generated(request: Request) -> None:
     """Raise RequestRejected where there is nothing left to do behind the tokens that were generated before."""
     sampling, count = request.sampling, len(request.generated)
     if count >= sampling.max_new_tokens:
-        raise RequestRejected(f"{count:,} tokens were generated, of at most {sampling.max_new_tokens:,}: it is at its end")
+        most = sampling.max_new_tokens
+        raise RequestRejected(f"{count:,} tokens were generated, of at most {most:,}: it is at its end")
     last = int(request.generated[-1])
     if last in sampling.stop_token_ids and count >= sampling.min_new_tokens:
         raise RequestRejected(f"the last token that was generated, {last}, is one of its stop ids: it is at its end")
@@ -229,7 +230,9 @@ def _check_generated(request: Request) -> None:
 
 def _check_fork(request: Request, leader_id: str, here: Mapping[str, Sequence]) -> None:
     if len(request.generated):
-        raise RequestRejected(f"{request.request_id!r} has tokens of its own already: it finds its prompt as cached, and is no fork")
+        raise RequestRejected(
+            f"{request.request_id!r} has tokens of its own: it finds the prompt where it is cached, and is no fork"
+        )
     leader = here.get(leader_id)
     if leader is None:
         raise RequestRejected(f"{request.request_id!r} is to share the prompt of {leader_id!r}, which is not here")

@@ -276,7 +276,7 @@ class World:
         self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
         salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, **more,
     ) -> None:  # fmt: skip
-        """`prompt` is a number of random tokens, or the tokens. The first `num_generated` of its output were generated before."""
+        """`prompt` is a number of random tokens, or the tokens. `num_generated` of the output were generated before."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
         sampling = Sampling(max_new, **more)
         generated = np.array(continuation(tokens, sampling, num_generated), np.int32)
