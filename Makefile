@@ -49,12 +49,33 @@ stress:  ## the long randomised tests
 	$(PARALLEL) pytest -q -n $(JOBS) -m stress --ignore=tests/stress/test_elastic_stress.py
 	$(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 
-gpu:  ## the tests and the demo on a CUDA device
+# The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.
+# Otherwise the environment is made. What asks for a compiler goes side by side; what counts the device's memory does not.
+GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, prometheus_client, psutil, pynvml, pytest, rich, tqdm, transformers, triton, yaml
+GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
+	"$$python" -P -c 'import torch, $(GPU_NEEDS)' 2>/dev/null && { echo "$$python"; break; }; done)
+GPU_JOBS ?= 8
+GPU_BUDGET_S ?= 340
+GPU_RESULTS ?= benchmarks/results
+GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
+GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))
+
+gpu: types  ## the tests, and the figures, that need a CUDA device
+	@python="$(GPU_PYTHON)"; \
+	if [ -z "$$python" ]; then $(MAKE) --no-print-directory gpu-environment || exit 1; python="$(BIN)/python"; fi; \
+	export PYTHONPATH="$(CURDIR)/build/types:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONUNBUFFERED=1; \
+	"$$python" -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
+		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')" || exit 1; \
+	jobs=; "$$python" -P -c 'import xdist' 2>/dev/null && jobs="-n $(GPU_JOBS)"; \
+	run() { timeout -s INT -k 20 "$$1" "$$python" -P -m pytest -q -m gpu --durations=5 $$2 || status=1; }; \
+	status=0; \
+	run 120 "$$jobs $(GPU_TESTS)"; \
+	run 45 "$(GPU_ALONE)"; \
+	"$$python" -P -m benchmarks.gpu --budget-s $(GPU_BUDGET_S) --results "$(GPU_RESULTS)" || status=1; \
+	exit $$status
+
+gpu-environment:
 	$(call setup,test cuda)
-	@$(BIN)/python -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
-		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')"
-	$(RUN) pytest -q -m gpu
-	$(BIN)/pagetide demo --device cuda
 
 check: types  ## lint, format and types
 	$(call setup,dev)
@@ -76,6 +97,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.swap --json build/bench/swap.json
 	$(BIN)/python -m benchmarks.divergence --json build/bench/divergence.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
+	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors
 	@rm -rf build/types && mkdir -p build/types/pagetide
@@ -87,4 +109,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test stress gpu check bench types clean help
+.PHONY: demo test stress gpu gpu-environment check bench types clean help

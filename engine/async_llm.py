@@ -24,8 +24,9 @@ from typing import Any
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
+from .asking import Asked, Message, Prompt, check_count, paired
 from .config import EngineConfig
-from .desk import Asked, Desk, Message, Prompt, check_count, paired
+from .desk import Desk
 from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
 from .stepper import Call, Stepper, Waiter

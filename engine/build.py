@@ -27,8 +27,9 @@ from ..scheduler.cost import SwapCost
 from ..scheduler.limits import Limits
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Scheduler
+from .attention.choose import Site, WatchedKernel, check, choose
+from .attention.context import Kernel
 from .attention.interface import NAME, register
-from .attention.torch_kernel import TorchKernel
 from .checkpoint import Checkpoint
 from .config import EngineConfig
 from .core import EngineCore
@@ -136,6 +137,7 @@ def build(config: EngineConfig) -> Engine:
     began = time.perf_counter()
     with _loading:
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
+        check(config.attention, Site.of(device, plan.geometry), plan.geometry)
         occupant, sharing = Occupant(device, plan.weights_bytes), None
         try:
             sharing = join(config, plan, occupant)
@@ -161,14 +163,16 @@ def _build(
     model = load_model(checkpoint, device, dtype)
     if device.type == "cpu":
         pack_linears(model)
-    probe(model, plan.geometry, max_length=plan.max_model_len)
+    watched = WatchedKernel()
+    probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)
+    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.calls)
     host = _host_pool(plan, config)
     arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease)
     occupant.arena, occupant.host = arena, host
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
-    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host)
+    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host, kernel)
     if not isinstance(arena, TensorArena):
         core.memory = EngineMemory(
             lambda: core.scheduler,
@@ -259,7 +263,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
 
 def _core(
     model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, encoder: Encoder,
-    host: HostPool | None,
+    host: HostPool | None, kernel: Kernel,
 ) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
     elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
@@ -273,7 +277,7 @@ def _core(
     runner = Runner(
         model,
         storage,
-        TorchKernel(),
+        kernel,
         Sampler(limits.seats, encoder.vocab_size, storage.device, encoder.constraints),
         num_rows=limits.seats,
         max_tokens=cache.max_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -31,14 +32,20 @@ _CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "max_seq_length",
     "seq_length",
 )  # fmt: skip
-_SAMPLING_KEYS = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens")
+_SAMPLING_KEYS = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping",
+)  # fmt: skip
 _WHEN_SAMPLING = ("top_k", "top_p", "min_p")
 # Settings that would change the output and that the engine has not; with the value that means "off".
 _NOT_SERVED: Mapping[str, Any] = {
-    "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "suppress_tokens": None, "begin_suppress_tokens": None,
-    "bad_words_ids": None, "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "guidance_scale": None, "exponential_decay_length_penalty": None, "watermarking_config": None,
+    "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None,
+}  # fmt: skip
+# Those that it has, and that a request has to ask for: a model that always searched with beams could tell no
+# log-probabilities, and one with processors of its own could hand no request over.
+_WHEN_ASKED: Mapping[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "sequence_bias": None, "stop_strings": None,
 }  # fmt: skip
 
 
@@ -81,14 +88,21 @@ class Checkpoint:
     def _checked(self, where: object) -> Checkpoint:
         """Itself, once what `where` says of generation makes sense. Says what of it is not served."""
         _ = self.eos_token_ids, self.default_sampling  # so that their errors come now
-        not_served = [
-            f"{key}={self.generation[key]}"
-            for key, off in _NOT_SERVED.items()
-            if self.generation.get(key, off) not in (off, None)
-        ]
-        if not_served:
-            log.warning("%s asks for %s, which this engine does not serve", where, ", ".join(not_served))
+        if not_served := self._asks_for(_NOT_SERVED):
+            log.warning("%s asks for %s, which this engine does not serve", where, not_served)
+        served = {"sequence_bias"} if self._logit_bias() else set()
+        if when_asked := self._asks_for({key: off for key, off in _WHEN_ASKED.items() if key not in served}):
+            log.warning(
+                "%s asks for %s: a pipeline does so, every other request only if its SamplingParams say it",
+                where,
+                when_asked,
+            )
         return self
+
+    def _asks_for(self, settings: Mapping[str, Any]) -> str:
+        """Which of `settings`, given with what means "off", the generation config sets, in words."""
+        asked = ((key, self.generation.get(key, off), off) for key, off in settings.items())
+        return ", ".join(f"{key}={value}" for key, value, off in asked if value not in (off, None))
 
     @property
     def text_config(self) -> Any:
@@ -209,16 +223,32 @@ class Checkpoint:
 
         Without `do_sample` that is greedy, and its `top_k`, `top_p` and `min_p` mean nothing. What the file does not
         say stays unsaid: transformers' own default of `top_k=50` is not applied. `max_length` is not a setting here.
+        `suppress_tokens` are bad words of one token, and a `sequence_bias` of single tokens is a logit bias.
         """
         samples = bool(self.generation.get("do_sample"))
         given = {key: self.generation.get(key) for key in _SAMPLING_KEYS if samples or key not in _WHEN_SAMPLING}
         temperature = self.generation.get("temperature")
         given["temperature"] = (1.0 if temperature is None else temperature) if samples else 0.0
         try:
+            given |= {"bad_words_ids": self._bad_words() or None, "logit_bias": self._logit_bias() or None}
             own = SamplingParams(**given)  # type: ignore[arg-type]  # it checks them
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a number where a list should be, and the like
             raise CheckpointError(f"{self.spec.path / 'generation_config.json'}: {error}; correct it there") from error
         return self.spec.sampling.over(own)
+
+    def _bad_words(self) -> list[list[int]]:
+        """Lists of ids not to be generated. One with an id that no token has can never come."""
+        words = [list(ids) for ids in self.generation.get("bad_words_ids") or ()]
+        words += [[token] for token in self.generation.get("suppress_tokens") or ()]
+        return [ids for ids in words if all(token < self.vocab_size for token in ids)]
+
+    def _logit_bias(self) -> dict[int, float]:
+        """The `sequence_bias`, where it is one of single tokens and finite; else nothing."""
+        given = self.generation.get("sequence_bias") or {}
+        pairs = [(list(ids), float(bias)) for ids, bias in (given.items() if isinstance(given, Mapping) else given)]
+        if any(len(ids) != 1 or not math.isfinite(bias) for ids, bias in pairs):
+            return {}
+        return {ids[0]: bias for ids, bias in pairs if ids[0] < self.vocab_size}
 
     def __str__(self) -> str:
         stored = format_bytes(self.weights.file_bytes)

@@ -11,11 +11,13 @@ from typing import Any
 
 from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
+from .attention.backends import block_multiple
 from .errors import ConfigError
 from .models import (
     DTYPES,
     ModelEntry,
     ModelSpec,
+    check_attention,
     check_device,
     check_dtype,
     read_models,
@@ -96,6 +98,8 @@ class EngineConfig:
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
+        attention: A backend of `attention.backends`, or "auto": the fastest of those that suit 16 tokens in a block, or the
+            block size asked for.
     """
 
     model: ModelSpec
@@ -111,6 +115,7 @@ class EngineConfig:
     host_kv_memory: int = 0
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -120,6 +125,7 @@ class EngineConfig:
         idle: Any = self.idle_s
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
+        check_attention(self.attention)
         for name in ("prefix_caching", "share"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -152,6 +158,7 @@ class EngineConfig:
         share: bool = True,
         trust_remote_code: bool | None = None,
         tokenizer: object = None,
+        attention: str | None = None,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
         and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
@@ -183,19 +190,21 @@ class EngineConfig:
             host_kv_memory=_host_bytes(host_kv_memory),
             idle_s=idle_s,
             share=share,
+            attention=check_attention(spec.attention or "auto" if attention in (None, "auto") else attention),
         )
 
-    def tokens_per_block(self, multiple_of: int = 1) -> int:
-        """The block size for an attention backend that takes multiples of `multiple_of` tokens only.
+    def tokens_per_block(self) -> int:
+        """The block size: the one asked for, or the least from 16 that the attention backend takes.
 
-        Raises ConfigError when the block size asked for is none.
+        Raises ConfigError when the backend asked for does not take the block size asked for.
         """
+        multiple = block_multiple(self.attention)
         if self.block_size is None:
-            return -(-DEFAULT_BLOCK_SIZE // multiple_of) * multiple_of
-        if self.block_size % multiple_of:
+            return -(-DEFAULT_BLOCK_SIZE // multiple) * multiple
+        if self.block_size % multiple:
             raise ConfigError(
-                f"block_size {self.block_size} does not suit the attention backend, which takes multiples of "
-                f"{multiple_of}; use {-(-self.block_size // multiple_of) * multiple_of}, or block_size='auto'"
+                f"block_size {self.block_size} does not suit {self.attention}, which takes multiples of {multiple}; "
+                f"use {-(-self.block_size // multiple) * multiple}, or block_size='auto'"
             )
         return self.block_size
 

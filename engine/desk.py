@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..allocator.errors import LeaseClosed
-from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
 from ..scheduler.plan import NO_TOKENS, Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
+from .asking import Asked, Prompt, checked_priority, conversations, encoded, together
 from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build
 from .config import EngineConfig
@@ -33,23 +33,9 @@ from .tickets import Answer, Ticket
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-MOST_PRIORITY = 1000  # either way
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
 KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
-
-
-class Asked(NamedTuple):
-    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings; and
-    what it came to in another process, if it was handed over.
-    """
-
-    prompt: str | None
-    token_ids: Int32
-    params: SamplingParams
-    before: Handover | None = None
 
 
 class Desk:
@@ -102,30 +88,8 @@ class Desk:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Asked]:
         """Prompts and parameters as users give them. Raises RequestRejected."""
-        self.open()
-        many = _as_list(prompts)
-        each: list[Any]
-        if isinstance(params, SamplingParams | None):
-            each = [params or SamplingParams()] * len(many)
-        else:
-            each = list(params) if isinstance(params, Iterable) and not isinstance(params, Mapping) else [params]
-        for given in each:
-            if not isinstance(given, SamplingParams):
-                raise RequestRejected(f"sampling_params must be SamplingParams, got {type(given).__name__}")
-        if len(each) != len(many):
-            raise RequestRejected(
-                f"{len(many)} prompts, but {len(each)} sampling_params: give one for all, or one each"
-            )
-        engine, asked = self.open(), []
-        for prompt, given in zip(many, each, strict=True):
-            try:
-                whole = given.over(engine.sampling)
-            except ValueError as error:  # what was given and what the model's own settings say cannot be together
-                raise RequestRejected(f"with the model's own settings: {error}") from error
-            asked.append(
-                Asked(prompt if isinstance(prompt, str) else None, engine.encoder.encode(prompt, whole), whole)
-            )
-        return asked
+        engine = self.open()
+        return [encoded(prompt, own, engine.encoder, engine.sampling) for prompt, own in together(prompts, params)]
 
     def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[Asked]:
         """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
@@ -147,15 +111,8 @@ class Desk:
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
-        engine = self.open()
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-            raise RequestRejected(
-                f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
-                f"{type(messages).__name__}"
-            )
-        many = list(messages)
-        conversations = [many] if many and isinstance(many[0], Mapping) else many
-        return [engine.encoder.render(conversation, options) for conversation in conversations]
+        encoder = self.open().encoder
+        return [encoder.render(conversation, options) for conversation in conversations(messages)]
 
     def submit(
         self,
@@ -183,7 +140,7 @@ class Desk:
                     request_id=f"r{next(self._numbers)}",
                     prompt_token_ids=ids,
                     sampling=params.resolve(engine.eos_token_ids, engine.encoder.bad_words(params)),
-                    priority=_checked_priority(own_priority),
+                    priority=checked_priority(own_priority),
                     arrival=engine.core.clock(),
                     cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
                 )
@@ -474,56 +431,3 @@ def _check_exportable(ticket: Ticket) -> None:
         raise RequestRejected(
             f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
         )
-
-
-def _checked_priority(priority: object) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
-        raise RequestRejected(f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}")
-    return priority
-
-
-def check_count(name: str, value: object) -> None:
-    """Raises RequestRejected for what is no integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RequestRejected(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def paired(
-    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
-) -> Iterator[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its parameters, one by one. Raises RequestRejected for what is no iterable, and later where the
-    parameters end first.
-    """
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise RequestRejected(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
-    if isinstance(params, SamplingParams | None):
-        return ((prompt, params) for prompt in prompts)
-    return _paired(prompts, params)
-
-
-def _paired(
-    prompts: Iterable[Prompt], params: Iterable[SamplingParams]
-) -> Iterator[tuple[Prompt, SamplingParams | None]]:
-    each = iter(params)
-    for number, prompt in enumerate(prompts):
-        own = next(each, None)
-        if own is None:
-            raise RequestRejected(
-                f"there are {number} sampling_params, and more prompts: give one for all, or one each"
-            )
-        yield prompt, own
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as many. Raises RequestRejected for none."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array's or a tensor's numbers
-    if not isinstance(many, list):
-        raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
-    if not many:
-        raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
-    first = many[0]
-    return [many] if not isinstance(first, str) and not isinstance(first, Iterable) else many

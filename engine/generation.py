@@ -219,8 +219,8 @@ class Generation:
             seed=int(torch.randint(2**63 - 1, ())) if drawn and seed is None else seed,
             n=self.num_sequences,
             **self._beams(),
-            bad_words_ids=self._bad_words() or None,
-            logit_bias={ids[0]: value for ids, value in bias.items()} if bias and short else None,
+            bad_words_ids=self._bad_words(),  # none at all too: None would be what the model's own settings say
+            logit_bias={ids[0]: value for ids, value in bias.items()} if short else {},
             logits_processors=self._processors({} if short else bias) or None,
         )
 
@@ -290,14 +290,16 @@ def known_to_transformers() -> frozenset[str]:
 
 
 def _from_models_file(sampling: SamplingParams) -> dict[str, Any]:
-    """The models file's defaults by transformers' names. What has none there, such as bad words, the engine applies."""
+    """The models file's defaults by transformers' names. What has none there, such as `bad_words`, the engine applies."""
     names = (
         "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty",
-        "early_stopping",
+        "early_stopping", "bad_words_ids",
     )  # fmt: skip
     given = {name: value for name in names if (value := getattr(sampling, name)) is not None}
     if sampling.n is not None:
         given["num_return_sequences"] = sampling.n
+    if sampling.logit_bias is not None:
+        given["sequence_bias"] = {(token_id,): bias for token_id, bias in sampling.logit_bias.items()}
     if sampling.stop is not None:
         given["stop_strings"] = sampling.stop
     if sampling.temperature is not None:

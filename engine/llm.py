@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ..scheduler.request import SamplingParams
+from .asking import Message, Prompt, check_count, paired
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .desk import Desk, Message, Prompt, check_count, paired
+from .desk import Desk
 from .outputs import RequestOutput, StreamChunk
-from .tickets import Ticket
+from .tickets import Answer, Ticket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +36,7 @@ class LLM:
         dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
         kv_memory: Bytes for the KV cache. A number, or a text like "2GiB": exactly so much. A mapping {"min", "max", "weight",
             "priority"}: it grows and shrinks between the bounds. "auto" does so too, within what `pagetide plan` shows.
-        block_size: Tokens in a block; "auto" is 16.
+        block_size: Tokens in a block; "auto" is 16, or the least from there that the `attention` asked for takes.
         max_seqs: Sequences that run at the same time.
         max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
         max_model_len: Longest prompt and output together; None is the model's own limit.
@@ -45,6 +47,9 @@ class LLM:
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
         trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
+        attention: What attends: "torch", "triton", "flash-attn" (in blocks of multiples of 256 tokens), "flash-attn-3",
+            "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is torch on a CPU, and on CUDA the fastest of the first
+            four and "varlen" as far as they are there and suit model and block size. `stats()` says which it is.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -71,6 +76,7 @@ class LLM:
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
         trust_remote_code: bool | None = None,
+        attention: str = "auto",
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
@@ -88,6 +94,7 @@ class LLM:
             idle_s=idle_s,
             share=share,
             trust_remote_code=trust_remote_code,
+            attention=attention,
         )
         self._desk = Desk(self.config)
 
@@ -163,6 +170,30 @@ class LLM:
         check_count("stream_interval", stream_interval)
         asked = self._desk.encode(prompts, sampling_params)
         return Stream(self._desk, self._desk.submit(asked, priority, cache_salt, streams=True), stream_interval)
+
+    def take_over(
+        self,
+        data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        stream_interval: int = 1,
+        priority: int | None = None,
+    ) -> Stream:
+        """Go on with what another process has exported (`RequestHandle.export`), one request or several.
+
+        The chunks begin where those of the other process ended; the outputs have everything, as if all had been done here.
+
+        Args:
+            data: What `export` gave, perhaps through JSON. Each is an answer of its own, in this order.
+            stream_interval: See `stream`.
+            priority: None is what each of them had.
+
+        Raises:
+            RequestRejected: data of another version or vocabulary, data that is wrong in itself, or a request that this
+                engine cannot serve; then nothing of the call was started.
+        """
+        check_count("stream_interval", stream_interval)
+        asked = self._desk.handed_over(data)
+        return Stream(self._desk, self._desk.submit(asked, priority, None, streams=True), stream_interval)
 
     def generate_each(
         self,
@@ -240,6 +271,32 @@ class _Bar(tqdm):
     monitor_interval = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RequestHandle:
+    """A continuation of a stream, or a beam search, that has not ended: `number` of those of prompt `index`."""
+
+    request_id: str
+    index: int
+    number: int
+    _stream: Stream = field(repr=False)  # which would abort it, were it forgotten
+    _ticket: Ticket = field(repr=False)
+
+    def export(self) -> dict[str, Any]:
+        """End the request here, and give what another process needs to go on with it (`LLM.take_over`): plain data, for JSON.
+
+        It has all tokens so far, the settings with the seed, the counters, and the log-probabilities that were asked for. In
+        float32 on a CPU the tokens that follow are those that would have followed here. What no chunk has given yet is given
+        there, and not here: chunks of both together are those of an undisturbed request. Here the completion has what chunks
+        gave, with "aborted" as its finish reason; the blocks are free at once. A beam search is exported from its beginning:
+        there it starts anew, and finds the same.
+
+        Raises:
+            RequestRejected: the request has ended, or it has `logits_processors`, which are no plain data; nothing changes.
+            EngineClosed.
+        """
+        return self._stream._desk.export(self._ticket)
+
+
 class Stream(Iterator[StreamChunk]):
     """The chunks of some requests, as they come. Reading drives the engine; `close` aborts what has not ended.
 
@@ -249,6 +306,7 @@ class Stream(Iterator[StreamChunk]):
 
     def __init__(self, desk: Desk, tickets: list[Ticket], interval: int) -> None:
         self._desk = desk
+        self._answers: list[Answer] = [ticket.answer for ticket in tickets if ticket.number == 0]
         self._tickets = tickets  # those whose last chunk was not given
         self._interval = interval
 
@@ -262,6 +320,21 @@ class Stream(Iterator[StreamChunk]):
             self.close()
             raise
         raise StopIteration
+
+    @property
+    def requests(self) -> tuple[RequestHandle, ...]:
+        """The continuations that have not ended, in the order of prompts and numbers; one for each beam search."""
+        return tuple(
+            RequestHandle(ticket.request.request_id, answer.index, ticket.number, self, ticket)
+            for answer in self._answers
+            for ticket in answer.exportable
+        )
+
+    def outputs(self) -> list[RequestOutput]:
+        """Run to the end and give the outputs, in the order of the prompts; what chunks are left is passed over."""
+        for _ in self:
+            pass
+        return [answer.output for answer in self._answers]
 
     def close(self) -> None:
         """Abort what has not ended. Idempotent."""

@@ -17,6 +17,7 @@ import yaml
 
 from .. import configs
 from ..scheduler.request import SamplingParams
+from .attention.backends import NAMES as ATTENTION
 from .errors import CheckpointError, ConfigError, ModelNotFound
 from .weight_files import find_weights
 
@@ -34,7 +35,7 @@ TOKENIZER_FILES = (
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling")
+_ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
 # What SamplingParams cannot tell from "not given", or what belongs to one request, is no default of a model.
 _SAMPLING_KEYS = tuple(
     f.name for f in fields(SamplingParams) if f.name not in ("ignore_eos", "seed", "add_special_tokens")
@@ -63,6 +64,7 @@ class ModelSpec:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tokenizer_from: Path | PreTrainedTokenizerBase | None = None
     loaded: Loaded | None = None
+    attention: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,8 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
         options["dtype"] = check_dtype(value["dtype"])
     if value.get("device") is not None:
         options["device"] = check_device(value["device"])
+    if value.get("attention") is not None:
+        options["attention"] = check_attention(value["attention"])
     trust = value.get("trust_remote_code", False)
     if not isinstance(trust, bool):
         raise ValueError(f"trust_remote_code must be true or false, got {trust!r}")
@@ -331,6 +335,13 @@ def check_dtype(dtype: object) -> str:
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return name
+
+
+def check_attention(attention: object) -> str:
+    """The name of an attention backend, or "auto". Raises ConfigError for one that is not known."""
+    if attention not in ATTENTION:
+        raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
+    return str(attention)
 
 
 def check_device(device: object) -> str:

@@ -19,6 +19,7 @@ import torch
 from ..allocator.host_arena import preferred_granule
 from ..cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
 from ..monitor.units import GIB, MIB, format_bytes
+from .attention.backends import buffer_bytes
 from .checkpoint import Checkpoint
 from .config import EngineConfig, KvMemory
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
@@ -121,7 +122,6 @@ def plan_memory(
     dtype: torch.dtype,
     *,
     context: int | None = None,
-    block_multiple: int = 1,
     free: Callable[[torch.device], int] = free_bytes,
     total: Callable[[torch.device], int] = total_bytes,
 ) -> MemoryPlan:
@@ -129,7 +129,6 @@ def plan_memory(
 
     Args:
         context: Tokens of the sequences to count; None is the longest that the engine takes. Does not change the pool.
-        block_multiple: What the attention backend's block sizes are multiples of.
         free: Where the free bytes of a device come from.
         total: Where the bytes come from that it has at all. A pool that may grow is planned within these: it starts with its
             minimum, and what is not free now may be later.
@@ -149,7 +148,8 @@ def plan_memory(
     if device.type == "cpu":
         weights += held_twice_bytes(checkpoint.text_config, dtype)
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
-    base = _geometry(config.tokens_per_block(block_multiple), checkpoint, device, dtype)
+    reserve += 0 if device.type == "cpu" else buffer_bytes(config.attention)
+    base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights, reserve, config.max_seqs, length)

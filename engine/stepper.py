@@ -24,8 +24,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from .asking import Asked
 from .build import Engine
-from .desk import Asked, Desk, ready_chunk
+from .desk import Desk, ready_chunk
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk
 from .tickets import Answer, Ticket

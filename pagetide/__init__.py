@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
-    from .engine.outputs import Completion, RequestOutput, StreamChunk
+    from .engine.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
     from .pipelines import pipeline
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
@@ -33,6 +33,7 @@ __all__ = [
     "RequestRejected",
     "SamplingParams",
     "StreamChunk",
+    "TokenLogprobs",
     "UnsupportedModel",
     "__version__",
     "pipeline",
@@ -42,7 +43,7 @@ _NAMES_OF = {
     ".engine.async_llm": ("AsyncLLM",),
     ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
     ".engine.llm": ("LLM",),
-    ".engine.outputs": ("Completion", "RequestOutput", "StreamChunk"),
+    ".engine.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
     ".pipelines": ("pipeline",),
     ".scheduler.errors": ("RequestRejected",),
     ".scheduler.request": ("SamplingParams",),

@@ -107,6 +107,8 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> argparse._ArgumentGroup:
     """Arguments of the engine; their defaults are `LLM`'s, so that they are written down once. Returns their group."""
+    from .engine.attention.backends import NAMES as ATTENTION
+
     told = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     if required:
         parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=told)
@@ -120,6 +122,7 @@ def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = Fa
         help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     )  # fmt: skip
     engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS")
+    engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest here)")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences that run at the same time (default 256)")
     engine.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens of one step (default 2048)")
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and output together")
@@ -223,7 +226,7 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "device", "dtype", "kv_memory", "block_size", "max_seqs", "max_step_tokens", "max_model_len"
+        args, "device", "dtype", "kv_memory", "block_size", "attention", "max_seqs", "max_step_tokens", "max_model_len"
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from .engine.attention.backends import NAMES as ATTENTION
 from .engine.config import EngineConfig, ModelSpec
 from .engine.errors import ConfigError
 from .scheduler.request import SamplingParams
@@ -68,6 +69,7 @@ class EngineOptions:
     idle_s: float | None = None
     share: bool | None = None
     trust_remote_code: bool | None = None
+    attention: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, for `LLM`."""
@@ -109,7 +111,7 @@ _SWITCHES = ("prompt", "token_ids", "prefix_caching", "share", "trust_remote_cod
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
 _TEXTS = (
     "model", "path", "format", "device", "dtype", "kv_memory", "host_kv_memory", "stop", "bad_words", "json_schema",
-    "regex", "grammar",
+    "regex", "grammar", "attention",
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",
@@ -136,6 +138,7 @@ _HELP = {
     "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
     "dtype": "float32, bfloat16, float16 (default: the checkpoint's)",
+    "attention": f"{', '.join(ATTENTION)} (default: the fastest here)",
     "stop": "a string that ends the text; may be given often",
     "stop_token_ids": "a token id that ends the text; may be given often",
     "bad_words": "a string that is not to be generated; may be given often",

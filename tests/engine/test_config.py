@@ -378,11 +378,23 @@ def test_bad_references(model: Path) -> None:
 
 
 def test_block_size_for_a_backend(model: Path) -> None:
-    auto, fixed = EngineConfig.resolve(model), EngineConfig.resolve(model, block_size=24)
-    assert [auto.tokens_per_block(n) for n in (1, 8, 16, 24, 256)] == [16, 16, 16, 24, 256]
-    assert fixed.tokens_per_block(8) == 24
-    with pytest.raises(ConfigError, match="multiples of 16; use 32"):
-        fixed.tokens_per_block(16)
+    def blocks(attention: str, block_size: int | str) -> int:
+        return EngineConfig.resolve(model, attention=attention, block_size=block_size).tokens_per_block()
+
+    assert [blocks(name, "auto") for name in ("auto", "torch", "triton", "flash-attn")] == [16, 16, 16, 256]
+    assert [blocks(name, 24) for name in ("auto", "torch", "triton")] == [24] * 3 and blocks("flash-attn", 512) == 512
+    said = "block_size 300 does not suit flash-attn, which takes multiples of 256; use 512, or block_size='auto'"
+    with pytest.raises(ConfigError, match=said):
+        blocks("flash-attn", 300)
+
+
+def test_attention_is_a_known_backend(model: Path) -> None:
+    spec = ModelSpec("m", model, "a test", attention="triton")
+    assert [EngineConfig.resolve(spec, attention=name).attention for name in (None, "auto", "torch")] == [
+        "triton", "triton", "torch",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"attention must be one of auto, torch, triton, flash-attn, .*, got 'flash'"):
+        EngineConfig.resolve(model, attention="flash")
 
 
 def test_kv_memory_may_be_bounds(model: Path) -> None:

@@ -391,6 +391,15 @@ def test_end_ids(saved: Path, generation: dict[str, Any], expected: tuple[int, .
             {"max_new_tokens": 9, "min_new_tokens": 3},
             SamplingParams(temperature=0.0, max_new_tokens=9, min_new_tokens=3),
         ),
+        (
+            {"bad_words_ids": [[5, 6], [7], [8, 64]], "suppress_tokens": [9, 64]},  # of 64 tokens
+            SamplingParams(temperature=0.0, bad_words_ids=[[5, 6], [7], [9]]),
+        ),
+        (
+            {"sequence_bias": [[[5], -2], [[64], 1.0]], "length_penalty": 0.5, "early_stopping": "never"},
+            SamplingParams(temperature=0.0, logit_bias={5: -2.0}, length_penalty=0.5, early_stopping="never"),
+        ),
+        ({"sequence_bias": [[[5], -2.0], [[6, 7], 1.0]], "num_beams": 4}, SamplingParams(temperature=0.0)),
     ],
 )  # fmt: skip
 def test_sampling_defaults(saved: Path, generation: dict[str, Any], expected: SamplingParams) -> None:
@@ -416,11 +425,29 @@ def test_bad_generation_config(folder: Path, caplog: pytest.LogCaptureFixture) -
     file.write_text("{,")
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
         opened(folder)
-    file.write_text(json.dumps({"num_beams": 4, "typical_p": 1.0, "suppress_tokens": None}))
-    opened(folder)
-    assert "asks for num_beams=4, which this engine does not serve" in caplog.text
+    file.write_text(json.dumps({"bad_words_ids": [3]}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it there"):
+        opened(folder)
     file.unlink()
     assert opened(folder).eos_token_ids == (2,)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"typical_p": 0.5, "guidance_scale": 2}, "asks for typical_p=0.5, guidance_scale=2, which this engine does not serve"),
+        ({"num_beams": 4}, "asks for num_beams=4: a pipeline does so, every other request only if its SamplingParams say it"),
+        ({"sequence_bias": [[[5, 6], 1.0]]}, "asks for sequence_bias=[[[5, 6], 1.0]]: a pipeline does so"),
+        ({"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [3], "sequence_bias": [[[5], 1.0]]}, None),
+    ],
+)  # fmt: skip
+def test_what_is_not_taken_from_a_generation_config_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, generation: dict[str, Any], said: str | None
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    opened(folder)
+    assert [said in record.getMessage() for record in caplog.records] == [True] * (said is not None)
 
 
 LLAMA3 = {"original_max_position_embeddings": 500, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

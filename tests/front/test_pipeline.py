@@ -240,6 +240,23 @@ def test_settings_lie_over_one_another_as_with_transformers(
             setattr(model.generation_config, name, before.get(name))
 
 
+def test_what_a_model_forbids_by_itself_a_call_can_allow(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = small().generation_config
+    config.bad_words_ids, config.sequence_bias = [[3870], [1546, 2581]], {(2308,): -3.0}
+    model = small_with(config)
+    theirs = transformers.pipeline("text-generation", model=small_with(config), tokenizer=tokenizer, device="cpu")
+    calls = (
+        {},
+        {"bad_words_ids": None},
+        {"bad_words_ids": None, "sequence_bias": {(5, 6): 1.0}},
+        {"bad_words_ids": [[9]]},
+    )
+    with make(model, tokenizer) as ours:
+        answers = [ours(P, **GREEDY, max_new_tokens=6, **call) for call in calls]
+        assert answers == [theirs(P, **GREEDY, max_new_tokens=6, **call) for call in calls]
+        assert answers[0] != answers[1]
+
+
 def small_with(config: GenerationConfig) -> PreTrainedModel:
     model = small()
     model.generation_config = config

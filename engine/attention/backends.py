@@ -1,0 +1,128 @@
+"""What each attention backend needs, as data, and in words why a model cannot be served by one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...monitor.units import MIB
+
+_HALF = ("float16", "bfloat16")
+_ANY_MAJOR = tuple(range(8, 13))  # Ampere to Blackwell
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a backend takes, and what it takes for itself."""
+
+    install: str | None = None  # how to get it; None: it is there with pagetide
+    dtypes: tuple[str, ...] = ("float32", *_HALF)
+    majors: tuple[int, ...] | None = None  # of the compute capability; None: it runs on a CPU too
+    block_multiple: int = 1  # tokens
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    head_dims: tuple[int, ...] | None = None  # None: all within the two above
+    equal_dims: bool = False  # K and V of one head dim
+    softcap: bool = True
+    sinks: bool = True
+    buffer_bytes: int = 0  # of the device, between calls and for one, besides the usual workspaces
+    compiles: bool = False  # on first use, for long: not taken unless it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a layer attends: what a backend must be able to do."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+# Read from the sources of each: flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp), flash-attn 3 (hopper/flash_api.cpp),
+# flash-attn-4 (flash_attn/cute/interface.py), flashinfer-python (flashinfer/prefill.py), torch 2.13 (torch/nn/attention).
+# All know sliding windows. Copies of 16 bytes are why head dims must be multiples of 8: blocks lie on bounds of 64.
+BACKENDS: dict[str, Needs] = {
+    "torch": Needs(),
+    "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
+    "flash-attn": Needs(
+        "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
+        equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
+    ),
+    "flash-attn-3": Needs(
+        "build it from the folder hopper of github.com/Dao-AILab/flash-attention", _HALF, (9,), max_head_dim=256,
+        head_dim_multiple=8, equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
+    ),
+    # On SM 8.0 and 12.0 it takes no block tables. 256 wide heads of SM 10.0 go without lengths of their own.
+    "flash-attn-4": Needs(
+        "pip install flash-attn-4", _HALF, (9, 10, 11), max_head_dim=128, head_dim_multiple=8, equal_dims=True,
+        buffer_bytes=32 * MIB, compiles=True,
+    ),
+    "flashinfer": Needs(
+        "pip install 'pagetide[flashinfer]'", _HALF, (8, 9, 10, 12), head_dims=(64, 128, 256), equal_dims=True, sinks=False,
+        buffer_bytes=192 * MIB, compiles=True,
+    ),
+    "varlen": Needs(
+        "call torch.nn.attention.activate_flash_attention_impl('FA3') first, with torch >= 2.13 and flash-attn 3", _HALF,
+        (9, 10), max_head_dim=256, head_dim_multiple=8, equal_dims=True, softcap=False, sinks=False, buffer_bytes=32 * MIB,
+    ),
+}  # fmt: skip
+AUTO = "auto"
+NAMES = (AUTO, *BACKENDS)
+
+
+def block_multiple(name: str) -> int:
+    """What the tokens of a block must be a multiple of. "auto" takes blocks as they are."""
+    return 1 if name == AUTO else BACKENDS[name].block_multiple
+
+
+def buffer_bytes(name: str) -> int:
+    """What the backend takes of a CUDA device. "auto" takes as much as those that it chooses from."""
+    if name != AUTO:
+        return BACKENDS[name].buffer_bytes
+    return max(needs.buffer_bytes for needs in BACKENDS.values() if not needs.compiles)
+
+
+def unmet(
+    name: str, *, device: str, capability: tuple[int, int] | None, dtype: str, block_size: int, calls: Iterable[Call]
+) -> str | None:
+    """Why backend `name` cannot serve such calls there, as a clause; None if it can, installed or not.
+
+    Args:
+        device: As torch names it.
+        capability: Its compute capability; None for what is no CUDA device.
+        dtype: Of K and V.
+    """
+    needs = BACKENDS[name]
+    if needs.majors is not None:
+        if capability is None:
+            return f"it needs a CUDA device, and the engine runs on {device}"
+        if capability[0] not in needs.majors:
+            known = ", ".join(f"{major}.x" for major in needs.majors)
+            return f"it runs on compute capabilities {known}, and {device} has {capability[0]}.{capability[1]}"
+    if dtype not in needs.dtypes:
+        return f"it takes {' and '.join(needs.dtypes)}, and the model runs in {dtype}"
+    if block_size % needs.block_multiple:
+        return f"it takes blocks of multiples of {needs.block_multiple} tokens, and they have {block_size}"
+    return next((why for call in calls if (why := _unmet_by(needs, call)) is not None), None)
+
+
+def _unmet_by(needs: Needs, call: Call) -> str | None:
+    dims = (call.head_dim, call.v_head_dim)
+    if needs.equal_dims and call.head_dim != call.v_head_dim:
+        return f"it takes K and V of one head dim, and a layer has {dims[0]} and {dims[1]}"
+    if needs.max_head_dim is not None and max(dims) > needs.max_head_dim:
+        return f"it takes head dims up to {needs.max_head_dim}, and a layer has {max(dims)}"
+    if any(dim % needs.head_dim_multiple for dim in dims):
+        return f"it takes head dims that are multiples of {needs.head_dim_multiple}, and a layer has {call.head_dim}"
+    if needs.head_dims is not None and call.head_dim not in needs.head_dims:
+        known = ", ".join(map(str, needs.head_dims))
+        return f"it takes head dims of {known}, and a layer has {call.head_dim}"
+    if call.softcap is not None and not needs.softcap:
+        return f"it knows no softcap, and a layer caps its scores at {call.softcap:g}"
+    if call.sinks and not needs.sinks:
+        return "it knows no attention sinks, and a layer has them"
+    return None

@@ -1,0 +1,251 @@
+"""Which kernel attends: the one asked for, or of those that can serve the model here the fastest, measured at start.
+
+    unasked ("auto")   CPU: torch. CUDA: those that can, are installed and agree with torch; the fastest of these
+    asked for          it can, is installed and agrees with torch, or the engine does not start and says why
+
+A library that fails is left out with a warning; what it leaves behind on the device (an illegal access ends a CUDA context)
+cannot be undone from here. Why so: docs/decisions/0025-attention-backends.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...cache.geometry import Geometry
+from ..errors import ConfigError
+from . import trial
+from .backends import AUTO, BACKENDS, Call, unmet
+from .context import Kernel, LayerCache, StepContext
+from .torch_kernel import TorchKernel
+
+log = logging.getLogger(__name__)
+
+Make = Callable[[], Kernel]  # raises ImportError where the library is not there
+Measure = Callable[[Callable[[], object]], float]  # seconds that a call takes
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a kernel is to serve, and over what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    capability: tuple[int, int] | None  # of a CUDA device
+
+    @classmethod
+    def of(cls, device: torch.device, geometry: Geometry) -> Site:
+        """The site of an engine on `device`."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(device, getattr(torch, geometry.dtype), geometry.block_size, capability)
+
+    def obstacle(self, name: str, calls: Iterable[Call]) -> str | None:
+        """Why backend `name` cannot serve such calls here, as a clause; None if it can."""
+        capability = self.capability
+        if name == "triton" and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            capability = (9, 0)  # of the interpreter, which knows all
+        dtype = str(self.dtype).removeprefix("torch.")
+        return unmet(
+            name, device=str(self.device), capability=capability, dtype=dtype, block_size=self.block_size, calls=calls
+        )
+
+
+class WatchedKernel(TorchKernel):
+    """A torch kernel that writes down what layers ask of it. For the probe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        step: StepContext,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `Kernel.attend`."""
+        (num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape[1:], cache.value.shape[2:]
+        self.calls[Call(num_heads, num_kv_heads, head_dim, v_head_dim, sliding_window, softcap, sinks is not None)] += 1
+        return super().attend(
+            query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+
+
+def check(name: str, site: Site, geometry: Geometry) -> None:
+    """Raises ConfigError if backend `name` cannot serve the layers' shapes there, or is not installed.
+
+    Before weights are read; what layers do beyond their shapes is only known once the model runs.
+    """
+    if name == AUTO:
+        return
+    shapes = {Call(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers}
+    _refuse(name, site, [shape for shape in shapes if shape.num_kv_heads])
+    _made(name, MAKERS)
+
+
+def choose(
+    name: str,
+    site: Site,
+    calls: Counter[Call],
+    *,
+    makers: Mapping[str, Make] | None = None,
+    measure: Measure = trial.cuda_seconds,
+) -> Kernel:
+    """The kernel of an engine whose layers attend as `calls` says, and how often.
+
+    Args:
+        makers: Of a kernel of each backend.
+        measure: Of the kernels that can serve; the fastest is taken.
+
+    Raises:
+        ConfigError: the backend asked for cannot serve; says why, and what can.
+    """
+    makers = MAKERS if makers is None else makers
+    with torch.inference_mode():
+        if name == AUTO:
+            kernel = TorchKernel() if site.capability is None else _fastest(site, calls, makers, measure)
+        else:
+            kernel = _asked_for(name, site, calls, makers)
+    if site.device.type == "cuda":
+        torch.cuda.empty_cache()  # the pool takes its memory from the driver
+    return kernel
+
+
+def _asked_for(name: str, site: Site, calls: Counter[Call], makers: Mapping[str, Make]) -> Kernel:
+    _refuse(name, site, calls)
+    kernel = _made(name, makers)
+    if name == "torch" or site.capability is None:
+        return kernel
+    try:
+        fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
+    except Exception as error:  # of a library, which may raise anything
+        raise ConfigError(
+            f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
+        ) from error
+    if fault is not None:
+        raise ConfigError(f"attention={name!r} cannot be trusted here: {fault}; use attention='auto'")
+    kernel.release_buffers()
+    return kernel
+
+
+def _fastest(site: Site, calls: Counter[Call], makers: Mapping[str, Make], measure: Measure) -> Kernel:
+    kernels = [TorchKernel(), *_that_agree(site, calls, makers)]
+    if len(kernels) == 1 or not calls:
+        return kernels[0]
+    usual = calls.most_common(1)[0][0]
+    try:
+        results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure)
+    except Exception as error:  # no room for the pool to measure over, say
+        log.warning("attention by %s, unmeasured: %s: %s", kernels[1].name, type(error).__name__, error)
+        return kernels[1]
+    taken: dict[Kernel, float] = {}
+    for kernel, result in zip(kernels, results, strict=True):
+        if isinstance(result, Exception):
+            _leave_out(kernel.name, result)
+        else:
+            taken[kernel] = result
+    if not taken:
+        return kernels[0]
+    first, *others = sorted(taken, key=lambda kernel: taken[kernel])
+    context = trial.longest_context(usual, site.block_size, site.dtype)
+    log.info(
+        "attention by %s: %.3g ms a layer%s (%d decodes of %d tokens and a chunk of %d)",
+        first.name, taken[first] * 1000, "".join(f"; {other.name} {taken[other] * 1000:.3g}" for other in others),
+        trial.DECODES, context, min(trial.CHUNK, context),
+    )  # fmt: skip
+    return first
+
+
+def _that_agree(site: Site, calls: Counter[Call], makers: Mapping[str, Make]) -> list[Kernel]:
+    """The kernels besides torch's that can serve, are installed, and give torch's results."""
+    found = []
+    for name, needs in BACKENDS.items():
+        if name == "torch" or needs.compiles:
+            continue
+        obstacle = site.obstacle(name, calls)
+        if obstacle is not None:
+            log.debug("attention: %s is no candidate: %s", name, obstacle)
+            continue
+        try:
+            kernel = makers[name]()
+        except ImportError as error:
+            log.debug("attention: %s is not there: %s", name, error)
+            continue
+        except Exception as error:  # a broken installation
+            _leave_out(name, error)
+            continue
+        try:
+            fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
+        except Exception as error:  # of a library, which may raise anything
+            _leave_out(name, error)
+            continue
+        if fault is not None:
+            log.warning("attention by %s is left out: %s", name, fault)
+            continue
+        found.append(kernel)
+    return found
+
+
+def _leave_out(name: str, error: Exception) -> None:
+    log.warning("attention by %s is left out, as it fails: %s: %s", name, type(error).__name__, error)
+
+
+def _refuse(name: str, site: Site, calls: Iterable[Call]) -> None:
+    calls = list(calls)
+    obstacle = site.obstacle(name, calls)
+    if obstacle is not None:
+        works = [repr(other) for other in ("triton", "torch") if other != name and site.obstacle(other, calls) is None]
+        raise ConfigError(
+            f"attention={name!r} cannot serve this model: {obstacle}; use 'auto', or {' or '.join(works)}"
+        )
+
+
+def _made(name: str, makers: Mapping[str, Make]) -> Kernel:
+    try:
+        return makers[name]()
+    except ImportError as error:
+        raise ConfigError(
+            f"attention={name!r} is not there ({error}): {BACKENDS[name].install}; or use attention='auto'"
+        ) from error
+
+
+def _triton() -> Kernel:
+    from .triton_kernel import TritonKernel
+
+    return TritonKernel()
+
+
+def _library(module: str, kernel: str) -> Make:
+    def make() -> Kernel:
+        from importlib import import_module
+
+        of: Any = getattr(import_module(f".{module}", __package__), kernel)
+        made: Kernel = of(of.load())
+        return made
+
+    return make
+
+
+MAKERS: dict[str, Make] = {
+    "torch": TorchKernel,
+    "triton": _triton,
+    "flash-attn": _library("flash_kernel", "FlashKernel"),
+    "flash-attn-3": _library("flash_kernel", "Flash3Kernel"),
+    "flash-attn-4": _library("flash_kernel", "Flash4Kernel"),
+    "flashinfer": _library("library_flashinfer", "FlashInferKernel"),
+    "varlen": _library("library_varlen", "VarlenKernel"),
+}

@@ -1,0 +1,192 @@
+"""Tries a kernel before it serves: its results against the torch kernel's, and its time, over a small pool of its own.
+
+The pool is laid out as the arena: K and V are strided views with foreign bytes around them, all NaN where no token lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .backends import Call
+from .context import Kernel, LayerCache, StepContext
+from .torch_kernel import TorchKernel
+
+POOL_BYTES = 128 << 20  # of the pool over which kernels are timed: more than a device's caches hold
+DECODES = 64
+CONTEXT = 1024  # tokens, where the pool holds so many
+CHUNK = 512  # tokens
+REPEATS = 5
+AROUND = 64  # foreign elements before and behind a block's K and V
+TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # two roundings, of values of about 1
+# So that few tokens show whether they are heeded, whatever a model's own are.
+_WINDOW, _SOFTCAP = 5, 2.0
+_BITS = {2: torch.int16, 4: torch.int32}
+
+Chunks = Sequence[tuple[int, int]]  # (tokens of the batch, tokens with those before them) of each sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scratch:
+    """A step over one layer. What is the batch's own is still to be written."""
+
+    pool: torch.Tensor  # [num_blocks, items]
+    cache: LayerCache
+    step: StepContext
+    query: torch.Tensor  # [T, num_heads, head_dim], strided as models hand it over
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+    call: Call
+
+    def attend(self, kernel: Kernel) -> torch.Tensor:
+        """What the kernel makes of it."""
+        call = self.call
+        return kernel.attend(
+            self.query, self.key, self.value, self.cache, self.step,
+            scaling=call.head_dim**-0.5, sliding_window=call.window, softcap=call.softcap, sinks=self.sinks,
+        )  # fmt: skip
+
+
+def build(call: Call, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+    """Chunks of one token come first. Earlier tokens' K and V are random, all else of the pool is NaN."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def at(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    q_lens, kv_lens = (np.array(lengths, np.int32) for lengths in zip(*chunks, strict=True))
+    counts = -(-kv_lens // block_size)
+    ids = np.random.default_rng(0).permutation(np.arange(1, counts.sum() + 1))
+    tables = np.zeros((len(chunks), counts.max()), np.int64)
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = ids
+    sizes = [block_size * call.num_kv_heads * dim for dim in (call.head_dim, call.v_head_dim)]
+    pool = torch.full((len(ids) + 1, 2 * AROUND + sum(sizes)), torch.nan, dtype=dtype, device=device)
+    pieces = pool[:, AROUND:-AROUND].split(sizes, dim=1)
+    key, value = (
+        piece.unflatten(1, (block_size, call.num_kv_heads, dim))
+        for piece, dim in zip(pieces, (call.head_dim, call.v_head_dim), strict=True)
+    )
+    rows, places = np.repeat(np.arange(len(chunks)), kv_lens), np.concatenate([np.arange(n) for n in kv_lens])
+    blocks, offsets = tables[rows, places // block_size], places % block_size
+    own = places >= (kv_lens - q_lens)[rows]
+    for view in (key, value):
+        view.index_put_((at(blocks[~own]), at(offsets[~own])), drawn(int((~own).sum()), *view.shape[2:]))
+    num_tokens = int(q_lens.sum())
+    step = StepContext(
+        layers=(),
+        kernel=TorchKernel(),
+        q_starts=(np.cumsum(q_lens) - q_lens).astype(np.int32),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        num_decodes=int((q_lens == 1).sum()),
+        tables=(at(tables),),
+        write_blocks=(at(blocks[own]),),
+        write_offsets=at(offsets[own]),
+        block_size=block_size,
+    )
+    return Scratch(
+        pool,
+        LayerCache(key, value),
+        step,
+        drawn(call.num_heads, num_tokens, call.head_dim).transpose(0, 1),
+        drawn(num_tokens, call.num_kv_heads, call.head_dim),
+        drawn(num_tokens, call.num_kv_heads, call.v_head_dim),
+        drawn(call.num_heads) if call.sinks else None,
+        call,
+    )
+
+
+def fault(
+    kernel: Kernel, calls: Sequence[Call], block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with what the kernel writes or computes, as a clause; None if it does as the torch kernel does.
+
+    The calls' windows and softcaps are replaced by ones that few tokens show. Raises what the kernel raises.
+    """
+    b = block_size
+    chunks = [(1, 1), (1, b), (1, b + 1), (1, 3 * b + 3), (5, 5), (19, b + 30)]
+    small = {
+        replace(call, window=None if call.window is None else min(call.window, _WINDOW),
+                softcap=None if call.softcap is None else _SOFTCAP)
+        for call in calls
+    }  # fmt: skip
+    for call in sorted(small, key=repr):
+        scratch = build(call, chunks, block_size, dtype, device)
+        right = build(call, chunks, block_size, dtype, device)
+        right.step.kernel.write(right.key, right.value, right.cache, right.step)
+        expected = right.attend(right.step.kernel)
+        kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
+            return "it writes other bytes than it should"
+        got = scratch.attend(kernel)
+        if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
+            return "attention changes the pool"
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return f"it answers {got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+        error = float((got.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
+        if not error <= TOLERANCES[dtype]:
+            return f"its results differ from the torch kernel's by up to {error:.2g} ({call})"
+    return None
+
+
+def seconds(
+    kernels: Sequence[Kernel],
+    call: Call,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    measure: Callable[[Callable[[], object]], float],
+) -> list[float | Exception]:
+    """What each kernel takes for a layer's decodes of `DECODES` rows and one chunk of `CHUNK` tokens, or how it fails.
+
+    Args:
+        measure: Seconds that a call takes.
+    """
+    context = longest_context(call, block_size, dtype)
+    steps = [build(call, [(1, context)] * DECODES, block_size, dtype, device)]
+    chunk = min(CHUNK, context)
+    if chunk > 1:
+        steps.append(build(call, [(chunk, context)], block_size, dtype, device))
+    for scratch in steps:
+        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    taken: list[float | Exception] = []
+    for kernel in kernels:
+        try:
+            taken.append(sum(measure(lambda s=scratch, k=kernel: s.attend(k)) for scratch in steps))  # type: ignore[misc]
+        except Exception as error:  # of a library, which may raise anything
+            taken.append(error)
+        kernel.release_buffers()
+    return taken
+
+
+def longest_context(call: Call, block_size: int, dtype: torch.dtype) -> int:
+    """Tokens of each of the timed decodes: CONTEXT, or what POOL_BYTES hold in whole blocks, one at least."""
+    token_bytes = call.num_kv_heads * (call.head_dim + call.v_head_dim) * dtype.itemsize
+    most = POOL_BYTES // (DECODES * token_bytes) // block_size * block_size
+    return max(block_size, min(CONTEXT, most))
+
+
+def cuda_seconds(call: Callable[[], object]) -> float:
+    """The median of some calls, by events of the current stream. The first two compile and warm up, and do not count."""
+    for _ in range(2):
+        call()
+    taken = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1000)
+    return sorted(taken)[REPEATS // 2]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.itemsize])

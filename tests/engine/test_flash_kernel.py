@@ -1,0 +1,214 @@
+"""The backends on attention libraries: what they hand to stand-ins that check it, against the torch kernel."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from attention_fakes import Library
+
+from pagetide.engine.attention import library_base, trial
+from pagetide.engine.attention.backends import BACKENDS, Call
+from pagetide.engine.attention.choose import MAKERS
+from pagetide.engine.attention.context import LayerCache
+from pagetide.engine.attention.flash_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
+from pagetide.engine.attention.library_flashinfer import FlashInferKernel
+from pagetide.engine.attention.library_varlen import VarlenKernel
+
+CPU = torch.device("cpu")
+KERNELS = {
+    "flash-attn": (FlashKernel, Library.flash2),
+    "flash-attn-3": (Flash3Kernel, Library.flash3),
+    "flash-attn-4": (Flash4Kernel, Library.flash4),
+    "flashinfer": (FlashInferKernel, Library.flashinfer),
+    "varlen": (VarlenKernel, Library.varlen),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagetide.engine.attention.library_flashinfer.WORKSPACE_BYTES", 64)
+
+
+def kernel_of(name: str, library: Library):
+    kind, module = KERNELS[name]
+    return kind(module(library))
+
+
+def worst_error(kernel, scratch: trial.Scratch, padding: int = 0) -> float:
+    """Over what the torch kernel gives, for the batch written by this one; twice, as two layers would."""
+    right = scratch.step.kernel
+    right.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    before = scratch.pool.clone()
+    kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    filler = torch.full((padding, *scratch.query.shape[1:]), torch.nan, dtype=scratch.query.dtype)
+    padded = replace(scratch, query=torch.cat((scratch.query, filler)))
+    expected, worst = scratch.attend(right), 0.0
+    for _ in range(2):
+        got = padded.attend(kernel)
+        assert not got[len(expected) :].any() and len(got) == len(expected) + padding and got.dtype == expected.dtype
+        worst = max(worst, float((got[: len(expected)] - expected).abs().nan_to_num(nan=torch.inf).max()))
+    assert torch.equal(trial._bits(scratch.pool), trial._bits(before))
+    return worst
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("seed", range(12))
+def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    block_size = 256 if name == "flash-attn" else int(rng.choice([4, 16, 100]))
+    longest = 3 * block_size if block_size < 100 else block_size + 50
+    chunks = [(1, int(n)) for n in rng.integers(1, longest, rng.integers(0, 5))]
+    for n in rng.integers(2, 40, rng.integers(not chunks, 4)):
+        chunks.append((int(n), int(n + rng.integers(0, longest) * rng.integers(2))))
+    needs, (heads, group) = BACKENDS[name], rng.integers(1, 4, 2)
+    call = Call(
+        int(heads * group), int(heads), 16, 16,
+        window=[None, 1, 7, 50][rng.integers(4)],
+        softcap=3.0 if needs.softcap and rng.integers(2) else None,
+        sinks=bool(needs.sinks and rng.integers(2)),
+    )  # fmt: skip
+    scratch = trial.build(call, chunks, block_size, torch.float32, CPU)
+    assert worst_error(kernel_of(name, Library()), scratch, int(rng.integers(3))) < 1e-5
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
+    needs = BACKENDS[name]
+    calls = [Call(4, 2, 16, 16), Call(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks)]
+    assert trial.fault(kernel_of(name, Library()), calls, needs.block_multiple, dtype, CPU) is None
+
+
+def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = []
+    real = library_base._uploaded
+    monkeypatch.setattr(library_base, "_uploaded", lambda arrays, device: uploads.append(1) or real(arrays, device))
+    library = Library()
+    kernel = kernel_of("flash-attn", library)
+    scratch = trial.build(Call(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU)
+    scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    for _ in range(3):
+        scratch.attend(kernel)
+    assert library.called == ["with_kvcache", "varlen"] * 3 and len(uploads) == 1
+    kernel.release_buffers()
+    scratch.attend(kernel)
+    assert len(uploads) == 2
+
+
+def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
+    library = Library()
+    kernel = kernel_of("flashinfer", library)
+    scratch = trial.build(Call(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU)
+    scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    for window in (None, 5, None, 5):
+        replace(scratch, call=replace(scratch.call, window=window)).attend(kernel)
+    assert library.planned == 4, "decodes and chunks, with a window and without"
+    again = replace(scratch, step=replace(scratch.step))
+    again.attend(kernel)
+    assert library.planned == 6
+    kernel.release_buffers()
+    scratch.attend(kernel)
+    assert library.planned == 8
+
+
+def test_padding_rows_of_no_tokens_get_zeros() -> None:
+    for name in KERNELS:
+        block_size = BACKENDS[name].block_multiple
+        scratch = trial.build(Call(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU)
+        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        step = replace(scratch.step, kv_lens=np.array([3, 0], np.int32))
+        got = replace(scratch, step=step).attend(kernel_of(name, Library()))
+        assert got[0].all() and not got[1].any()
+
+
+def test_refusals() -> None:
+    scratch = trial.build(Call(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU)
+    kernel = kernel_of("flash-attn-3", Library())
+    with pytest.raises(ValueError, match="at least 1 token"):
+        replace(scratch, call=replace(scratch.call, window=0)).attend(kernel)
+    with pytest.raises(ValueError, match="must lie behind each other"):
+        replace(scratch, step=replace(scratch.step, q_starts=np.array([1, 0]))).attend(kernel)
+    shifted = torch.zeros(100)[1:65].view(2, 4, 1, 8)
+    with pytest.raises(ValueError, match="flash-attn-4 takes K and V in rows that begin at multiples of 16 bytes"):
+        replace(scratch, cache=LayerCache(shifted, shifted)).attend(kernel_of("flash-attn-4", Library()))
+
+
+# --- faults that the trial must see
+
+
+class Faulty(FlashKernel):
+    """flash-attn 2 with one argument wrong."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(Library().flash2())
+        self.fault = fault
+
+    def write(self, key, value, cache, step) -> None:
+        if self.fault == "write":
+            key = key.clone()
+            key[0, 0, 0] += 1
+        super().write(key, value, cache, step)
+
+    def attend_part(self, query, cache, part, scoring):
+        if self.fault == "window":
+            scoring = replace(scoring, window=scoring.window and scoring.window + 1)
+        elif self.fault == "softcap":
+            scoring = replace(scoring, softcap=None)
+        elif self.fault == "scaling":
+            scoring = replace(scoring, scaling=1.0)
+        elif self.fault == "foreign bytes":
+            cache.key.as_strided((1,), (1,), 1).fill_(0)
+        out = super().attend_part(query, cache, part, scoring)
+        return out.float() if self.fault == "dtype" else out
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("window", "differ from the torch kernel's"),
+        ("softcap", "differ from the torch kernel's"),
+        ("scaling", "differ from the torch kernel's"),
+        ("write", "writes other bytes"),
+        ("foreign bytes", "changes the pool"),
+        ("dtype", "answers torch.float32"),
+    ],
+)
+def test_the_trial_sees_faults(fault: str, said: str) -> None:
+    calls = [Call(4, 2, 64, 64, 4096, 50.0)]
+    assert trial.fault(FlashKernel(Library().flash2()), calls, 256, torch.bfloat16, CPU) is None
+    assert said in str(trial.fault(Faulty(fault), calls, 256, torch.bfloat16, CPU))
+
+
+# --- installed or not
+
+
+def test_what_is_not_installed_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "flashinfer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name in KERNELS:
+        with pytest.raises(ImportError):
+            MAKERS[name]()
+
+
+def test_another_package_of_the_same_name_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # as flash-attn-4 alone makes it
+    with pytest.raises(ImportError, match="flash_attn has no flash_attn_with_kvcache"):
+        MAKERS["flash-attn"]()
+    functions = {"flash_attn_with_kvcache": None, "flash_attn_varlen_func": None}
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(**functions))
+    assert MAKERS["flash-attn"]().name == "flash-attn"
+
+
+def test_varlen_needs_an_active_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"no flash-attn 3 or 4 is active|takes no block tables"):
+        MAKERS["varlen"]()
+    import torch.nn.attention.varlen as varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query: None)
+    with pytest.raises(ImportError, match="takes no block tables"):
+        MAKERS["varlen"]()

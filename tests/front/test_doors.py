@@ -1,0 +1,171 @@
+"""Behind every door is the one engine: the same prompt with the same seed gives the same tokens, whichever way it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagetide
+from pagetide import LLM, AsyncLLM, SamplingParams, StreamChunk
+from pagetide.cli import main
+from pagetide.engine import llm as llm_module
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "kv_memory": "16MiB", "max_seqs": 4, "max_chunk_tokens": 8, "share": False
+}  # fmt: skip
+PROMPTS = [
+    "The prince looked at her and said",
+    "Call me Ishmael.",
+    "It was",
+    "To be or not to be, said the old man, and",
+]
+DRAWN = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=40, top_p=0.95, seed=11)
+
+# What is asked of each prompt, and the same in the words of a pipeline.
+ASKED: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "greedy": (
+        SamplingParams(max_new_tokens=10, temperature=0),
+        {"max_new_tokens": 10, "do_sample": False},
+    ),
+    "drawn": (
+        DRAWN,
+        {"max_new_tokens": 10, "do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 11},
+    ),
+    "drawn, with stop strings": (
+        SamplingParams(max_new_tokens=10, temperature=1.1, top_k=0, top_p=1.0, stop=["he", "\n"], seed=2**63),
+        {"max_new_tokens": 10, "do_sample": True, "temperature": 1.1, "top_k": 0, "top_p": 1.0, "stop_strings": ["he", "\n"],
+         "seed": 2**63},
+    ),
+    "drawn, three of each": (
+        SamplingParams(max_new_tokens=7, temperature=0.8, top_k=50, top_p=0.95, n=3, seed=5),
+        {"max_new_tokens": 7, "do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95, "num_return_sequences": 3,
+         "seed": 5},
+    ),
+    "beams": (
+        SamplingParams(max_new_tokens=7, temperature=0, num_beams=3, n=2, length_penalty=0.7),
+        {"max_new_tokens": 7, "do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.7},
+    ),
+    "biased and penalised": (
+        SamplingParams(
+            max_new_tokens=10, temperature=0, repetition_penalty=1.3, bad_words_ids=[[263], [5, 6]], logit_bias={11: 2.0}
+        ),
+        {"max_new_tokens": 10, "do_sample": False, "repetition_penalty": 1.3, "bad_words_ids": [[263], [5, 6]],
+         "sequence_bias": {(11,): 2.0}},
+    ),
+}  # fmt: skip
+
+Tokens = list[list[list[int]]]  # of each continuation of each prompt
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> dict[str, Tokens]:
+    """What `LLM.generate` gives to each of `ASKED`, a prompt at a time."""
+    return {
+        name: [tokens_of(llm.generate(prompt, params, progress=False)[0]) for prompt in PROMPTS]
+        for name, (params, _) in ASKED.items()
+    }
+
+
+def tokens_of(output: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in output.completions]
+
+
+def put_together(chunks: Sequence[StreamChunk]) -> Tokens:
+    """What the chunks of all prompts say, put together; and that their ends say the same."""
+    found: dict[tuple[int, int], list[int]] = {}
+    ends: dict[int, Any] = {}
+    for chunk in chunks:
+        found.setdefault((chunk.index, chunk.number), []).extend(chunk.token_ids)
+        if chunk.output is not None:
+            ends[chunk.index] = chunk.output
+    tokens = [tokens_of(ends[index]) for index in range(len(PROMPTS))]
+    assert found == {(i, n): ids for i, each in enumerate(tokens) for n, ids in enumerate(each)}
+    return tokens
+
+
+def test_the_work_shows_something(expected: dict[str, Tokens]) -> None:
+    lengths = {len(ids) for each in expected["drawn, with stop strings"] for ids in each}
+    assert len(lengths) > 1 and min(lengths) < 10  # some stop early
+    assert len({tuple(ids) for ids in expected["drawn, three of each"][0]}) == 3
+    distinct = {json.dumps(tokens) for name, tokens in expected.items() if "three" not in name and name != "beams"}
+    assert len(distinct) == len(ASKED) - 2
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_generate_stream_and_generate_each(llm: LLM, expected: dict[str, Tokens], name: str) -> None:
+    params = ASKED[name][0]
+    assert [tokens_of(output) for output in llm.generate(PROMPTS, params)] == expected[name]
+    assert put_together(list(llm.stream(PROMPTS, params, stream_interval=2))) == expected[name]
+    assert [tokens_of(output) for output in llm.generate_each(iter(PROMPTS), params, look_ahead=2)] == expected[name]
+
+
+def test_async_llm(expected: dict[str, Tokens]) -> None:
+    async def outputs_of(llm: AsyncLLM, params: SamplingParams) -> list[Any]:
+        """All prompts, each of its own task; streamed by one; and as they are taken from an iterable."""
+
+        async def one(prompt: str) -> list[list[int]]:
+            return tokens_of((await llm.generate(prompt, params))[0])
+
+        async def streamed() -> Tokens:
+            return put_together([chunk async for chunk in llm.stream(PROMPTS, params)])
+
+        async def taken() -> Tokens:
+            return [tokens_of(output) async for output in llm.generate_each(PROMPTS, params, look_ahead=2)]
+
+        return await asyncio.gather(asyncio.gather(*map(one, PROMPTS)), streamed(), taken())
+
+    async def everything() -> dict[str, Any]:
+        async with AsyncLLM("demo", **ENGINE) as llm:
+            found = await asyncio.gather(*(outputs_of(llm, params) for params, _ in ASKED.values()))
+            return dict(zip(ASKED, found, strict=True))
+
+    assert asyncio.run(everything()) == {name: [tokens] * 3 for name, tokens in expected.items()}
+
+
+def test_pipeline(llm: LLM, expected: dict[str, Tokens]) -> None:
+    forms: Iterator[Callable[[list[str]], Any]] = itertools.cycle([list, iter])  # a list, a stream
+    with pagetide.pipeline("text-generation", model=llm) as pipe:
+        for name, (_, arguments) in ASKED.items():
+            answers = list(pipe(next(forms)(PROMPTS), **arguments, return_tensors=True))
+            found = [[record["generated_token_ids"] for record in records] for records in answers]
+            assert found == [
+                [padded([*llm.tokenize(prompt), *ids], len(llm.tokenize(prompt)) + max(map(len, each))) for ids in each]
+                for prompt, each in zip(PROMPTS, expected[name], strict=True)
+            ], name
+
+
+def padded(ids: list[int], length: int) -> list[int]:
+    """As a pipeline has the shorter ones of several: filled up with the padding id, which is 1 here."""
+    return ids + [1] * (length - len(ids))
+
+
+def test_run(llm: LLM, expected: dict[str, Tokens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "LLM", lambda *_, **__: nullcontext(llm))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": prompt, **said(params)} for params, _ in ASKED.values() for prompt in PROMPTS]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    assert main(["run", "--model", "demo", "--input", str(source), "--output", str(target), "--output-token-ids"]) == 0
+    records = [json.loads(line) for line in target.read_text("utf-8").splitlines()]
+    found = [[each["token_ids"] for each in record.get("completions", [record])] for record in records]
+    assert found == [ids for name in ASKED for ids in expected[name]]
+
+
+def said(params: SamplingParams) -> dict[str, Any]:
+    """The parameters as a line of JSON says them."""
+    given = {
+        name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "num_return_sequences"
+    }
+    return {name: value for name, value in given.items() if value is not None}
