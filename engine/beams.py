@@ -1,6 +1,6 @@
 """Beam search: with which of the candidates that its beams tell a prompt goes on. The algorithm is that of transformers 5.23
 (`_beam_search`), with its numbers in float32 and its rules for ending; who computes the beams, and when, is the scheduler's
-business.
+business: docs/decisions/0024-beams.md.
 
 Each step chooses among the candidates of all beams those with the highest sum of log-probabilities. The best that do not end go
 on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty.

@@ -1,7 +1,7 @@
 """The desk that every door of the engine leads to: it takes requests in, makes steps, and hands out what came of them.
 
 Whoever waits for something makes the next step, under one lock; or somebody does it for all (`AsyncLLM`). What a step gives
-goes to the tickets of those it belongs to.
+goes to the tickets of those it belongs to: docs/decisions/0023-doors.md.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def theirs(name: str, ids: list[int], ends: tuple[int, ...], **kwargs) -> list[l
     model = family(name)
     model.set_attn_implementation("eager")
     out = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), do_sample=False, max_new_tokens=NEW, eos_token_id=list(ends) or None, pad_token_id=0, **kwargs
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), do_sample=False, max_new_tokens=NEW,
+        eos_token_id=list(ends) or None, pad_token_id=0, **kwargs
     )  # fmt: skip
     rows = [row[len(ids) :].tolist() for row in out]
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), NEW)] for row in rows]
