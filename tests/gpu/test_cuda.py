@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
@@ -13,6 +15,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 100, 300]
 NEW = 20
+
+
+def allocated_bytes() -> int:
+    """What tensors hold: without the workspaces that cuBLAS keeps for good, 32 MiB a stream on a Hopper chip."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -44,8 +54,7 @@ def test_llm_on_cuda_gives_its_memory_back():
     from pagetide import LLM, SamplingParams
 
     torch.cuda.init()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     with LLM("demo", device="cuda", dtype="float32", kv_memory="256MiB") as llm:
         stats = llm.stats()
         assert (stats["device"], stats["kv_bytes"]) == ("cuda:0", 256 << 20)
@@ -53,14 +62,14 @@ def test_llm_on_cuda_gives_its_memory_back():
         assert all(0 < len(o.token_ids) <= 24 for o in out)
         again = llm.generate("It was", SamplingParams(max_new_tokens=24, temperature=0))
         assert again[0].token_ids == out[0].token_ids
-    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert allocated_bytes() - before < 1 << 20
 
 
 def test_what_the_card_has_not_is_refused_with_numbers():
     from pagetide import LLM
     from pagetide.engine.errors import NotEnoughMemory
 
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     with pytest.raises(NotEnoughMemory, match="are free"):
         LLM("demo", device="cuda", kv_memory="4TiB")
-    assert torch.cuda.memory_allocated() == before
+    assert allocated_bytes() == before

@@ -1,0 +1,1 @@
+"""What a GPU is needed for to measure: `python -m benchmarks.gpu`. See docs/gpu.md."""

@@ -1,0 +1,121 @@
+"""What every part is handed: sizes, the device, the random model, and what earlier parts of the run measured."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from .clock import Clock
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    dtype: str
+    rows: int  # that decode together
+    context: int  # of each of them, halfway
+    new_tokens: int  # that they decode
+    prompt: int  # tokens before a first token that is waited for
+    attention_context: int  # of the rows of paged attention alone
+    repeats: int
+    copy_bytes: int  # of one large copy
+    pinned_bytes: int  # of one large copy to or from the host, and of a swap
+    gemm: int
+    kv_bytes: int  # of the pool in which the model decodes
+    recall_bytes: int
+    recall_rounds: int
+    recall_context: int  # of the rows that fill what is recalled
+    steps: int  # of a pool at rest, for its p99
+    stranger_bytes: int
+    capacity_bytes: int | None  # of a test device; None: the real one
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of the weights that a step reads: all but the embedding's, of which it reads a row for each token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.item_bytes * (self.layers * layer + self.hidden + self.vocab * self.hidden)
+
+
+REAL = Scale(
+    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, dtype="bfloat16",
+    rows=64, context=1024, new_tokens=128, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
+    pinned_bytes=GIB, gemm=8192, kv_bytes=16 * GIB, recall_bytes=GIB, recall_rounds=5, recall_context=1024, steps=300,
+    stranger_bytes=60 * GIB, capacity_bytes=None,
+)  # fmt: skip
+TINY = Scale(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, dtype="float32",
+    rows=3, context=40, new_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
+    pinned_bytes=4 * MIB, gemm=64, kv_bytes=16 * MIB, recall_bytes=4 * MIB, recall_rounds=1, recall_context=512, steps=8,
+    stranger_bytes=64 * MIB, capacity_bytes=16 * GIB,
+)  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """One run. `ends_at` (time.monotonic) changes from part to part; `known` grows with what is measured, by name."""
+
+    clock: Clock
+    scale: Scale
+    seed: int = 0
+    memory_s: float = 40.0  # for which a stranger takes and returns memory
+    attention: str | None = None  # the engine's kernel, in place of the one it chooses
+    ends_at: float = float("inf")
+    known: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the part's time box."""
+        return self.ends_at - time.monotonic()
+
+    @cached_property
+    def model(self) -> Any:
+        """A random Llama on the device, which ends no text."""
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        scale = self.scale
+        config = LlamaConfig(
+            hidden_size=scale.hidden, intermediate_size=scale.intermediate, num_hidden_layers=scale.layers,
+            num_attention_heads=scale.heads, num_key_value_heads=scale.kv_heads, head_dim=scale.head_dim,
+            vocab_size=scale.vocab, max_position_embeddings=131072, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(self.seed)
+        with torch.device(self.clock.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, scale.dtype))
+        model.generation_config.pad_token_id = 0
+        return model.eval().requires_grad_(False)
+
+    def prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
+        """Random prompts; others for another `seed`."""
+        rng = np.random.default_rng([self.seed, seed])
+        return rng.integers(1, self.scale.vocab, (count, length)).tolist()
+
+    def clean(self) -> None:
+        """Let go of what a part left, but for the model."""
+        gc.collect()
+        self.clock.release()

@@ -1,0 +1,162 @@
+"""An engine under more demand than its memory, beside a stranger that takes and returns memory at random.
+
+The stranger (stranger.py) asks the driver alone, in pieces of at most the headroom. Every 20 ms it is noted what the engine's
+pool holds, and what it could hold: that, and what the driver calls free, less the headroom. A share of more than 1 means that
+the headroom is not all there at the moment; it counts as 1.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.figures import Figure
+from pagetide.allocator.policy import Rules
+
+from .bench import Bench
+from .decode import greedy, watched
+from .report import Item, Note, bounded, unmeasured
+from .shared import Rig, rig
+from .stranger import Counts, Stranger
+
+LOOK_S = 0.02
+RAMP_SHARE = 0.9  # what the engine has to reach once before the average begins, or
+RAMP_MOST = 0.4  # so much of the time has gone
+
+
+def measure(bench: Bench) -> Iterator[Item]:
+    """For `memory_s` seconds, less where the time box ends before."""
+    scale = bench.scale
+    total = _total(bench)
+    headroom = Rules.of(total).headroom_bytes
+    stranger = Stranger(bench.clock.cuda, scale.stranger_bytes, bench.seed)
+    try:
+        with rig(
+            bench, (stranger.process.pid or 0,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)},
+            idle_s=2.0, max_model_len=16 * scale.context, max_seqs=256,
+        ) as one:  # fmt: skip
+            seconds = min(bench.memory_s, bench.left_s - 8)
+            yield from _watch(bench, one, stranger, total, headroom, seconds)
+    finally:
+        stranger.close()
+
+
+def _watch(
+    bench: Bench, one: Rig, stranger: Stranger, total: int, headroom: int, seconds: float
+) -> Iterator[Item]:  # fmt: skip
+    shares, pools = [], []
+    with _demand(bench, one) as demand, watched(one.llm) as steps:
+        began = time.monotonic()
+        stranger.begin(headroom, seconds / 80)
+        ramp_s = None
+        while (now := time.monotonic() - began) < seconds and not demand.raised:
+            pool = int(one.arena.mapped_bytes)
+            room = pool + _free(bench, total, stranger) - headroom
+            share = min(1.0, pool / room) if room > 0 else 1.0
+            if ramp_s is None and (share >= RAMP_SHARE or now > RAMP_MOST * seconds):
+                ramp_s = now
+            if ramp_s is not None:
+                shares.append(share)
+            pools.append(pool)
+            time.sleep(LOOK_S)
+        counts = stranger.end()
+    seconds = time.monotonic() - began
+    failures = [counts.failures, demand.failures, len(demand.raised)]
+    yield bounded("failures", float(sum(failures)), failures)
+    yield Note("memory", _told(one, counts, demand, pools, headroom))
+    if shares:
+        yield bounded("held", statistics.fmean(shares), shares[:: max(1, len(shares) // 500)])
+    else:
+        yield unmeasured("held", "nothing was noted: see what the engine raised")
+    yield Figure("... seconds watched", seconds, "s")
+    if ramp_s is not None:
+        yield Figure("... until the engine held its share first", ramp_s, "s")
+    if took := sorted(1e3 * (b - a) for a, b in zip(steps.began, steps.ended, strict=True)):
+        yield Figure(
+            "... steps meanwhile, p99", took[int(0.99 * (len(took) - 1))], "ms", samples=took[:: 1 + len(took) // 500]
+        )
+
+
+def _told(one: Rig, counts: Counts, demand: Demand, pools: list[int], headroom: int) -> tuple[str, ...]:
+    stats = one.llm.stats()
+    memory = stats["memory"]
+    return (
+        f"stranger: {counts}",
+        f"engine: {demand.outputs} outputs, {demand.failures} of them errors; {stats['steps']} steps, "
+        f"{stats['preemptions']} preemptions, {memory['refused_resizes']} refused resizes",
+        f"pool: {min(pools, default=0) / 1e9:.2f} to {max(pools, default=0) / 1e9:.2f} GB; headroom {headroom / 1e9:.2f} GB",
+        *(f"raised: {type(error).__name__}: {error}" for error in demand.raised),
+        *(f"{key}: {memory[key]:,}" for key in ("recalls", "recalled_bytes", "grown_bytes", "given_back_bytes")),
+    )
+
+
+class Demand:
+    """Requests without end. Counts what came of them."""
+
+    def __init__(self) -> None:
+        self.outputs = self.failures = 0
+        self.raised: list[BaseException] = []
+
+
+@contextmanager
+def _demand(bench: Bench, one: Rig) -> Iterator[Demand]:
+    """More requests than fit, all the time, in threads of their own."""
+    demand, stop = Demand(), threading.Event()
+    scale = bench.scale
+
+    def prompts() -> Iterator[list[int]]:
+        rng = np.random.default_rng(bench.seed)
+        while not stop.is_set():
+            yield rng.integers(1, scale.vocab, int(rng.integers(scale.context, 4 * scale.context))).tolist()
+
+    def ask() -> None:
+        try:
+            for output in one.llm.generate_each(prompts(), greedy(8 * scale.context), look_ahead=512):
+                demand.outputs += 1
+                demand.failures += any(c.finish_reason == "error" for c in output.completions)
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            if not stop.is_set():
+                demand.raised.append(error)
+
+    thread = threading.Thread(target=ask, name="demand")
+    thread.start()
+    try:
+        yield demand
+    finally:
+        stop.set()
+        _abort_all(one)
+        thread.join(60)
+
+
+def _abort_all(one: Rig) -> None:
+    with one.desk.lock:
+        tickets = list(one.desk.tickets.values())
+    one.desk.drop(tickets)
+
+
+def _total(bench: Bench) -> int:
+    if bench.scale.capacity_bytes is not None:
+        return bench.scale.capacity_bytes
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _most(bench: Bench, total: int) -> int:
+    """The pool's bound: what the device has; of a test device, as much as its host surely has."""
+    return total if bench.clock.cuda else 4 * bench.scale.kv_bytes
+
+
+def _free(bench: Bench, total: int, stranger: Stranger) -> int:
+    if bench.clock.cuda:
+        return int(torch.cuda.mem_get_info()[0])
+    members: list[Any] = [psutil.Process(), psutil.Process(stranger.process.pid)]
+    return total - sum(process.memory_info().rss for process in members)
