@@ -96,8 +96,8 @@ class Desk:
         if not isinstance(prompt, str):
             try:
                 prompt = list(prompt)
-            except TypeError as error:
-                raise RequestRejected(str(error)) from error
+            except Exception as error:  # no iterable, or one that fails
+                raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
         return self.encode([prompt], params)
 
     def handed_over(self, data: Any) -> list[Asked]:
@@ -197,9 +197,7 @@ class Desk:
 
     def _withdraw(self, engine: Engine, ticket: Ticket) -> tuple[list[Ticket], Finished]:
         """Take a ticket's request, or its beam search, out of the engine. Returns all tickets of it, and what it came to."""
-        name = ticket.request.request_id
-        search = next((search for search in self.searches.values() if ticket in search.tickets), None)
-        names = [name] if search is None else search.running
+        name, search, names = ticket.request.request_id, self._search_of(ticket), self._names(ticket)
         withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
         if not withdrawn:
             raise RequestRejected(
@@ -289,7 +287,7 @@ class Desk:
             if self.engine is None or not left:
                 return
             for ticket in left:
-                self.engine.core.abort(ticket.request.request_id)
+                self._abort(self.engine, ticket)
             while any(t.completion is None for t in left):
                 self._advance(self.engine)
 
@@ -310,10 +308,14 @@ class Desk:
     def _advance(self, engine: Engine) -> None:
         """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
         while self._abandoned:
-            engine.core.abort(self._abandoned.popleft().request.request_id)
+            self._abort(engine, self._abandoned.popleft())
         events = self._undelivered
         if not events:
-            emissions = engine.core.step()
+            self.lock.barred = threading.get_ident()  # what is called from within a step may not wait for its end
+            try:
+                emissions = engine.core.step()
+            finally:
+                self.lock.barred = None
             events.extend(emissions.scores)  # before the tokens that they are of
             events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
             events.extend((finished.request_id, finished) for finished in emissions.finished)
@@ -340,6 +342,19 @@ class Desk:
         finally:
             if self.on_news is not None and news:
                 self.on_news(news)
+
+    def _search_of(self, ticket: Ticket) -> BeamTickets | None:
+        return next((search for search in self.searches.values() if ticket in search.tickets), None)
+
+    def _names(self, ticket: Ticket) -> list[str]:
+        """The requests that a ticket stands for: its own, or those of the beams that go on."""
+        search = self._search_of(ticket)
+        return [ticket.request.request_id] if search is None else search.running
+
+    def _abort(self, engine: Engine, ticket: Ticket) -> None:
+        """End what has not ended before the next step."""
+        for name in self._names(ticket):
+            engine.core.abort(name)
 
     def _search_on(self, engine: Engine, request_id: str, event: object, now: float) -> Sequence[Ticket]:
         """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""

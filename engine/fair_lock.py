@@ -16,11 +16,13 @@ class FairLock:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()  # of the fields below; held for moments
+        self.barred: int | None = None  # a thread that has it, and would wait for itself if it asked again
         self._held = False
         self._waiting: deque[threading.Lock] = deque()  # each locked, until it is its turn
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was.
+        """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was. Raises
+        RuntimeError in a thread that is `barred`.
 
         The latter may be called in the middle of any other call, as a collector does.
         """
@@ -32,6 +34,11 @@ class FairLock:
                 return True
             if not blocking:
                 return False
+            if self.barred == threading.get_ident():
+                raise RuntimeError(
+                    "the engine was called from the middle of one of its own steps, such as by a logits processor: it would "
+                    "wait for itself"
+                )
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append(turn)

@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -25,6 +27,8 @@ from transformers import (
 from ..scheduler.request import LogitsProcessor, SamplingParams
 from .models import ModelSpec
 from .quiet import quiet_transformers
+
+log = logging.getLogger(__name__)
 
 PIPELINE_DEFAULTS: Mapping[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 _TOP_K = 50  # `generate` samples among so many where nobody says anything
@@ -113,7 +117,11 @@ class ModelDefaults:
 
         Raises ValueError for what the engine does not do, and for settings that contradict each other.
         """
-        values = self.generation_config.to_diff_dict() | _from_models_file(self.models_file) | asked_for(given)
+        own = self.generation_config.to_diff_dict()
+        for name, value in own.items():
+            if name in REFUSED and value is not None and _asks(value, REFUSED[name][1]):
+                _tell_once(name, repr(value), REFUSED[name][0])
+        values = own | _from_models_file(self.models_file) | asked_for(given)
         for name, value in PIPELINE_DEFAULTS.items():
             if not (name == "max_new_tokens" and "max_length" in values):  # that one says it too
                 values.setdefault(name, value)
@@ -274,14 +282,26 @@ def asked_for(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(theirs, GenerationConfig):
             raise ValueError(f"generation_config must be transformers' GenerationConfig, got {type(theirs).__name__}")
         asked = theirs.to_diff_dict()
-    asked |= {name: value for name, value in given.items() if name != "generation_config"}
+    # An iterator is read once here, and is there for every prompt.
+    lists = {name: list(value) if isinstance(value, Iterator) else value for name, value in given.items()}
+    asked |= {name: value for name, value in lists.items() if name != "generation_config"}
     for name, value in asked.items():
         if value is None or name in SERVED or name in HARMLESS:
             continue
         why, off = REFUSED.get(name, ("this engine does not know that setting", ()))
-        if value is not False and not any(value is not True and value == one for one in off):
+        if _asks(value, off):
             raise ValueError(f"{name}={value!r} is not served: {why}")
     return asked
+
+
+def _asks(value: Any, off: Sequence[Any]) -> bool:
+    """Whether a setting's value asks for anything; `off` are those that do not, besides False."""
+    return value is not False and not any(value is not True and value == one for one in off)
+
+
+@lru_cache(maxsize=256)
+def _tell_once(name: str, value: str, why: str) -> None:
+    log.warning("the model's generation config has %s=%s, which is not served and has no effect: %s", name, value, why)
 
 
 def known_to_transformers() -> frozenset[str]:

@@ -21,7 +21,7 @@ from .engine.errors import ConfigError, EngineError
 from .engine.models import ModelSpec, resolve_model
 from .run_config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .run_input import Ask, InputFile, Summary, read_line
-from .run_output import Output, Settings
+from .run_output import Output, Settings, files_of
 from .run_records import Record, Recorder, failure_of, is_error, line_of, usage_of, was_started
 from .scheduler.request import SamplingParams
 
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     """
     config = read_config(args)
     spec = resolve_model(config.model)
-    target = _checked_output(config)
+    target = _checked_output(config, None if args.config is None else Path(args.config))
     with closing(InputFile(config.input)) as source, Output(target) as output:
         survey = source.survey()
         settings = {**_settings(config, spec), "input": survey.sha256, "input.format": survey.format}
@@ -258,16 +258,30 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # which it takes in its stubs only
     monitor_interval = 0
 
 
-def _checked_output(config: RunConfig) -> Path:
+def _checked_output(config: RunConfig, file: Path | None) -> Path:
     """Where the records go. Raises ConfigError for a place that can be none."""
     if config.output.path == STDIN:
         raise ConfigError("the output must be a file, so that a run can go on after it was stopped; got -")
     output = Path(config.output.path)
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the output's folder {output.absolute().parent} is not there: make it, or name another")
-    if config.input.path != STDIN and output.resolve() == Path(config.input.path).resolve():
-        raise ConfigError(f"the output {output} is the input too: name another file")
+    output = output.resolve()  # behind a link: its target is replaced, and not the link
+    if output.exists() and not (output.is_file() or output.is_dir()):
+        raise ConfigError(f"the output {output} is no regular file: name one, or a new one")
+    for path in files_of(output):
+        if config.input.path != STDIN and _is_same(path, Path(config.input.path)):
+            raise ConfigError(f"the input {path} would be written over by the run: name another output")
+        if file is not None and _is_same(path, file):
+            raise ConfigError(f"the configuration {path} would be written over by the run: name another output")
+        if path.exists() and path != output and not path.is_file():
+            raise ConfigError(f"{path}, which a run writes beside its output, is no regular file: name another output")
     return output
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if path.resolve() == other.resolve():
+        return True
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _settings(config: RunConfig, spec: ModelSpec) -> Settings:

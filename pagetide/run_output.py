@@ -28,6 +28,12 @@ Settings = dict[str, Any]
 SYNC_EVERY_S = 5.0  # of records, a failing machine loses no more
 
 
+def files_of(output: Path) -> tuple[Path, ...]:
+    """All that a run into `output` writes."""
+    beside = (".part", ".run.json", ".run.json.new")
+    return (output, *(output.with_name(output.name + ending) for ending in beside))
+
+
 class InUse(OSError):
     """Another run writes this output."""
 
@@ -37,8 +43,7 @@ class Output:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
-        self.part = path.with_name(f"{path.name}.part")
-        self.about = path.with_name(f"{path.name}.run.json")
+        _, self.part, self.about, self._new_about = files_of(path)
         self._clock = clock
         self._file: BinaryIO | None = None
         self._synced_at = clock()
@@ -175,7 +180,7 @@ class Output:
 
     def _write_about(self, about: dict[str, Any]) -> None:
         """All or nothing, and on the disk."""
-        new = self.about.with_name(f"{self.about.name}.new")
+        new = self._new_about
         with new.open("wb") as file:
             file.write((json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
             file.flush()

@@ -109,6 +109,7 @@ class SamplingParams:
             if self.n not in (None, num_return_sequences):
                 raise ValueError(f"n is {self.n} and num_return_sequences {num_return_sequences}: they mean the same")
             object.__setattr__(self, "n", num_return_sequences)
+        _keep(self)
         _check_integer("n", self.n, least=1, most=MOST_FORKS)
         _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
         _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
@@ -265,6 +266,26 @@ class Request:
             for i in range(1, n)
         )
         return [self, *forks]
+
+
+def _keep(params: SamplingParams) -> None:
+    """Make the lists that were given, iterators too, the parameters' own. What is no list stays, to be refused."""
+    for name in ("stop", "stop_token_ids", "bad_words", "bad_words_ids", "logits_processors"):
+        value = getattr(params, name)
+        if _is_list(value):
+            kept = tuple(value)
+            if name == "bad_words_ids":
+                kept = tuple(
+                    ids if isinstance(ids, (str, Mapping)) or not isinstance(ids, Iterable) else tuple(ids)
+                    for ids in kept
+                )
+            object.__setattr__(params, name, kept)
+    if isinstance(params.logit_bias, Mapping):
+        object.__setattr__(params, "logit_bias", dict(params.logit_bias))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def _check_choice(params: SamplingParams) -> None:

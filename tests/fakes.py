@@ -77,7 +77,9 @@ class FakeRunner:
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
         self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
         self.fail: set[str] = set()
-        self.asks: dict[int, tuple[Sampling, int]] = {}  # rows that want log-probabilities, with the length of the prompt
+        self.asks: dict[
+            int, tuple[Sampling, int]
+        ] = {}  # rows that want log-probabilities, with the length of the prompt
 
     def execute(self, plan: Plan) -> Result:
         mapped = self._map(plan)
@@ -211,9 +213,7 @@ class FakeRunner:
                 self.tokens[row, start + length] = token
                 sampled.append(token)
         tokens = np.array(sampled, np.int32)
-        return Result(
-            plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates)
-        )
+        return Result(plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates))
 
     def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[Scores]:
         """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""

@@ -272,6 +272,29 @@ def test_a_stream_that_is_closed_ends_its_beams(llm):
     assert not llm._desk.searches
 
 
+def test_a_search_whose_first_beam_lost_its_place_can_be_ended(llm):
+    """The best beam ends at once, and the only one that goes on has another request than the ticket."""
+    ids = llm.tokenize("Call me")
+
+    def allow(input_ids, scores):
+        only = torch.full_like(scores, -torch.inf)
+        if input_ids.shape[1] == len(ids):
+            only[:, 100], only[:, 101] = 0.0, -1.0
+        else:
+            only[:, 1 if input_ids[0, len(ids)] == 100 else 102] = 0.0
+        return only
+
+    params = SamplingParams(num_beams=2, max_new_tokens=900, temperature=0, logits_processors=[allow])
+    stream = llm.stream([ids], params)
+    for _ in range(6):
+        llm._desk.step()
+    assert llm.stats()["running"] == 1
+    before = llm.stats()["steps"]
+    stream.close()
+    assert llm.stats()["steps"] <= before + 2
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+
+
 def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
     def broken(self):
         raise RuntimeError("planted")

@@ -126,3 +126,16 @@ def test_what_the_model_has_not_is_refused(settings: dict[str, Any], message: st
         encoder.check(SamplingParams(**settings))
     assert message in str(refused.value)
     encoder.check(SamplingParams(stop_token_ids=[319], bad_words_ids=[[0, 319]], logit_bias={319: 1.0}, start_id=319))
+
+
+def test_lists_may_be_iterators_and_are_the_parameters_own() -> None:
+    stops = ["a"]
+    params = SamplingParams(
+        stop=iter(stops), stop_token_ids=iter([3]), bad_words=iter(["b"]), bad_words_ids=iter([iter([4, 5])]),
+        logits_processors=iter([len]),
+    )  # fmt: skip
+    stops.append("c")
+    whole = params.over(SamplingParams())
+    assert (whole.stop_strings, whole.stop_token_ids, whole.bad_strings) == (("a",), (3,), ("b",))
+    sampling = whole.resolve()
+    assert (sampling.bad_words, sampling.logits_processors) == (((4, 5),), (len,))

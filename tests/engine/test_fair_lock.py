@@ -126,3 +126,15 @@ def test_a_collector_in_the_middle_of_a_call_does_not_wait() -> None:
     with lock._mutex:
         assert not lock.acquire(blocking=False)
     assert lock.acquire(blocking=False)
+
+
+def test_a_thread_that_is_barred_is_told_and_does_not_wait() -> None:
+    lock = FairLock()
+    with lock:
+        lock.barred = threading.get_ident()
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            lock.acquire()
+        assert lock.acquire(blocking=False) is False
+        lock.barred = None
+    with lock:
+        pass

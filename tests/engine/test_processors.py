@@ -14,6 +14,7 @@ from families import VOCAB, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
+from pagetide import LLM, SamplingParams
 from pagetide.engine.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
@@ -122,3 +123,17 @@ def test_a_list_of_them_is_one_behind_the_other() -> None:
         sampler = Sampler(1, 5)
         sampler.admit(0, Sampling(5, temperature=1.0, logits_processors=given), np.array([1], np.int32), 1)
         assert torch.allclose(sampler.distribution(np.array([0]), np.array([1]), x), expected)
+
+
+def test_one_that_calls_its_own_engine_ends_its_request_and_hangs_nobody() -> None:
+    with LLM("demo", device="cpu", kv_memory="8MiB", share=False) as llm:
+
+        def curious(input_ids: Tensor, scores: Tensor) -> Tensor:
+            llm.stats()
+            return scores
+
+        params = [SamplingParams(max_new_tokens=4, temperature=0, logits_processors=[curious])]
+        params.append(SamplingParams(max_new_tokens=4, temperature=0))
+        bad, good = llm.generate(["Call me", "Call me"], params)
+        assert bad.finish_reason == "error" and "would wait for itself" in (bad.error or "")
+        assert good.finish_reason == "length" and llm.stats()["blocks"]["live"] == 0

@@ -273,6 +273,24 @@ def test_a_model_by_name_answers_as_transformers_does_from_its_folder() -> None:
         assert ours.generation_config.top_p == 0.95
 
 
+def test_iterators_among_the_arguments_hold_for_every_prompt(ours: TextGenerationPipeline) -> None:
+    options = {"do_sample": False, "max_new_tokens": 16}
+    ids = ours(P, return_tensors=True, **options)[0]["generated_token_ids"][-1:]  # something that it says
+    plain = ours([P, P], **options)
+    banned = ours([P, P], bad_words_ids=iter([ids]), **options)
+    assert banned[0] == banned[1] == ours(P, bad_words_ids=[ids], **options) != plain[0]
+
+
+def test_what_the_models_own_settings_ask_for_in_vain_is_told(ours: TextGenerationPipeline, caplog: Any) -> None:
+    own = ours.generation_config
+    own.forced_eos_token_id = 7
+    try:
+        ours(P, do_sample=False, max_new_tokens=2)
+    finally:
+        own.forced_eos_token_id = None
+    assert "forced_eos_token_id=7, which is not served and has no effect" in caplog.text
+
+
 # ---- what is drawn ------------------------------------------------------------------------------------------------
 
 

@@ -653,8 +653,25 @@ def test_files_that_cannot_be(run: Any, tmp_path: Path) -> None:
     assert "does not say what is in it" in run(["x"], name="in.csv").err
     (tmp_path / "folder").mkdir()
     assert "is a folder: name a file in it" in run(["x"], "--output", str(tmp_path / "folder"), name="in.txt").err
-    both = str(tmp_path / "in.txt")
-    assert "is the input too: name another file" in run(None, "--output", both, name="in.txt").err
+    for name in ("in.txt", "in.txt.part", "in.txt.run.json", "in.txt.run.json.new"):
+        source = tmp_path / name
+        source.write_text("Call me")
+        flags = ("--output", str(tmp_path / "in.txt"), "--input", str(source), "--input-format", "text", "--restart")
+        refused = run(None, *flags, "--overwrite", name="x.txt").err
+        assert "would be written over by the run: name another output" in refused
+        assert source.read_text() == "Call me"
+        source.unlink()
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no regular file" in run(["x"], "--output", str(tmp_path / "pipe"), "--overwrite", name="in.txt").err
+
+
+def test_behind_a_link_it_is_the_target_that_is_replaced(run: Any, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text("old\n")
+    link.symlink_to(target)
+    done = run(["Call me"], "--output", str(link), "--overwrite", "--max-new-tokens", "2", name="in.txt")
+    assert done.status == 0, done.err
+    assert link.is_symlink() and "Call me" in target.read_text()
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("run-*.yaml")))
