@@ -58,6 +58,7 @@ def test_the_peer(bench: Bench) -> None:
     assert measured(of_part("peer", bench, **ours), "rows", "first_token")
 
 
+@pytest.mark.stress
 def test_attention_of_every_kernel_that_is_there(bench: Bench) -> None:
     items = of_part("attention", bench)
     assert measured(items, "attention")
@@ -87,6 +88,7 @@ def test_recalls(bench: Bench) -> None:
     assert measured(of_part("recall", one), "recall_free", "recall_live", "breathing")
 
 
+@pytest.mark.stress
 def test_an_engine_beside_a_stranger(bench: Bench) -> None:
     items = of_part("memory", bench)
     assert measured(items, "failures", "held")
@@ -156,6 +158,7 @@ def run(runner: Runner, name: str, box_s: float = 60, **known: float) -> Part:
     return part
 
 
+@pytest.mark.stress
 def test_a_part_that_breaks_ends_or_hangs_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where the process finds this file
     monkeypatch.setattr(parts, "GRACE_S", 0.0)

@@ -31,6 +31,12 @@ CPU = Site(torch.device("cpu"), torch.float32, 16, None)
 CARD = Site(torch.device("cpu"), HALF, 256, (9, 0))  # its memory is the host's: kernels really run
 
 
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of the kernels let Triton interpret, for the whole process."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def absent() -> TorchKernel:
     raise ImportError("no module")
 

@@ -29,6 +29,7 @@ def tide() -> ModuleType:
     return module
 
 
+@pytest.mark.stress
 def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     """Every request is served and unchanged, which is what the exit status says; the pictures are there."""
     pytest.importorskip("matplotlib", reason='the picture needs the extra "examples"')
