@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 # -P: the folders of this checkout (cache, engine, ...) are no modules by themselves.
 RUN := $(BIN)/python -P -m
 # Test processes side by side, and one thread for torch in each: two that share cores wait for each other.
-JOBS ?= 3
+JOBS ?= 2
 PARALLEL := OMP_NUM_THREADS=1 $(RUN)
 PACKAGES := monitor allocator cache scheduler engine configs
 

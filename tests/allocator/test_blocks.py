@@ -737,10 +737,10 @@ class AgainstNaive(RuleBasedStateMachine):
 
 
 TestAgainstNaive = AgainstNaive.TestCase
-TestAgainstNaive.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAgainstNaive.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), per=st.integers(1, 5), num_extents=st.integers(2, 6), most=st.integers(0, 6))
 def test_no_choice_of_extents_is_better(data, per, num_extents, most):
     """Pools of every kind, most of them full: plans that evict and move are compared with all that there are."""

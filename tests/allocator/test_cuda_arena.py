@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -259,8 +260,15 @@ FAULTS = [(k, 1) for k in range(calls_of_a_life()[-1])]
 FAULTS += [(k, calls) for k in range(calls_of_a_life()[0], len(FAULTS)) for calls in (2, 3, ALWAYS)]
 
 
-@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, NOT_READY])
-@pytest.mark.parametrize(("k", "calls"), FAULTS)
+CODES = (OUT_OF_MEMORY, INVALID_VALUE, NOT_READY)
+# Every fourth of all, so that every call and every code is among them; the others in `make stress`.
+CASES = [
+    pytest.param(k, calls, code, marks=() if i % 4 == 0 else pytest.mark.stress)
+    for i, ((k, calls), code) in enumerate(itertools.product(FAULTS, CODES))
+]
+
+
+@pytest.mark.parametrize(("k", "calls", "code"), CASES)
 def test_the_kth_call_fails(driver: FakeCudaDriver, k: int, calls: int, code: int) -> None:
     driver.faults = [Fault(k, k + calls - 1, code)]
     life = Life(driver)

@@ -128,7 +128,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
             wire.to_frame(message)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_or_understood_exactly(data: bytes) -> None:
     for content in (data, b'{"type":"ask",' + data):
@@ -157,7 +157,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_one_field_at_random_is_refused_or_understood_exactly(message: wire.Message, data: st.DataObject) -> None:
     content = json.loads(wire.to_frame(message)[4:])

@@ -324,4 +324,4 @@ class Elastic(RuleBasedStateMachine):
 
 
 TestElastic = Elastic.TestCase
-TestElastic.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestElastic.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

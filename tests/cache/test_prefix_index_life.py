@@ -299,4 +299,4 @@ class Life(RuleBasedStateMachine):
 )
 def test_a_random_life_is_what_a_dict_of_token_tuples_says(num_bits: int, real: Real | None) -> None:
     machine = type("Life", (Life,), {"num_bits": num_bits, "real": real})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=60, deadline=None))

@@ -304,7 +304,7 @@ def test_blocks_go_to_another_pool_and_come_back_elsewhere(
     assert (device.blocks[table] == SENTINEL).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.data(), st.sampled_from([_alike, _dense]))
 def test_any_swap_copies_each_block_and_no_other(data: st.DataObject, other_pool: Callable[[Storage], Storage]) -> None:
     geometry = Geometry(MIXED, 4, "float32").with_extents(0)

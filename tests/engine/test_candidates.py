@@ -93,7 +93,7 @@ def _settings(draw: st.DrawFn) -> Sampling:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(_settings(), min_size=1, max_size=4), st.sampled_from([40, 300]), st.integers(0, 999))
 def test_they_are_the_best_of_transformers_scores(rows: list[Sampling], vocab_size: int, seed: int) -> None:
     x = _logits(vocab_size, len(rows), seed)

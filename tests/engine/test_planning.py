@@ -187,7 +187,7 @@ def test_automatic_pool(
     assert auto_kv_bytes(LLAMA_8B, device, free, reserve, max_seqs, max_model_len) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40),
     block_size=st.sampled_from([1, 16, 24, 256]), gpu=st.booleans(), free=st.integers(0, 1 << 38),
@@ -219,7 +219,7 @@ def test_rules_of_the_automatic_pool(
     assert kv_bytes <= 1.5 * max_seqs * one_sequence + 32 * MIB + fits.extent_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40), kv_bytes=st.integers(1, 1 << 36))
 def test_pools_round_down_by_little(heads: int, dim: int, layers: int, kv_bytes: int) -> None:
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, 16, "bfloat16")

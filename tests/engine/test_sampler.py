@@ -131,7 +131,7 @@ def _admitted(settings: Sequence[Sampling], histories: Sequence[npt.NDArray[np.i
     return sampler
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(_rows())
 def test_distribution_is_that_of_transformers(case: tuple[list[Sampling], list[npt.NDArray[np.int32]], Tensor]) -> None:
     sampling, histories, x = case

@@ -34,7 +34,7 @@ MIB = 1 << 20
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
 PROMPTS = [[(7 * i + 3 * k) % 480 + 5 for k in range(60 + 50 * i)] for i in range(8)]
 KV = {"min": 8 * MIB, "max": 128 * MIB}  # extents of 4 MiB; the prompts come to need 17 MiB at a time
-ROUNDS = 2
+ROUNDS = 1
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def _cases(draw: st.DrawFn) -> tuple[str, list[int], list[int]]:
     return name, draw(st.lists(some, max_size=60)), sizes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(_cases(), st.booleans())
 def test_pieces_join_to_the_decode_of_all_ids(case: tuple[str, list[int], list[int]], skip: bool) -> None:
     name, ids, sizes = case
@@ -144,7 +144,7 @@ def test_pieces_join_to_the_decode_of_all_ids(case: tuple[str, list[int], list[i
     assert _follow(tokenizer, prompt, ids, sizes) == after[len(before) :]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_cases(), _cases())
 def test_given_text_is_certain(case: tuple[str, list[int], list[int]], other: tuple[str, list[int], list[int]]) -> None:
     """Whatever comes next, the decode of everything still begins with what was given."""
@@ -270,7 +270,7 @@ def _cut(text: str, stops: list[str]) -> str | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.text(alphabet="aab\n🌊", max_size=30),
     st.lists(st.text(alphabet="aab\n🌊", min_size=1, max_size=5), max_size=4),
@@ -308,7 +308,7 @@ def test_stop_strings_by_hand() -> None:
     assert StopStrings(["c", "bc"]).push("abcd") == ("a", True)  # both at once: the one that begins first
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_cases(), st.data())
 def test_stream_of_ids_to_visible_text(case: tuple[str, list[int], list[int]], data: st.DataObject) -> None:
     name, ids, sizes = case

@@ -906,7 +906,7 @@ def use(reader: RecordReader) -> None:
     assert isinstance(reader.source, str) and isinstance(reader.monitor_pid, int)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(
     st.lists(
         st.tuples(

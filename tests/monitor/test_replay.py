@@ -271,7 +271,7 @@ def naive(snapshots: Sequence[Snapshot], at_ns: int) -> dict[str, DeviceState]:
     return {uuid: states[uuid] for uuid in present}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(lives(), st.lists(st.integers(0, 24_000 * MS), max_size=8))
 def test_what_is_read_is_what_was_fed_at_every_time(snapshots: list[Snapshot], times: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
