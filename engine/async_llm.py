@@ -20,7 +20,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
@@ -31,6 +31,9 @@ from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
 from .stepper import Call, Stepper, Waiter
 from .tickets import Ticket
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MAX_WAITING = 1024
 
@@ -157,6 +160,12 @@ class AsyncLLM:
         """The token ids that `chat` would start from. Raises RequestRejected as it does."""
         (ids,) = await _ask(self._stepper.compute, lambda: self._desk.render([messages], template_options))
         return ids
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """transformers' tokenizer: see `LLM.tokenizer`."""
+        tokenizer: PreTrainedTokenizerBase | None = self._desk.open().encoder.tokenizer
+        return tokenizer
 
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from ..scheduler.request import SamplingParams
 from .asking import Message, Prompt, check_count, paired
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .desk import Desk
 from .outputs import RequestOutput, StreamChunk
+from .progress import Bar
 from .tickets import Answer, Ticket
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class LLM:
         desk = self._desk
         tickets = desk.submit(desk.encode(prompts, sampling_params), priority, cache_salt)
         try:
-            with _Bar(
+            with Bar(
                 total=sum(ticket.number == 0 for ticket in tickets), unit="prompt", leave=False, desc="generating",
                 delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0, disable=None if progress is None else not progress,
             ) as bar:  # fmt: skip
@@ -263,12 +262,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Bar(tqdm):
-    """A progress bar without the thread that tqdm otherwise starts with its first bar, and never ends."""
-
-    monitor_interval = 0
 
 
 @dataclass(frozen=True, slots=True)

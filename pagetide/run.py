@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from .engine.errors import ConfigError, EngineError
 from .engine.models import ModelSpec, resolve_model
+from .engine.progress import Bar
 from .run_config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .run_input import Ask, InputFile, Summary, read_line
 from .run_output import Output, Settings, files_of
@@ -198,7 +197,7 @@ class _Run:
                     )
             self._write(held, bar, time.perf_counter() - began)
 
-    def _write(self, records: list[Record], bar: _Bar, seconds: float) -> None:
+    def _write(self, records: list[Record], bar: Bar, seconds: float) -> None:
         """Write all of `records`, and forget them."""
         for record in records:
             self._output.write(record)
@@ -236,8 +235,8 @@ class _Run:
         seed = {"seed": (self._config.seed << 32) + ask.line}
         return SamplingParams(**{**seed, **switches, **ask.sampling}).over(base)
 
-    def _bar(self) -> _Bar:
-        return _Bar(
+    def _bar(self) -> Bar:
+        return Bar(
             total=self._survey.num_lines, initial=self.tally.lines, unit="line", desc="running", smoothing=0.1,
             leave=False, disable=None,
         )  # fmt: skip
@@ -250,12 +249,6 @@ def _token_text(llm: LLM) -> Callable[[int], str]:
         return f"token_id:{token_id}" if llm.tokenizer is None else str(llm.tokenizer.decode([token_id]))
 
     return said
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]  # which it takes in its stubs only
-    """A progress bar without the thread that tqdm otherwise starts with its first bar, and never ends."""
-
-    monitor_interval = 0
 
 
 def _checked_output(config: RunConfig, file: Path | None) -> Path:

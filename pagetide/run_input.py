@@ -163,11 +163,21 @@ def _text(raw: bytes | None) -> str:
 def _object(raw: bytes | None) -> dict[str, Any]:
     text = _text(raw)
     try:
-        content = json.loads(text, parse_constant=_no_constant)
+        content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise Refused(f"it is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise Refused(f"it must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of `pairs`. Raises ValueError where one of two values would be lost."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in content if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
     return content
 
 

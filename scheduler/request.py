@@ -275,10 +275,7 @@ def _keep(params: SamplingParams) -> None:
         if _is_list(value):
             kept = tuple(value)
             if name == "bad_words_ids":
-                kept = tuple(
-                    ids if isinstance(ids, (str, Mapping)) or not isinstance(ids, Iterable) else tuple(ids)
-                    for ids in kept
-                )
+                kept = tuple(tuple(ids) if _is_list(ids) else ids for ids in kept)
             object.__setattr__(params, name, kept)
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
@@ -293,8 +290,8 @@ def _check_choice(params: SamplingParams) -> None:
     _check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
     _check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
     _check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
-    if params.early_stopping not in (None, True, False, "never") or isinstance(params.early_stopping, (int, float)) != (
-        isinstance(params.early_stopping, bool)
+    if not (
+        params.early_stopping is None or isinstance(params.early_stopping, bool) or params.early_stopping == "never"
     ):
         raise ValueError(f"early_stopping must be True, False or 'never', got {params.early_stopping!r}")
     if params.best_of is not None and params.best_of < (params.n or 1):
@@ -325,7 +322,7 @@ def _check_treatments(params: SamplingParams) -> None:
         if not isinstance(word, str) or not word:
             raise ValueError(f"bad_words must be non-empty strings, got {word!r}")
     for ids in params.bad_words_ids or ():
-        if isinstance(ids, (str, Mapping)) or not isinstance(ids, Iterable) or not list(ids):
+        if not isinstance(ids, tuple) or not ids:
             raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {ids!r}")
         for token_id in ids:
             _check_integer("bad_words_ids", token_id, least=0, most=_MOST)

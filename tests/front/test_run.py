@@ -268,6 +268,7 @@ def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(
         (None, "it is longer than 32 MiB"),
         (b"[1]", "it must be a JSON object, got list"),
         (b'{"prompt": NaN}', "NaN is no JSON number"),
+        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands there twice"),
         (b"[" * 200_000, "it is not valid JSON"),
         (b"{}", "it must have a prompt or messages, one of the two"),
         (b'{"prompt": "x", "messages": []}', "one of the two"),
@@ -707,4 +708,4 @@ def test_the_example_for_24_gb_fits() -> None:
 
 
 def test_a_bar_has_no_thread() -> None:
-    assert run_module._Bar.monitor_interval == 0
+    assert run_module.Bar.monitor_interval == 0

@@ -337,6 +337,7 @@ def test_a_broken_scheduler_is_renewed_and_tells_every_end():
 
 
 def test_misuse_is_loud_and_changes_nothing():
+    """J 71."""
     world = World(usable=8)
     world.add("a", 10)
     with pytest.raises(DuplicateRequest):
