@@ -7,7 +7,8 @@ are added (`given`), tables grow (`tables`), extents get memory (`resize.map`), 
 (`copies`), extents lose theirs (`resize.unmap`), then the chunks run. So what leaves is read before anything is written. Beside
 the chunks those blocks are swapped out and in which none of them touches; they are there when the step is over.
 No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan or result are never
-written again.
+written again. Plans are executed in the order they are made; some are made before the result of the one before is known, and
+begin with the tokens that the runner sampled.
 """
 
 from __future__ import annotations

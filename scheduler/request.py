@@ -230,6 +230,19 @@ class Sampling:
     prompt_logprobs: int | None = None
     num_candidates: int = 0  # above 0 no token is drawn: so many candidates are given, and somebody else chooses
 
+    @property
+    def ahead_from(self) -> int | None:
+        """Tokens generated from which on the next one depends on its logits, these settings and its position alone, so that its
+        step can be planned while the host does not know the newest one. None: never, as something is kept of the tokens, or
+        told of the logits, on the host.
+        """
+        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        treated = penalties or self.bad_words or self.logit_bias or self.logits_processors or self.constraint
+        told = self.logprobs is not None or self.prompt_logprobs is not None or self.num_candidates
+        if treated or told:
+            return None
+        return self.min_new_tokens if self.stop_token_ids else 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:

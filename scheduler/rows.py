@@ -8,6 +8,8 @@ from ..cache.block_table import Index, Int32
 from .plan import Bool
 from .request import Sampling
 
+_NEVER = np.iinfo(np.int64).max
+
 
 class Rows:
     """Numbers of up to `num_rows` running sequences. The scheduler mutates the arrays; a free row's values mean nothing.
@@ -15,6 +17,7 @@ class Rows:
     tokens    [num_rows, max_tokens]  prompt and sampled ids; only what a sequence reached is memory
     known     tokens known;  computed  tokens whose K and V are in the cache
     prompt    tokens of the user's prompt;  limit  `known` at which the sequence ends by length
+    ahead_from  `known` from which on a step may be planned before the newest token is known (`Sampling.ahead_from`)
     steered   whether somebody else chooses its tokens;  request_ids  whose row it is
     """
 
@@ -25,6 +28,7 @@ class Rows:
         self.computed = np.zeros(num_rows, np.int64)
         self.prompt = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
+        self.ahead_from = np.zeros(num_rows, np.int64)
         self.steered = np.zeros(num_rows, np.bool_)
         self.request_ids = np.empty(num_rows, object)
         self._free = list(range(num_rows - 1, -1, -1))
@@ -44,6 +48,8 @@ class Rows:
         self.computed[row] = 0
         self.prompt[row] = num_prompt
         self.limit[row] = self.limit_of(num_prompt, sampling)
+        least = sampling.ahead_from
+        self.ahead_from[row] = _NEVER if least is None else num_prompt + least
         self.steered[row] = sampling.num_candidates > 0
         self.request_ids[row] = request_id
         self._may_stop = _with(self._may_stop, sampling.stop_token_ids)
@@ -65,12 +71,10 @@ class Rows:
         """Tokens, prompt included, at which a sequence ends by length. Read-only."""
         return min(num_prompt + sampling.max_new_tokens, self.tokens.shape[1])
 
-    def leave(self, row: int) -> Int32:
-        """Free `row`. Returns a copy of the tokens known of its sequence."""
-        tokens = self.tokens[row, : self.known[row]].copy()
+    def free(self, row: int) -> None:
+        """Nobody has `row` any more."""
         self.request_ids[row] = None
         self._free.append(row)
-        return tokens
 
 
 def _with(table: Bool, ids: tuple[int, ...]) -> Bool:

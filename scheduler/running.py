@@ -1,7 +1,7 @@
 """Who runs: the sequences that have a row and blocks, what each of them lacks, and what changed since the last plan.
 
 Of a sequence that lacks one token, its newest, the row decodes; one that lacks more is prefilling; one that has told candidates
-for its next token and lacks none is held.
+for its next token and lacks none is held. A row whose sequence has ended, but which a plan that is out names, is leaving.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Running:
         self.decoding: Index = NO_ROWS
         self.prefilling: list[Sequence] = []  # in order
         self.held: dict[int, Sequence] = {}  # by row
+        self.leaving: set[int] = set()  # rows
         self.changes = Changes()
 
     def __len__(self) -> int:
@@ -86,27 +87,20 @@ class Running:
 
     def leave(self, sequences: Iterable[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
         """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
-        sequences = [sequence for sequence in sequences if sequence.row is not None]
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        for sequence, row in zip(sequences, rows, strict=True):
-            if computed and sequence.chain is not None:
-                self._commit(sequence, row)
-                if keep_tails:
-                    count = int(self._rows.computed[row])
-                    self._cache.keep_for(sequence.request.request_id, row, sequence.chain, count)
+        self.vacate(self._detach(sequences, computed, keep_tails))
+
+    def end(self, sequence: Sequence, computed: bool = True) -> None:
+        """As `leave`, but row and blocks stay as they are until `vacate`."""
+        self.leaving.update(self._detach([sequence], computed))
+
+    def vacate(self, rows: list[int]) -> None:
+        """Give up `rows`, which nobody runs in any more, and their blocks."""
         self._cache.release(np.array(rows))
-        changes = self.changes
-        changes.released += rows
-        changes.tables = [tuple(u.without(rows) for u in updates) for updates in changes.tables]
-        self.decoding = self.decoding[~np.isin(self.decoding, rows)]
-        for sequence, row in zip(sequences, rows, strict=True):
-            del self.by_row[row]
-            self.held.pop(row, None)
-            changes.given.pop(row, None)
-            sequence.tokens = self._rows.leave(row)
-            sequence.row = None
-        if self.prefilling:
-            self.prefilling = [s for s in self.prefilling if s.row is not None]
+        self.changes.released += rows
+        self.changes.tables = [tuple(u.without(rows) for u in updates) for updates in self.changes.tables]
+        self.leaving.difference_update(rows)
+        for row in rows:
+            self._rows.free(row)
 
     def commit(self, sequence: Sequence) -> None:
         """Let what a sequence that may have left has computed be found."""
@@ -154,13 +148,35 @@ class Running:
         listed = [*prefilling, *self.decoding.tolist(), *self.held]
         assert sorted(listed) == sorted(self.by_row), "a row is in no list, or two"
         assert self.prefilling == sorted(self.prefilling), "prefills are out of order"
-        assert set(np.flatnonzero(blocks).tolist()) <= set(self.by_row), "a row without a sequence holds blocks"
+        assert not self.leaving & set(self.by_row), "a sequence runs in a row that is given up"
+        assert set(np.flatnonzero(blocks).tolist()) <= {*self.by_row, *self.leaving}, "a free row holds blocks"
         for row, sequence in self.by_row.items():
             lacking = rows.known[row] - rows.computed[row]
             least = 0 if row in self.held else 1
             assert lacking == least or (lacking > 1 and row in prefilling), f"row {row} lacks {lacking} tokens"
             assert blocks[row] * self._cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
+
+    def _detach(self, sequences: Iterable[Sequence], computed: bool, keep_tails: bool = False) -> list[int]:
+        """Let those of `sequences` that run do so no more. Returns what were their rows; the blocks are still there."""
+        sequences = [sequence for sequence in sequences if sequence.row is not None]
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        for sequence, row in zip(sequences, rows, strict=True):
+            if computed and sequence.chain is not None:
+                self._commit(sequence, row)
+                if keep_tails:
+                    count = int(self._rows.computed[row])
+                    self._cache.keep_for(sequence.request.request_id, row, sequence.chain, count)
+        self.decoding = self.decoding[~np.isin(self.decoding, rows)]
+        for sequence, row in zip(sequences, rows, strict=True):
+            del self.by_row[row]
+            self.held.pop(row, None)
+            self.changes.given.pop(row, None)
+            sequence.tokens = self.tokens_of(sequence)
+            sequence.row = None
+        if self.prefilling:
+            self.prefilling = [s for s in self.prefilling if s.row is not None]
+        return rows
 
     def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
         """Let what it has computed in `row` be found. Returns the table entries that changed for it."""

@@ -26,7 +26,9 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   fork does. While one waits for blocks that others hold who are held, these give them up: what they told is not lost.
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
-`schedule` and `apply` alternate. Decide, then apply: nothing is visible outside before `apply` says so.
+`schedule` and `apply` alternate; but while one plan is out the next may be made, where it plainly goes on (ahead.py). Decide,
+then apply: nothing is visible outside before `apply` says so. Row and blocks of who ends are given to nobody while a plan that
+is out names them.
 """
 
 from __future__ import annotations
@@ -37,28 +39,31 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..cache.block_table import Index
-from ..cache.manager import CacheManager, merged
+from ..cache.manager import CacheManager
 from .admission import Door, Start, check_request
+from .ahead import PlansOut, continuation
 from .cost import SwapCost
 from .decisions import Decision, Decisions
+from .drafts import Drafts
 from .errors import OutOfTurn
 from .expected import ExpectedBlocks
 from .limits import Limits
 from .outcome import Emissions, Finished, Move, Stats
-from .plan import NO_ROWS, Bool, Plan, Result, Scores, given_tokens
+from .plan import NO_ROWS, Bool, Plan, Result, Scores
 from .policy import LengthForecast
-from .pool_size import PoolSize, joined
+from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows
 from .running import Running
 from .sequence import FinishReason, Sequence
+from .steering import Steering
 from .victims import Victims
 from .waiting import Waiting
 
 
 class Scheduler:
-    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn; `grow` and the ways to give back
-    between an `apply` and the next `schedule`. Not thread-safe.
+    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn, `schedule_ahead` in between; whatever
+    else changes something only while no plan is out. Not thread-safe.
     """
 
     def __init__(
@@ -87,13 +92,11 @@ class Scheduler:
         )  # fmt: skip
         self._marked: list[Sequence] = []
         self._finished: list[Finished] = []  # that are yet to be told
-        self._plan: Plan | None = None
-        self._evicted = 0  # of the cache's evicted blocks, those that were told of
+        self._out = PlansOut()
+        self._drafts = Drafts(cache, self._size, self.rows, self._running, cost, limits.seats)
+        self._steering = Steering(cache, self._running, self._waiting)
         self._numbers = itertools.count()
         self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
-        self._ones = np.ones(limits.seats, np.int64)
-        self._trues = np.ones(limits.seats, np.bool_)
-        self._ones.flags.writeable = self._trues.flags.writeable = False
 
     def renewed(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, Emissions]:
         """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
@@ -114,7 +117,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a row."""
+        """Sequences that have a row, and have not ended."""
         return len(self._running)
 
     @property
@@ -124,8 +127,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: somebody is here, an end is not yet told, or the pool is to be resized."""
-        return bool(self._sequences or self._finished or self._size.pending)
+        """Whether there is anything to do: somebody is here, a plan is out, an end is untold, or the pool is to be resized."""
+        return bool(self._sequences or self._out.first or self._finished or self._size.pending)
 
     @property
     def starving(self) -> bool:
@@ -133,7 +136,9 @@ class Scheduler:
 
         True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
         """
-        if len(self._running) > len(self._running.held) or self._marked or self._finished or self._size.pending:
+        if self._out.first is not None or self._marked or self._finished or self._size.pending:
+            return False
+        if len(self._running) > len(self._running.held):
             return False
         if self._running.held and self._waiting.queue:  # they give up their blocks
             return False
@@ -160,7 +165,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
         """End a request, in whatever state it is; its `Finished` comes with the next emissions, once.
 
-        False, and no change, for an unknown, ended or already aborted one. Its blocks are free before the next step.
+        False, and no change, for an unknown, ended or already aborted one. Its blocks are free before the next step that
+        `schedule` plans. A plan that is out by `schedule` still gives it a token; one that was planned ahead does not.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.marked:
@@ -278,15 +284,15 @@ class Scheduler:
 
         `now` (seconds) is for policies that weigh waiting times; today's order needs none (waiting.py).
         """
-        if self._plan is not None:
-            raise OutOfTurn(f"plan {self._plan.step_id} is out: apply its result first")
+        if self._out.first is not None:
+            raise OutOfTurn(f"plan {self._out.first.step_id} is out: apply its result first")
         self._end_marked()
         preemptions = self.stats.preemptions
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
         self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
-        budget -= sum(length for _, length in chunks)
+        budget -= sum([length for _, length in chunks])
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
         if budget > 0 and settled and self._door.has_candidates:
             chunks += self._admit(budget)
@@ -294,45 +300,80 @@ class Scheduler:
             self._preempt([self._victims.by_worth(self._running.held.values())[-1]])
             chunks += self._admit(budget)
         self._door.lift()
-        self._plan = self._build(decodes, chunks)
-        return self._plan
+        plan = self._out.first = self._drafts.step(decodes, chunks, self.stats, self.decisions)
+        return plan
+
+    def schedule_ahead(self, now: float = 0.0) -> Plan | None:
+        """The step behind the plan that is out, as it will be whatever that one gives: to be executed after it, and applied
+        after it. None, and no change, where its result has to be seen first. Nobody is seated, or preempted.
+
+        Raises OutOfTurn unless exactly one plan is out. `now` as for `schedule`.
+        """
+        out = self._out.first
+        if out is None or self._out.behind is not None:
+            raise OutOfTurn("a step is planned ahead of the result of one plan: none is out, or two are")
+        if self._marked or (self._door.has_candidates and (self.rows.num_free or self._running.leaving)):
+            return None
+        if (decided := continuation(out, self.rows, self._running)) is None:
+            return None
+        decodes, known = decided
+        short = self.cache.short(decodes, known)
+        if len(short):
+            extension = self.cache.extend(short, self.rows.known[short] + 1)
+            if extension is None:
+                return None
+            self._running.changes.tables.append(extension.tables)
+        plan = self._out.behind = self._drafts.ahead(decodes, known, self.stats, self.decisions)
+        return plan
 
     def apply(self, plan: Plan, result: Result) -> Emissions:
-        """Take in what a plan gave: the pool has its new size, tokens are appended, the ended leave, their blocks are free."""
-        if plan is not self._plan or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
-            raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out")
-        sampled = self._sampled_rows(plan, result)
+        """Take in what a plan gave, of two the older one: the pool has its new size, tokens are appended, the ended leave, and
+        their blocks are free, unless the other plan names them.
+        """
+        if plan is not self._out.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
+            raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out first")
+        sampled, tokens = self._sampled_rows(plan, result), result.tokens
         if plan.moves_memory:
             self._settle(plan, result)
         if self.cost is not None:
             self.cost.observe(plan, result)
             self._weigh()
-        rows = self.rows
+        if self._out.is_ahead:  # without it the plan would have been made after these were aborted
+            self._end_marked()
+        rows, leaving = self.rows, self._running.leaving
+        if leaving:  # who has ended gets nothing of this plan
+            stays = ~np.isin(sampled, list(leaving))
+            sampled, tokens = sampled[stays], tokens[stays]
         rows.computed[plan.rows] = plan.starts + plan.lengths
-        ended = rows.append(sampled, result.tokens) >= rows.limit[sampled]
-        ended |= rows.may_stop(result.tokens)
+        ended = rows.append(sampled, tokens) >= rows.limit[sampled]
+        ended |= rows.may_stop(tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
-        told = tuple(self._scored(plan, scores) for scores in result.scores)
-        self._plan = None
+        told = tuple([self._scored(plan, scores) for scores in result.scores])
+        self._out.shift()
         prefilled = self._running.prefilling
         if prefilled:
             self._release_forks(self._running.promote())
-        candidates = tuple((str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates)
+        candidates = tuple([(str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates])
         if candidates:
             self._release_forks(self._running.hold(plan.rows[[c.index for c in result.candidates]]))
         for failure in result.failures:
-            self._end(self._running.by_row[int(plan.rows[failure.index])], "error", failure.message)
-        for row in plan.rows[result.complete].tolist():
-            ended[sampled == row] = False
-            self._end(self._running.by_row[row], "stop")
+            if (row := int(plan.rows[failure.index])) not in leaving:
+                self._end(self._running.by_row[row], "error", failure.message)
+        if len(result.complete):
+            for row in plan.rows[result.complete].tolist():
+                ended[sampled == row] = False
+                self._end(self._running.by_row[row], "stop")
         if np.count_nonzero(ended):
             for i in np.flatnonzero(ended):
-                self._end_if_due(self._running.by_row[int(sampled[i])], int(result.tokens[i]))
+                self._end_if_due(self._running.by_row[int(sampled[i])], int(tokens[i]))
         self._end_marked()
         for sequence in prefilled:
+            # What it takes of others frees its own blocks. The plan that is out reads these before a later one writes to them.
             self._running.commit(sequence)
+        if done := [row for row in leaving if not self._out.names(row)]:
+            self._running.vacate(done)
         finished, self._finished = tuple(self._finished), []
-        return Emissions(plan.step_id, request_ids, result.tokens.tolist(), finished, told, candidates)
+        return Emissions(plan.step_id, request_ids, tokens.tolist(), finished, told, candidates)
 
     def limit_of(self, request: Request) -> int:
         """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
@@ -346,10 +387,7 @@ class Scheduler:
         self._check_turn(0)
         moves = sorted(moves, key=lambda move: move.request_id == move.source_id)  # sources last: as they are till then
         for move in moves:
-            sequence, source = self._sequences[move.request_id], self._sequences[move.source_id]
-            if sequence is not source:
-                self._follow(sequence, source)
-            self._give(sequence, move.token)
+            self._steering.move(self._sequences[move.request_id], self._sequences[move.source_id], move.token)
         self._door.look_again()
 
     def explain(self) -> list[Decision]:
@@ -369,7 +407,9 @@ class Scheduler:
         self.cache.check_invariants()
         self._running.check_invariants()
         assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
-        assert self.rows.num_free + len(self._running) == self.limits.seats, "a row is lost"
+        taken = len(self._running) + len(self._running.leaving)
+        assert self.rows.num_free + taken == self.limits.seats, "a row is lost"
+        self._out.check_invariants(self._running)
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -459,56 +499,12 @@ class Scheduler:
             self.decisions.returned(self.stats.steps, name, sequence.computed, extension.num_computed)
         return extension.waits
 
-    def _build(self, decodes: Index, chunks: list[tuple[Sequence, int]]) -> Plan:
-        changes, n = self._running.take_changes(), len(decodes)
-        rows, lengths, samples = decodes, self._ones[:n], self._trues[:n]
-        if chunks:
-            chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
-            rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
-            lengths = np.append(lengths, np.array([length for _, length in chunks]))
-            samples = self.rows.computed[rows] + lengths == self.rows.known[rows]
-        resize, moves = self._size.take()
-        plan = Plan(
-            step_id=self.stats.steps,
-            rows=rows,
-            starts=self.rows.computed[rows],
-            lengths=lengths,
-            samples=samples,
-            released=np.array(changes.released) if changes.released else NO_ROWS,
-            admitted=tuple(changes.admitted),
-            tables=merged(changes.tables),
-            copies=joined(moves + changes.copies),
-            resize=resize,
-            swaps=self.cache.take_swaps(alone=not moves and not resize),
-            given=given_tokens(changes.given),
-        )
-        if plan.swaps is not None or self.cache.evicted_blocks != self._evicted:
-            self._count_swaps(plan)
-        if changes:
-            counts = self.cache.counts()
-            self.stats.peak_used_blocks = max(self.stats.peak_used_blocks, counts.live + counts.in_flight)
-        self.stats.steps += 1
-        self.stats.computed_tokens += n + sum(length for _, length in chunks)
-        return plan
-
-    def _count_swaps(self, plan: Plan) -> None:
-        demoted = 0
-        if plan.swaps is not None:
-            demoted = len(plan.swaps.out_slots)
-            self.stats.demoted_blocks += demoted
-            self.stats.promoted_blocks += len(plan.swaps.in_slots)
-        evicted, self._evicted = self.cache.evicted_blocks - self._evicted, self.cache.evicted_blocks
-        if (demoted or evicted) and self.cost is not None:
-            compute_s = self.cost.compute_s(self.cache.block_size)
-            chances = self.cache.chances
-            self.decisions.gave_up(plan.step_id, demoted, evicted, self.cost.swap_s(1), compute_s, chances)
-
     def _check_turn(self, num_extents: int) -> None:
         """Raise OutOfTurn while a plan is out: it names blocks and extents as they are."""
         if num_extents < 0:
             raise ValueError(f"cannot resize by {num_extents} extents")
-        if self._plan is not None:
-            raise OutOfTurn(f"plan {self._plan.step_id} is out: the pool is resized between steps")
+        if self._out.first is not None:
+            raise OutOfTurn(f"plan {self._out.first.step_id} is out: this is done between steps")
 
     # -- applying ------------------------------------------------------------------------------------------------
 
@@ -548,29 +544,6 @@ class Scheduler:
                 self._waiting.release_forks(sequence)
                 self._door.look_again()
 
-    def _follow(self, sequence: Sequence, source: Sequence) -> None:
-        """Let a sequence go on from the tokens of `source`: it waits for a row, and the blocks of that one."""
-        if sequence.row is not None:
-            self._running.leave([sequence], computed=False)
-        else:
-            self._waiting.remove(sequence)
-        self.cache.drop_for(sequence.request.request_id)
-        self._running.commit(source)  # what both will hold is made findable once
-        sequence.tokens = self._running.tokens_of(source)
-        sequence.chain = self.cache.chain(sequence.tokens, sequence.request.cache_salt)
-        sequence.leader, sequence.shares = source, len(sequence.tokens)
-        sequence.held, sequence.computed = True, 0
-        self._waiting.hold(sequence)
-
-    def _give(self, sequence: Sequence, token: int) -> None:
-        """The next token of a sequence that is held, or still to be seated."""
-        if sequence.row is not None:
-            self._running.give(sequence.row, token)
-            return
-        sequence.tokens = np.append(sequence.tokens, np.int32(token))
-        if sequence.held:
-            self._waiting.let_go(sequence)
-
     def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
         self.stats.preemptions += len(victims)
@@ -609,17 +582,19 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         request = sequence.request
-        if sequence.row is not None:
-            self._running.leave([sequence], computed=error is None)
-        else:
+        if sequence.row is None:
             self._waiting.remove(sequence)
+        elif self._out.names(sequence.row):
+            self._running.end(sequence, computed=error is None)
+        else:
+            self._running.leave([sequence], computed=error is None)
         if sequence.forks:
             self._door.hand_over_forks(sequence, self._sequences)
         self.cache.drop_for(request.request_id)
         self._door.look_again()
-        del self._sequences[request.request_id]
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):
             prompt = len(request.prompt_token_ids)
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
         self._finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
+        del self._sequences[request.request_id]

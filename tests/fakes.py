@@ -8,6 +8,7 @@ is a pool of token ids too.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +57,12 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
 class FakeRunner:
     """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail; with `refuses_map` or
     `refuses_unmap` the device says no; with `refuses_slots` the host has no memory for slots that were never written.
+
+    Plans can be begun before the results of others are waited for. They are executed one after the other, of what the runner
+    was told by plans alone: at once, or, while it is `lazy`, when a result is waited for.
     """
+
+    overlaps = True
 
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_extents: int = 1, mapped=(0,),
@@ -77,9 +83,24 @@ class FakeRunner:
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
         self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
         self.fail: set[str] = set()
+        self.lazy = False
+        self._begun: deque[Underway] = deque()  # and not executed
         self.asks: dict[
             int, tuple[Sampling, int]
         ] = {}  # rows that want log-probabilities, with the length of the prompt
+
+    def begin(self, plan: Plan) -> Underway:
+        """Execute `plan` behind those that were begun before."""
+        step = Underway(self, plan)
+        self._begun.append(step)
+        if not self.lazy:
+            step.wait()
+        return step
+
+    def execute_next(self) -> None:
+        """Execute the first plan that was begun and not executed."""
+        step = self._begun.popleft()
+        step.result = self.execute(step.plan)
 
     def execute(self, plan: Plan) -> Result:
         mapped = self._map(plan)
@@ -232,19 +253,34 @@ class FakeRunner:
         ]  # fmt: skip
 
 
+class Underway:
+    """A plan that the runner has begun."""
+
+    def __init__(self, runner: FakeRunner, plan: Plan) -> None:
+        self.plan = plan
+        self.result: Result | None = None
+        self._runner = runner
+
+    def wait(self) -> Result:
+        while self.result is None:
+            self._runner.execute_next()
+        return self.result
+
+
 class World:
     """Scheduler, manager and fake runner together; checks invariants around every step.
 
     With `blocks_per_extent` the pool is elastic: `usable` blocks and the null block are a whole number of extents, of which
     the first `num_mapped` have memory at the start (None: all). With `host_slots` there is a host tier, which `cost` (None:
-    always) says the worth of; what it holds is compared after every step.
+    always) says the worth of; what it holds is compared after every step. With `ahead` a step is planned and begun while the
+    one before it is out, wherever that can be.
     """
 
     def __init__(
         self, usable: int, block_size: int = 16, *, max_seqs: int = 256, max_step_tokens: int = 8192,
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
         blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
-        host_slots: int = 0, cost: SwapCost | None = None,
+        host_slots: int = 0, cost: SwapCost | None = None, ahead: bool = False,
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
@@ -267,6 +303,11 @@ class World:
         self.scored: dict[str, dict[int, float]] = {}  # by position
         self.started: list[str] = []
         self.plans: list[Plan] = []
+        self.ahead = ahead
+        self.begun: list[Underway] = []  # whose results were not applied
+        self.planned_ahead: list[Plan] = []
+        self.num_left = 0  # sequences that ended while a plan that names them was out
+        self.aborted: set[str] = set()
         self.family_of: dict[str, Family] = {}
 
     def prompt(self, length: int) -> np.ndarray:
@@ -295,12 +336,39 @@ class World:
         self.started += [new.request_id for new in plan.admitted]
         return plan
 
-    def finish(self, plan: Plan) -> Emissions:
-        emissions = self.scheduler.apply(plan, self.runner.execute(plan))
+    def due(self) -> Plan:
+        """The plan whose result comes next: the one that was planned ahead, or a new one."""
+        return self.begun[0].plan if self.begun else self.schedule()
+
+    def go_ahead(self) -> Plan | None:
+        """Plan the step behind the plan that is out, if that can be, and begin both; every third is executed late."""
+        plan = self.scheduler.schedule_ahead(0.0)
         self.scheduler.check_invariants()
+        if plan is not None:
+            self.begun = self.begun or [self.runner.begin(self.plans[-1])]
+            self.runner.lazy = plan.step_id % 3 == 0
+            self.begun.append(self.runner.begin(plan))
+            self.plans.append(plan)
+            self.planned_ahead.append(plan)
+        return plan
+
+    def abort(self, name: str) -> bool:
+        done = self.scheduler.abort(name)
+        if done:
+            self.aborted.add(name)
+        return done
+
+    def finish(self, plan: Plan) -> Emissions:
+        step = self.begun.pop(0) if self.begun else self.runner.begin(plan)
+        assert step.plan is plan, "results come in the order of the plans"
+        emissions = self.scheduler.apply(plan, step.wait())
+        self.scheduler.check_invariants()
+        self.num_left += len(self.scheduler._running.leaving)
+        if any(plan is other for other in self.planned_ahead):
+            assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
             assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
-        if self.cache.host is not None:
+        if self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
@@ -339,7 +407,7 @@ class World:
         told = end.token_ids.tolist()
         assert family.tokens[end.request_id][family.num_prompt :] == told, "told tokens differ from those chosen"
         for name in family.names:
-            self.scheduler.abort(name)
+            self.abort(name)
         family.over = True
 
     def _check_contents(self) -> None:
@@ -362,7 +430,10 @@ class World:
                 assert runner.host[tail.slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
 
     def step(self) -> Emissions:
-        return self.finish(self.schedule())
+        plan = self.due()
+        if self.ahead:
+            self.go_ahead()
+        return self.finish(plan)
 
     def run(self, most: int = 100_000) -> None:
         for _ in range(most):

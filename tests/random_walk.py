@@ -2,7 +2,8 @@
 
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
-go is swapped out and in; now and then swapping is not worth it, or the host has no memory.
+go is swapped out and in; now and then swapping is not worth it, or the host has no memory. Ahead, a step is mostly planned
+while the one before is out, and anything may happen in between.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.errors import PromptTooLong, RequestRejected
+from pagetide.scheduler.errors import OutOfTurn, PromptTooLong, RequestRejected
 
 
-def walk(seed: int, events: int, caching: bool = False, host: bool = False) -> World:
+def walk(seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
-    return _walk(rng, events, usable=int(rng.integers(2, 24)), caching=caching or host, host_slots=_slots(rng, host))
+    usable = int(rng.integers(2, 24))
+    return _walk(rng, events, usable=usable, caching=caching or host, host_slots=_slots(rng, host), ahead=ahead)
 
 
-def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = False) -> World:
+def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False) -> World:
     """The same over a pool of extents that come and go; in the end all of it is mapped."""
     rng = np.random.default_rng(seed)
     slots = _slots(rng, host)
@@ -30,7 +33,7 @@ def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = Fal
     return _walk(
         rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
         blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching or host,
-        host_slots=slots,
+        host_slots=slots, ahead=ahead,
     )  # fmt: skip
 
 
@@ -47,7 +50,6 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
         cost=Whim(1, block_size), **pool,
     )  # fmt: skip
     world.rng = rng
-    aborted: set[str] = set()
     capacity = world.cache.capacity * block_size
     least = world.cache.capacity  # the lowest limit there was
     for n in range(events):
@@ -87,21 +89,25 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
         elif kind < 0.25 and live:
             name = str(rng.choice(live))
             if rng.random() < 0.3:
-                _withdraw(world, name, aborted)
-            elif world.scheduler.abort(name):
-                aborted.add(name)
+                _withdraw(world, name)
+            else:
+                world.abort(name)
         elif kind < 0.255:
             world.cache.reset()
         elif kind < 0.27 and live:
             world.runner.fail.add(str(rng.choice(live)))
         else:
-            plan = world.schedule()
+            begun = bool(world.begun)
+            plan = world.due()
             can = world.scheduler.num_running + world.scheduler.num_waiting
             idle = not (len(plan.rows) or plan.resize or plan.swaps)
-            assert not (idle and can) or waits_for_memory(world), "an idle step"
-            if rng.random() < 0.1 and live and world.scheduler.abort(name := str(rng.choice(live))):
-                aborted.add(name)
+            assert begun or not (idle and can) or waits_for_memory(world), "an idle step"
+            if world.ahead and rng.random() < 0.9:
+                world.go_ahead()
+            if rng.random() < 0.1 and live:
+                world.abort(str(rng.choice(live)))
             world.finish(plan)
+    end_step(world)
     world.runner.refuses_map = world.runner.refuses_unmap = False
     world.scheduler.limit_blocks = world.cache.capacity
     world.scheduler.grow(world.cache.capacity)
@@ -109,7 +115,7 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
     world.check_empty()
     assert world.cache.usable == world.cache.capacity
     for name, request in world.requests.items():
-        check_end(world, name, request, name in aborted, least)
+        check_end(world, name, request, least)
     return world
 
 
@@ -133,8 +139,22 @@ def _alike(world: World, length: int) -> np.ndarray:
     return prompt
 
 
-def _withdraw(world: World, name: str, aborted: set[str]) -> None:
+def end_step(world: World) -> None:
+    """What is done between steps is refused while one is out, and waits until it is over."""
+    if world.begun:
+        scheduler, (row, *_) = world.scheduler, world.due().rows
+        for refused in (
+            lambda: scheduler.withdraw(scheduler.rows.request_ids[row]), lambda: scheduler.steer([]), lambda: scheduler.grow(1),
+            lambda: scheduler.give_back(1), lambda: scheduler.make_idle(1), scheduler.schedule,
+        ):  # fmt: skip
+            with pytest.raises(OutOfTurn):
+                refused()
+        world.finish(world.due())
+
+
+def _withdraw(world: World, name: str) -> None:
     """Take a request out between two steps; sometimes it comes back with what it has, as one handed over would."""
+    end_step(world)
     request, end = world.requests[name], world.scheduler.withdraw(name)
     if end is None:
         return
@@ -142,7 +162,7 @@ def _withdraw(world: World, name: str, aborted: set[str]) -> None:
     told = world.before[name] + world.emitted.get(name, [])
     assert end.token_ids.tolist() == told, "told tokens differ from the output"
     world.finished[name] = end
-    aborted.add(name)
+    world.aborted.add(name)
     if world.rng.random() < 0.5:
         world.add_request(replace(request, request_id=f"{name}'", generated=end.token_ids, fork_of=None))
 
@@ -171,6 +191,7 @@ def _family(world: World, n: int) -> None:
 
 def turn(world: World, rng: np.random.Generator) -> None:
     """Something happens to the pool."""
+    end_step(world)
     scheduler, kind, n = world.scheduler, rng.random(), int(rng.integers(1, 5))
     if kind < 0.3:
         before = scheduler.num_extents
@@ -235,7 +256,7 @@ def check_scores(world: World, name: str, request) -> None:
     assert generated == [*range(len(request.token_ids), len(tokens))] * (sampling.logprobs is not None)
 
 
-def check_end(world: World, name: str, request, aborted: bool, least: int) -> None:
+def check_end(world: World, name: str, request, least: int) -> None:
     room = world.scheduler.limits.max_model_len - len(request.prompt_token_ids)
     check_scores(world, name, request)
     end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling, room + 1)
@@ -244,7 +265,7 @@ def check_end(world: World, name: str, request, aborted: bool, least: int) -> No
     if end.reason == "error":
         assert name in world.runner.fail
     elif end.reason == "aborted":
-        assert aborted
+        assert name in world.aborted
     elif len(got) < len(expected):
         total = len(request.prompt_token_ids) + len(got)
         capacity = world.cache.capacity * world.cache.block_size

@@ -9,17 +9,17 @@ from random_walk import elastic_walk, walk
 
 
 @settings(max_examples=24, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed(seed):
-    walk(seed, events=120)
+@given(seed=st.integers(0, 2**32), ahead=st.booleans())
+def test_any_seed(seed, ahead):
+    walk(seed, events=120, ahead=ahead)
 
 
 @pytest.mark.parametrize("kept", [{"caching": True}, {"host": True}], ids=["prefixes cached", "a host tier"])
 @pytest.mark.parametrize("live", [walk, elastic_walk])
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed_with_what_was_computed_kept(live, kept, seed):
-    live(seed, events=120, **kept)
+@given(seed=st.integers(0, 2**32), ahead=st.booleans())
+def test_any_seed_with_what_was_computed_kept(live, kept, seed, ahead):
+    live(seed, events=120, ahead=ahead, **kept)
 
 
 def test_the_walks_really_swap():
@@ -36,6 +36,14 @@ def test_the_walks_really_find_prefixes():
     assert sum(world.scheduler.stats.preemptions for world in worlds) > 25
 
 
+@pytest.mark.parametrize("live", [walk, elastic_walk])
+def test_the_walks_really_go_ahead(live):
+    worlds = [live(seed, events=200, host=host, ahead=True) for seed in range(4) for host in (False, True)]
+    assert sum(len(world.planned_ahead) for world in worlds) > 400
+    assert sum(world.num_left for world in worlds) > 10, "sequences that ended with a plan out behind them"
+    assert sum(plan.swaps is not None for world in worlds for plan in world.planned_ahead) > 20
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_fixed_seeds_meet_pressure(seed):
     walk(seed, events=400)
@@ -46,9 +54,9 @@ def test_the_walks_really_preempt():
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_seed_in_an_elastic_pool(seed):
-    elastic_walk(seed, events=150)
+@given(seed=st.integers(0, 2**32), ahead=st.booleans())
+def test_any_seed_in_an_elastic_pool(seed, ahead):
+    elastic_walk(seed, events=150, ahead=ahead)
 
 
 def test_the_elastic_walks_really_move_and_refuse():

@@ -1,0 +1,44 @@
+"""How sequences go on whose tokens somebody else chooses: from the tokens of one of their family, by a token that is given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache.manager import CacheManager
+from .running import Running
+from .sequence import Sequence
+from .waiting import Waiting
+
+
+class Steering:
+    """Moves sequences that are held, or are still to be seated, on. Mutates them, `running`, `waiting` and the cache."""
+
+    def __init__(self, cache: CacheManager, running: Running, waiting: Waiting) -> None:
+        self._cache = cache
+        self._running = running
+        self._waiting = waiting
+
+    def move(self, sequence: Sequence, source: Sequence, token: int) -> None:
+        """Let `sequence` go on from the tokens of `source`, maybe its own, by `token`."""
+        if sequence is not source:
+            self._follow(sequence, source)
+        if sequence.row is not None:
+            self._running.give(sequence.row, token)
+            return
+        sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        if sequence.held:
+            self._waiting.let_go(sequence)
+
+    def _follow(self, sequence: Sequence, source: Sequence) -> None:
+        """It waits for a row, and the blocks of `source`."""
+        if sequence.row is not None:
+            self._running.leave([sequence], computed=False)
+        else:
+            self._waiting.remove(sequence)
+        self._cache.drop_for(sequence.request.request_id)
+        self._running.commit(source)  # what both will hold is made findable once
+        sequence.tokens = self._running.tokens_of(source)
+        sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)
+        sequence.leader, sequence.shares = source, len(sequence.tokens)
+        sequence.held, sequence.computed = True, 0
+        self._waiting.hold(sequence)
