@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from .logits import Int64
 
 _BLOCK = 128  # elements summed at once when a distribution is inverted
 
 
-def draw(weights: Tensor, noise: Tensor) -> Int64:
-    """int64[m]: inverts each row's distribution at `noise` (float64[m] in [0, 1)); never a token of weight 0."""
-    ids = invert(weights, noise)
-    lost = weights.gather(1, ids[:, None])[:, 0] <= 0
-    if bool(lost.any()):  # parallel sums can step at a weight of 0, by their last bit
-        ids[lost] = weights[lost].argmax(-1)
-    return np.asarray(ids.cpu().numpy(), np.int64)
+def draw(weights: Tensor, noise: Tensor, at_hand: bool) -> Tensor:
+    """int64[m]: inverts each row's distribution at `noise` (float64[m] in [0, 1)); never a token of weight 0.
+
+    `at_hand`: the weights can be read without a wait, as on a CPU. Else nothing is read.
+    """
+    ids = invert(weights, noise)[:, None]
+    lost = weights.gather(1, ids) <= 0  # parallel sums can step at a weight of 0, by their last bit
+    if not at_hand or bool(lost.any()):
+        ids = torch.where(lost, weights.argmax(-1, keepdim=True), ids)
+    return ids[:, 0]
 
 
 def invert(weights: Tensor, shares: Tensor) -> Tensor:
-    """int64[m]: where the running sum of each row first exceeds its share of the row's total.
+    """int64[m]: where the running sum of each row first exceeds its share (float64[m], below 1) of the row's total."""
+    ends = sums(weights)
+    return find(weights, ends, shares[:, None] * ends[:, -1:])[:, 0]
 
-    In two levels, blocks and elements in a block: little is summed one by one, in float64, and the rest in trees.
 
-    Args:
-        weights: float32[m, blocks * _BLOCK], none negative.
-        shares: float64[m], below 1.
+def sums(weights: Tensor) -> Tensor:
+    """float64[m, blocks]: the running sums of weights float32[m, blocks * _BLOCK], none negative, at the ends of blocks."""
+    return weights.view(len(weights), -1, _BLOCK).sum(-1).double().cumsum(-1)
+
+
+def find(weights: Tensor, ends: Tensor, targets: Tensor) -> Tensor:
+    """int64[m, 1]: where the running sum of each row of `weights` first exceeds its target, float64[m, 1].
+
+    In two levels, blocks, whose `sums` are `ends`, and elements in a block: little is summed one by one, in float64, and the
+    rest in trees. Where no sum exceeds the target, or something is not a number, it is any place.
     """
     blocks = weights.view(len(weights), -1, _BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)  # [m, blocks]
-    targets = shares[:, None] * ends[:, -1:]  # [m, 1]
     block = torch.searchsorted(ends, targets, right=True).clamp_(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    within = blocks[torch.arange(len(weights), device=weights.device), block[:, 0]].double().cumsum(-1)  # [m, _BLOCK]
+    before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
+    within = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)  # [m, _BLOCK]
     place = torch.searchsorted(within, targets - before, right=True)
     last = torch.searchsorted(within, within[:, -1:].contiguous())  # the last element that is not 0
-    return (block * _BLOCK + torch.minimum(place, last))[:, 0]
+    return block * _BLOCK + torch.minimum(place, last).clamp_(max=_BLOCK - 1)
 
 
 def padded(weights: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +20,42 @@ Best = tuple[Int64, Float32]  # each row's largest logit: its id (ties: the lowe
 
 LARGEST = float(np.finfo(np.float32).max)
 _CPU_CHUNK = 1 << 19  # logits treated at once per thread: they and their copies stay in the core's cache
-_GPU_CHUNK = 1 << 25  # logits treated at once: bounds the temporaries to a few times 128 MiB
+_GPU_CHUNK = 1 << 24  # logits treated at once: their temporaries take some 15 bytes for each, 240 MiB
 
 
-def argmax(logits: Tensor) -> Best:
-    """(ids int64[n], values float32[n]) of the largest in each row; ties: the lowest id; a NaN is largest."""
-    if logits.device.type != "cpu":
-        top, ids = logits.max(-1)
-        both = torch.stack((top.double(), ids.double())).cpu().numpy()  # one transfer
-        return both[1].astype(np.int64), both[0].astype(np.float32)
+def largest(logits: Tensor, at_hand: bool) -> tuple[Tensor, Tensor]:
+    """(ids int64[n], values float32[n]) of the largest in each row; ties: the lowest id; a NaN is largest.
+
+    `at_hand`: the logits can be read without a wait, as on a CPU.
+    """
+    if not at_hand:
+        values, ids = logits.max(-1)
+        return ids, values.float()
     ids_, tops = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     for part, x in chunks(logits, np.arange(len(logits))):  # numpy's argmax is ten times faster than torch's on a CPU
         ids_[part] = best = x.numpy().argmax(-1)
         tops[part] = x.numpy()[np.arange(len(best)), best]
-    return ids_, tops
+    return torch.from_numpy(ids_), torch.from_numpy(tops)
+
+
+def packed(ids: Tensor, values: Tensor) -> Tensor:
+    """float64[2, n] of int64[n] below 2^53 and float32[n]: what goes to the host by one copy, to be `unpacked` there."""
+    return torch.stack((ids.double(), values.double()))
+
+
+def unpacked(both: Float64) -> Best:
+    """(ids int64[n], values float32[n]) of what was `packed`."""
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
+def argmax(logits: Tensor) -> Best:
+    """As `largest`, on the host: waits for the device."""
+    return unpacked(packed(*largest(logits, logits.device.type == "cpu")).cpu().numpy())
 
 
 def chunks(logits: Tensor, chosen: Int64) -> Iterator[tuple[Int64, Tensor]]:
     """Some of the chosen rows (ascending) at a time: their places in `logits`, and float32[m, vocab], view or copy."""
-    limit = _CPU_CHUNK * torch.get_num_threads() if logits.device.type == "cpu" else _GPU_CHUNK
-    size = max(1, limit // max(1, logits.shape[-1]))
+    size = rows_at_once(logits.shape[-1], logits.device)
     for start in range(0, len(chosen), size):
         part = chosen[start : start + size]
         first, last = int(part[0]), int(part[-1])
@@ -47,6 +64,17 @@ def chunks(logits: Tensor, chosen: Int64) -> Iterator[tuple[Int64, Tensor]]:
         yield part, x.detach().float().contiguous()
 
 
+def rows_at_once(vocab_size: int, device: torch.device) -> int:
+    """How many rows of logits are treated at once."""
+    limit = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
+    return max(1, limit // max(1, vocab_size))
+
+
 def index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:
     """int64 index tensor on the device of `like`."""
-    return torch.from_numpy(np.asarray(values, np.int64)).to(like.device)
+    return on_device(np.asarray(values, np.int64), like)
+
+
+def on_device(values: npt.NDArray[Any], like: Tensor) -> Tensor:
+    """The numbers as a tensor on the device of `like`; on a CPU in the same memory."""
+    return torch.from_numpy(values).to(like.device)

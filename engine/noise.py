@@ -11,7 +11,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_WEYL = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -46,10 +46,9 @@ def gumbel(seed: int, sample_index: int, position: int, token_ids: Int64) -> Flo
 def philox(counter: UInt64, key: UInt64) -> UInt64:
     """Philox4x32-10 of counters uint64[4, n] and keys uint64[2, n], each a 32-bit word; returns uint64[4, n]."""
     even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
-    for _ in range(_ROUNDS):
+    for round_key in (key + _WEYL) & _LOW:  # [2, n]
         products = even * _MULTIPLIERS
-        even, odd = (products >> _HALF)[::-1] ^ odd ^ key, (products & _LOW)[::-1]
-        key = (key + _WEYL) & _LOW
+        even, odd = (products >> _HALF)[::-1] ^ odd ^ round_key, (products & _LOW)[::-1]
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 

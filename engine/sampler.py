@@ -10,37 +10,74 @@ if the number falls into the gap between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..scheduler.request import Sampling
 from .constraints import Constrained, Constraints
-from .draw import draw
 from .histories import Histories
-from .logits import Best, Bool, Float32, Float64, Int32, Int64, Rows, argmax, chunks, index
+from .logits import (
+    Best,
+    Bool,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Rows,
+    argmax,
+    chunks,
+    index,
+    largest,
+    on_device,
+    packed,
+    unpacked,
+)
 from .noise import gumbel, uniform
 from .processors import Processors, Troubles
 from .treatments import BadWords, Bias, Frequency, MinLength, Repetition, Treatment
-from .warpers import Warpers
+from .warpers import NOBODY, Settings, Warpers
 
 Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that were drawn. On the device, perhaps not computed yet.
+
+    Attributes:
+        tokens: int64[n]; 0 where a row has none.
+        packed: float64[2, n]: what `Sampler.drew` has to know on the host, so that one copy brings it.
+    """
+
+    tokens: Tensor
+    packed: Tensor
+
+
 class Sampler:
     """Sampling settings of the running rows, and the draw of their next tokens. Not safe for concurrent use.
+
+    `sample` does all that rows may ask for, and waits for the device. Rows that are `plain` get the same tokens without a wait
+    too: by `settings` on the host, whose arrays the caller uploads, `draw`, which only queues, and `drew`, when the values have
+    come to the host.
 
     Args:
         num_rows: Rows there can be; row ids are below it.
         vocab_size: Width of the logits.
         device: Where the logits live.
         constraints: What compiles the forms that outputs are to have; None: no row has one.
+        at_hand: Whether the device's values can be read without a wait; None: on a CPU they can.
     """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu", constraints: Constraints | None = None
-    ) -> None:
+        self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu", constraints: Constraints | None = None,
+        *, at_hand: bool | None = None,
+    ) -> None:  # fmt: skip
         device = torch.device(device)
+        self._at_hand = device.type == "cpu" if at_hand is None else at_hand
         self._vocab_size = vocab_size
         self._seed = np.zeros(num_rows, np.uint64)
         self._index = np.zeros(num_rows, np.uint64)
@@ -59,7 +96,7 @@ class Sampler:
             Processors(num_rows, self._histories, self._troubles),
             self._constrained,
         )
-        self._warpers = Warpers(num_rows, vocab_size)
+        self._warpers = Warpers(num_rows, vocab_size, device, self._at_hand)
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:
         """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""
@@ -95,21 +132,55 @@ class Sampler:
             or a +inf or only -inf, or for what `trouble` says; or None if all are well. A bad row changes nothing for the
             others.
         """
-        tokens, top = argmax(logits)
+        treated = self._treated(rows, positions)
+        tokens, top = self._drawn(rows, positions, logits, self._warpers.draws(rows) & ~treated)
         bad = ~np.isfinite(top)
-        special = self._warpers.draws(rows)
-        for treatment in self._treatments if self._asks[rows].any() else ():
-            special |= treatment.asked(rows, positions)
-        if special.any():
-            noise = uniform(self._seed[rows], self._index[rows], positions)
-            for part, x in chunks(logits, np.flatnonzero(special & ~bad)):
-                best = (tokens[part], top[part])
-                tokens[part], bad[part] = self._treat(x, rows[part], positions[part], best, noise[part])
+        plain = ~(treated | bad)
+        bad[plain] = ~self._well(top[plain], rows[plain])
+        for part, x in chunks(logits, np.flatnonzero(treated & ~bad)):
+            who, at = rows[part], positions[part]
+            self._treat(x, who, at)
+            tokens[part], top = self._drawn(who, at, x, self._warpers.draws(who))
+            bad[part] = ~self._well(top, who)
         if not bad.any():
             self.took(rows, tokens)
             return tokens.astype(np.int32), None
-        tokens[bad] = 0
         self.took(rows[~bad], tokens[~bad])
+        return tokens.astype(np.int32), bad
+
+    def plain(self, rows: Rows, positions: Int64) -> bool:
+        """Whether all of `rows` ask for nothing but temperature, top-k, top-p and min-p, if that, for tokens at `positions`."""
+        return not self._treated(rows, positions).any()
+
+    def settings(self, rows: Rows, positions: Int64) -> Settings:
+        """What `draw` needs of `rows`, which are `plain` at `positions`."""
+        return self._settings(rows, positions, self._warpers.draws(rows))
+
+    def draw(self, logits: Tensor, settings: Settings, uploaded: Sequence[Tensor]) -> Drawn:
+        """Queue the draw of the next token of each row on the device: what `sample` gives, without waiting for anything.
+
+        Args:
+            logits: As for `sample`; may be overwritten.
+            settings: Of the rows, in the order of the logits.
+            uploaded: The arrays of `settings` on the device.
+        """
+        tokens, top = largest(logits, self._at_hand)
+        warmed = top
+        if settings.parts:
+            places, temperature = uploaded[:2]
+            tokens = tokens.scatter(0, places, self._warpers.draw(logits, settings, uploaded))
+            warmed = top / torch.ones_like(top).scatter_(0, places, temperature)
+        tokens = tokens.masked_fill((warmed - warmed).isnan(), 0)  # not finite, in the fewest operations
+        return Drawn(tokens, packed(tokens, top))
+
+    def drew(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
+        """(tokens int32[n], bool[n] telling the rows that have none) as of `sample`, of plain `rows`, not released since.
+
+        `told` is the `Drawn.packed` of their draw, on the host.
+        """
+        tokens, top = unpacked(told)
+        bad = ~np.isfinite(top)
+        bad[~bad] = ~self._well(top[~bad], rows[~bad])
         return tokens.astype(np.int32), bad
 
     def candidates(self, rows: Rows, positions: Int64, logits: Tensor) -> list[Candidate | None]:
@@ -125,8 +196,8 @@ class Sampler:
         found: list[Candidate | None] = [None] * len(rows)
         for part, x in chunks(logits, np.flatnonzero(np.isfinite(argmax(logits)[1]))):
             x = torch.log_softmax(x, -1)
-            _, top = self._prepare(x, rows[part], positions[part], argmax(x))
-            well = self._well(top, rows[part])
+            self._treat(x, rows[part], positions[part])
+            well = self._well(argmax(x)[1], rows[part])
             drawn = np.flatnonzero(self._warpers.draws(rows[part]) & well)
             if drawn.size:
                 places, who = index(drawn, x), rows[part][drawn]
@@ -162,38 +233,47 @@ class Sampler:
         The logits must be such that `sample` finds no bad row.
         """
         x = logits.detach().float().clone()
-        tokens, _ = self._prepare(x, rows, positions, argmax(x))
-        result = torch.nn.functional.one_hot(index(tokens, x), self._vocab_size).float()
-        drawn = np.flatnonzero(self._warpers.draws(rows))
-        if drawn.size:
-            weights = self._warpers.weights(x[index(drawn, x)], rows[drawn])[:, : self._vocab_size]
-            result[index(drawn, x)] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
+        self._treat(x, rows, positions)
+        result = torch.nn.functional.one_hot(index(argmax(x)[0], x), self._vocab_size).float()
+        settings = self._settings(rows, positions, self._warpers.draws(rows))
+        uploaded = [on_device(array, x) for array in settings.arrays]
+        for part in settings.parts:
+            weights = self._warpers.weights(x, part, uploaded)[:, : self._vocab_size]
+            result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
         return result
 
-    def _treat(self, x: Tensor, rows: Rows, positions: Int64, best: Best, noise: Float64) -> tuple[Int64, Bool]:
-        """(tokens, bad) of rows that are not plainly greedy; `best` is their untreated argmax. Overwrites `x`."""
-        tokens, top = self._prepare(x, rows, positions, best)
-        well = self._well(self._warpers.warmed(top, rows), rows)
-        drawn = np.flatnonzero(self._warpers.draws(rows) & well)
-        if drawn.size:
-            whole = drawn.size == len(rows)
-            weights = self._warpers.weights(x if whole else x[index(drawn, x)], rows[drawn])
-            tokens[drawn] = draw(weights, torch.from_numpy(noise[drawn]).to(x.device))
-        return tokens, ~well
+    def _treated(self, rows: Rows, positions: Int64) -> Bool:
+        """bool[n]: which of `rows` ask for any of the treatments."""
+        treated = np.zeros(len(rows), np.bool_)
+        for treatment in self._treatments if self._asks[rows].any() else ():
+            treated |= treatment.asked(rows, positions)
+        return treated
 
-    def _prepare(self, x: Tensor, rows: Rows, positions: Int64, best: Best) -> Best:
-        """All treatments, in place in `x` [m, vocab]. Returns the argmax then; it was `best` before."""
-        treated = False
+    def _treat(self, x: Tensor, rows: Rows, positions: Int64) -> None:
+        """All treatments, in place in `x` [m, vocab]."""
         for treatment in self._treatments if self._asks[rows].any() else ():
             places = np.flatnonzero(treatment.asked(rows, positions))
             if places.size:
                 treatment.apply(x, places, rows[places])
-                treated = True
-        return argmax(x) if treated else best
+
+    def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> Settings:
+        """Of `rows`, of which those that are `drawing` draw."""
+        places = np.flatnonzero(drawing)
+        if not places.size:
+            return NOBODY
+        who = rows[places]
+        noise = uniform(self._seed[who], self._index[who], positions[places])
+        return self._warpers.settings(places, who, noise)
+
+    def _drawn(self, rows: Rows, positions: Int64, logits: Tensor, drawing: Bool) -> Best:
+        """(tokens, largest logits) on the host of `rows`, of which those that are `drawing` draw. May overwrite `logits`."""
+        settings = self._settings(rows, positions, drawing)
+        drawn = self.draw(logits, settings, [on_device(array, logits) for array in settings.arrays])
+        return unpacked(drawn.packed.cpu().numpy())
 
     def _well(self, top: Float32, rows: Rows) -> Bool:
-        """bool[m]: which of `rows`, whose logits were finite, still are by their largest one; the others have a trouble."""
-        well = np.isfinite(top)
+        """bool[m]: which of `rows`, whose logits were finite, are well by their largest one; the others have a trouble."""
+        well = np.isfinite(self._warpers.warmed(top, rows))
         for i in np.flatnonzero(~well):
             ruled_out = "what was asked for rules out every token that could come next"
             overflow = "the logits overflow under the temperature, the penalties or the biases that were asked for"

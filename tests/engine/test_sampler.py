@@ -124,8 +124,13 @@ def _rows(draw: st.DrawFn) -> tuple[list[Sampling], list[npt.NDArray[np.int32]],
     return [draw(_settings(vocab_size)) for _ in range(n)], histories, x
 
 
-def _admitted(settings: Sequence[Sampling], histories: Sequence[npt.NDArray[np.int32]], vocab_size: int) -> Sampler:
-    sampler = Sampler(len(settings), vocab_size)
+def _admitted(
+    settings: Sequence[Sampling],
+    histories: Sequence[npt.NDArray[np.int32]],
+    vocab_size: int,
+    at_hand: bool | None = None,
+) -> Sampler:
+    sampler = Sampler(len(settings), vocab_size, at_hand=at_hand)
     for row, (sampling, history) in enumerate(zip(settings, histories, strict=True)):
         sampler.admit(row, sampling, history, NUM_PROMPT)
     return sampler
@@ -138,6 +143,8 @@ def test_distribution_is_that_of_transformers(case: tuple[list[Sampling], list[n
     sampler = _admitted(sampling, histories, x.shape[-1])
     rows, positions = _ids(np.arange(len(x))), np.array([len(history) for history in histories])
     ours = sampler.distribution(rows, positions, x).double()
+    unread = _admitted(sampling, histories, x.shape[-1], at_hand=False)
+    assert torch.equal(unread.distribution(rows, positions, x).double(), ours)
     noise = uniform(np.array([s.seed for s in sampling], np.uint64), np.zeros(len(x), np.uint64), positions)
     tokens, bad = sampler.sample(rows, positions, x.clone())
     assert bad is None
@@ -249,12 +256,13 @@ def _overwriting(input_ids: Tensor, scores: Tensor) -> Tensor:
     ("vocab_size", "kind", "steps"), [(131, "bf16", 12), (1003, "smooth", 12), (70_001, "bf16", 2)]
 )
 def test_a_row_depends_on_itself_alone(vocab_size: int, kind: str, steps: int) -> None:
-    """Alone, in a batch of 16, in another order, in other rows, beside bad rows: bit for bit the same tokens."""
+    """Alone, in a batch of 16, in another order, in other rows, beside bad rows, read or not: bit for bit the same tokens."""
     n = 16
     settings = [_wild(seed, vocab_size) for seed in range(n)]
     histories = [_ids([seed, seed + 1, 2 * seed, 3]) for seed in range(n)]
     together, shuffled = _admitted(settings, histories, vocab_size), Sampler(2 * n, vocab_size)
-    alone = [_admitted([s], [h], vocab_size) for s, h in zip(settings, histories, strict=True)]
+    each = zip(settings, histories, strict=True)
+    alone = [_admitted([s], [h], vocab_size, at_hand=i % 2 == 0) for i, (s, h) in enumerate(each)]
     order = np.random.default_rng(1).permutation(n)
     for i in range(n):
         shuffled.admit(2 * i, _sampling(temperature=1.0, top_p=0.5, repetition_penalty=2.0), _ids([1, 2]), 1)
