@@ -6,10 +6,15 @@ a tuple. Where C takes a struct that says "memory of this device", the device's 
     call("cuMemCreate", size, device, 0) -> (handle,)
     call("cuMemSetAccess", address, size, device) -> ()
     call("cuMemGetAllocationGranularity", device, option) -> (granule,)
+    call("cuMemcpyBatchAsync", targets, sources, sizes, count, stream) -> ()
+
+The last one's first three are addresses of `count` 64-bit numbers each, which are read during the call. All copies have the
+same attributes: sources are read in the stream's order, and preferably beside what computes.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,9 +23,12 @@ from .errors import DriverError, DriverUnavailable
 
 # of CUresult
 OUT_OF_MEMORY = 2
+NOT_FOUND = 500
 NOT_READY = 600
 
+_USES_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _SUPPORTS_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_BATCH_VERSION = 12080  # of CUDA, whose cuMemcpyBatchAsync every later driver has too
 _RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 
 
@@ -56,6 +64,7 @@ class CudaBindings:
             ),
             "cuMemSetAccess": lambda address, size, device: (address, size, [self._access_of(device)], 1),
         }
+        self._batch: _MemcpyBatch | None = None
         try:
             self.call("cuInit", 0)
         except (RuntimeError, DriverError) as error:  # RuntimeError: there is no libcuda to load
@@ -63,6 +72,9 @@ class CudaBindings:
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
         """See `Driver`."""
+        if name == "cuMemcpyBatchAsync":
+            self._batch = self._batch or _MemcpyBatch(self._cuda)
+            return self._batch(*args)
         adapt = self._adapted.get(name)
         code, *results = getattr(self._cuda, name)(*(adapt(*args) if adapt else args))
         if code != self._cuda.CUresult.CUDA_SUCCESS:
@@ -82,6 +94,38 @@ class CudaBindings:
         access.location.id = device
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return access
+
+
+class _MemcpyBatch:
+    """cuMemcpyBatchAsync as it was in CUDA 12.8, by its address: CUDA 13 dropped an argument, the bindings take only lists of
+    objects, which take longer to make than the copies, and older ones lack it. Raises DriverError, also where the driver does.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        code, address, *_ = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        if code != cuda.CUresult.CUDA_SUCCESS:
+            raise DriverError("cuGetProcAddress", int(code), code.name)
+        if not address or not hasattr(cuda, "CUmemcpyAttributes"):
+            raise DriverError("cuMemcpyBatchAsync", NOT_FOUND, "CUDA_ERROR_NOT_FOUND: it came with CUDA 12.8")
+        pointer, number = ctypes.c_void_p, ctypes.c_size_t
+        prototype = ctypes.CFUNCTYPE(  # which lets go of the interpreter's lock
+            ctypes.c_int, pointer, pointer, pointer, number, pointer, pointer, number, pointer, pointer
+        )
+        self._cuda = cuda
+        self._function = prototype(int(address))
+        self._attributes = cuda.CUmemcpyAttributes()
+        self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> tuple[()]:
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)  # the attributes' first copy; which one failed
+        code = self._function(
+            targets, sources, sizes, count, int(self._attributes.getPtr()), ctypes.addressof(first), 1,
+            ctypes.addressof(failed), stream,
+        )  # fmt: skip
+        if code:
+            raise DriverError("cuMemcpyBatchAsync", code, self._cuda.CUresult(code).name)
+        return ()
 
 
 class Device:
@@ -131,3 +175,12 @@ def device_number(driver: Driver, index: int) -> int:
 def recommended_granule(driver: Driver, number: int) -> int:
     """What the device best maps multiples of, in bytes, by cuMemGetAllocationGranularity: 2 MiB on every chip so far."""
     return driver.call("cuMemGetAllocationGranularity", number, _RECOMMENDED)[0]
+
+
+def uses_host_pointers(driver: Driver, index: int) -> bool:
+    """Whether kernels of the device reach locked host memory at the host's own addresses. `index` counts as torch does.
+
+    Raises DriverError.
+    """
+    (number,) = driver.call("cuDeviceGet", index)
+    return bool(driver.call("cuDeviceGetAttribute", _USES_HOST_POINTERS, number)[0])

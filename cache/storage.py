@@ -38,6 +38,19 @@ class LayerCache:
     aliased: bool = False  # the layer reads another layer's K and V and writes none
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Copies of blocks `sources` of one pool to `targets` of another, and as bytes, where neighbours are one: piece i is
+    `sizes[i]` of them from offset `reads[i]` to offset `writes[i]`.
+    """
+
+    sources: BlockIds
+    targets: BlockIds
+    reads: npt.NDArray[np.int64]
+    writes: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+
 class Storage:
     """The blocks of `arena` as tensors on `device`. Building it reads and writes no memory, and maps none.
 
@@ -104,31 +117,42 @@ class Storage:
         beside the caller where the host's memory is pinned. Raises, with nothing copied, BlockMisuse for the null block or a
         repetition among the targets and for ids outside the pools; ValueError where the layouts differ or the pool is the same.
         """
+        self.copy_pieces(other, self.pieces_from(other, sources, targets))
+
+    def copy_pieces(self, other: Storage, pieces: Pieces) -> None:
+        """What `copy_from` does, of pieces that `pieces_from` made of the same pools."""
+        theirs, ours = other.blocks.view(-1), self.blocks.view(-1)
+        places = [
+            (slice(first, first + num_bytes), slice(second, second + num_bytes))
+            for first, second, num_bytes in zip(
+                pieces.reads.tolist(), pieces.writes.tolist(), pieces.sizes.tolist(), strict=True
+            )
+        ]
+        if self.device.type == other.device.type == "cpu":
+            from_bytes, to_bytes = theirs.numpy(), ours.numpy()
+            for source_bytes, target_bytes in places:
+                to_bytes[target_bytes] = from_bytes[source_bytes]
+        else:
+            for source_bytes, target_bytes in places:
+                ours[target_bytes].copy_(theirs[source_bytes], non_blocking=True)
+
+    def pieces_from(self, other: Storage, sources: BlockIds, targets: BlockIds) -> Pieces:
+        """What `copy_from` copies, by source; nothing is copied. Raises what `copy_from` does."""
         if other.blocks.data_ptr() == self.blocks.data_ptr():
             raise ValueError("blocks of one pool are copied by `copy`, which minds targets that are sources too")
         if other.geometry.layout_id != self.geometry.layout_id:
             raise ValueError(f"blocks laid out as {other.geometry.layout_id} are none of {self.geometry.layout_id}")
         self._check_copies(other, sources, targets)
         read, write = other.geometry.block_stride, self.geometry.block_stride
-        between_hosts = self.device.type == other.device.type == "cpu"
+        starts, ends = sources, targets
+        lengths: BlockIds = np.ones(len(sources), np.int64)
         if read == write:  # a driver takes no copy over the end of what was locked at a time: an extent of the host's
+            between_hosts = self.device.type == other.device.type == "cpu"
             per_extent = None if between_hosts else self.geometry.blocks_per_extent
-            sources, targets, lengths = _runs(sources, targets, per_extent)
-        else:
-            lengths = np.ones(len(sources), np.int64)
-        pieces = []
-        for source, target, length in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
-            first, second = source * read, target * write
-            num_bytes = (length - 1) * read + self.geometry.payload_bytes
-            pieces.append((slice(first, first + num_bytes), slice(second, second + num_bytes)))
-        theirs, ours = other.blocks.view(-1), self.blocks.view(-1)
-        if between_hosts:
-            from_bytes, to_bytes = theirs.numpy(), ours.numpy()
-            for source_bytes, target_bytes in pieces:
-                to_bytes[target_bytes] = from_bytes[source_bytes]
-        else:
-            for source_bytes, target_bytes in pieces:
-                ours[target_bytes].copy_(theirs[source_bytes], non_blocking=True)
+            starts, ends, lengths = _runs(sources, targets, per_extent)
+        sizes = (lengths - 1) * read + self.geometry.payload_bytes
+        offsets = starts.astype(np.int64) * read, ends.astype(np.int64) * write
+        return Pieces(sources, targets, *offsets, sizes.astype(np.int64))
 
     def clear(self, blocks: Sequence[int] | BlockIds) -> None:
         """Fill whole blocks with zero bytes; the null block too, should padding have been written to it."""

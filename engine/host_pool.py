@@ -3,7 +3,7 @@
 Slot i is block i of a second pool; block 0, the null block, is no slot. Memory is reserved at the start and taken extent by
 extent when a slot of it is first written, so an engine that never runs short takes none; it goes back when nobody has needed
 the tier for long, by `give_back`, and at `close`. Copies run beside the caller (`begin`): between host pools in a thread, from
-and to a CUDA device in a stream of their own, out of memory that is pinned.
+and to a CUDA device in a stream of their own, out of memory that is pinned, by the way that is the fastest (`swap_ways`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..allocator.errors import OutOfDeviceMemory
+from ..allocator.cuda_driver import CudaBindings, Device
+from ..allocator.errors import DriverError, DriverUnavailable, OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
 from ..cache.block_table import Int32
 from ..cache.geometry import Geometry
 from ..cache.storage import Storage
 from ..monitor.units import format_bytes
+from .host_extents import HostExtents
+from .swap_ways import Fastest, Runs, ways_on
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +48,30 @@ class Swapped:
 
 
 class Copies(Protocol):
-    """Copies that have begun. `wait` returns when they are done, and raises what they raised."""
+    """Copies that have begun. They raise what went wrong from either call."""
 
-    def wait(self) -> Swapped: ...
+    def fence(self) -> None:
+        """What is queued on the device's current stream from here on runs behind them. The host waits only on a CPU."""
+        ...
+
+    def wait(self) -> Swapped:
+        """Wait until they are done; a `fence` too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cuda:
+    """What copies from and to a CUDA device go by."""
+
+    stream: torch.cuda.Stream
+    fastest: Fastest
+    device: Device | None  # whose context locks pages; None where its driver cannot be called
 
 
 class HostPool:
     """As many slots as whole extents of `geometry` fit into `num_bytes`, less the null block. Not thread-safe.
 
-    Raises ValueError where that is none.
+    It serves one device: the one of its first copies. Raises ValueError where `num_bytes` hold no slot.
     """
 
     def __init__(self, geometry: Geometry, num_bytes: int) -> None:
@@ -62,12 +80,12 @@ class HostPool:
             raise ValueError(
                 f"{num_bytes:,} bytes of host memory hold no block: the least that do are {format_bytes(least)}"
             )
-        self._arena = HostArena(num_bytes // geometry.extent_bytes, geometry.extent_bytes)
-        self._storage = Storage(geometry, self._arena, "cpu")
+        arena = HostArena(num_bytes // geometry.extent_bytes, geometry.extent_bytes)
+        self._storage = Storage(geometry, arena, "cpu")
         self._blocks_per_extent = geometry.blocks_per_extent
         self._thread = ThreadPoolExecutor(1, "pagetide-swaps")  # which begins with the first copy
-        self._stream: torch.cuda.Stream | None = None
-        self._pinned: set[int] = set()
+        self._extents = HostExtents(arena, self._storage.blocks.data_ptr(), self._thread)
+        self._cuda: _Cuda | None = None
 
     @property
     def num_slots(self) -> int:
@@ -77,34 +95,54 @@ class HostPool:
     @property
     def mapped_bytes(self) -> int:
         """Host memory that is taken now."""
-        return self._arena.mapped_bytes
+        return self._extents.mapped_bytes
 
     def swap(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32 = NONE, in_blocks: Int32 = NONE
     ) -> Swapped:  # fmt: skip
         """Copy `out_blocks` of the device to `out_slots`, then `in_slots`, which were written before, to `in_blocks`. Waits."""
-        copy = partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks)
-        return _InStream(copy, self._stream_of(device)).wait() if device.device.type == "cuda" else _timed(copy)
+        if device.device.type == "cuda":
+            return self.begin(device, out_blocks, out_slots, in_slots, in_blocks).wait()
+        return _timed(partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks))
 
     def begin(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
     ) -> Copies:  # fmt: skip
-        """Begin what `swap` does, behind what is queued on the device now. Until it is done nobody may touch these blocks."""
-        copy = partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks)
-        return (
-            _InStream(copy, self._stream_of(device)) if device.device.type == "cuda" else _InThread(copy, self._thread)
-        )
+        """Begin what `swap` does, behind what is queued on the device's current stream now, and without waiting for that.
+
+        Until it is done nobody may touch these blocks, but behind a `fence`.
+        """
+        if device.device.type != "cuda":
+            return _InThread(partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks), self._thread)
+        cuda = self._cuda_of(device)
+        lost = self._populate(out_slots)
+        kept = ~np.isin(out_slots, lost)
+        out = self._storage.pieces_from(device, out_blocks[kept], out_slots[kept])
+        back = device.pieces_from(self._storage, in_slots, in_blocks)
+
+        def copy() -> None:
+            cuda.fastest.copy_out(self._storage, device, out, self._extents.all_locked)
+            cuda.fastest.copy_back(device, self._storage, back, self._extents.all_locked)
+
+        return _InStream(copy, cuda.stream, lost, int(np.count_nonzero(kept)) + len(in_slots))
 
     def measure(self, device: Storage, num_blocks: int) -> float | None:
-        """Bytes a second of copies from the device, whose first `num_blocks` blocks have memory and no content yet.
+        """Bytes a second of copies from and to the device, whose first `num_blocks` blocks have memory and no content yet.
 
-        The tier is empty before and after. None where the host has no memory for it.
+        With CUDA it finds out which way is the fastest for how many. The tier is empty before and after. None where the host
+        has no memory for it.
         """
         num_measured = min(num_blocks, self.num_slots, max(1, _MEASURED_BYTES // device.geometry.payload_bytes))
         blocks = np.arange(1, num_measured + 1, dtype=np.int32)
         if not num_measured or len(self.swap(device, blocks, blocks).lost_slots):
             return None
-        seconds = self.swap(device, blocks, blocks).seconds  # what is touched first takes longer
+        if device.device.type == "cuda":
+            cuda = self._cuda_of(device)
+            timer = partial(_seconds_in, cuda.stream)
+            locked = self._extents.all_locked
+            seconds = cuda.fastest.measure(device, self._storage, num_measured, locked, timer) / 2
+        else:
+            seconds = self.swap(device, blocks, blocks).seconds  # what is touched first takes longer
         self.give_back(self.mapped_bytes)
         return num_measured * device.geometry.payload_bytes / max(seconds, 1e-9)
 
@@ -112,21 +150,22 @@ class HostPool:
         """Give up to so much memory back, an extent at least, the highest slots' first. Nothing may lie there any more, and
         all copies must be done.
         """
-        mapped = sorted(self._arena.mapped_extents)
-        num_extents = max(1, num_bytes // self._arena.extent_bytes)
-        self._unpin(mapped[-num_extents:])
-        self._arena.unmap(mapped[-num_extents:])
+        self._extents.give_back(num_bytes)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back; all copies must be done. Idempotent."""
         self._thread.shutdown()
-        self._unpin(sorted(self._pinned))
-        self._arena.close()
+        try:
+            self._extents.close()
+        finally:
+            if self._cuda is not None and self._cuda.device is not None:
+                self._cuda.device.close()
+            self._cuda = None
 
     def _copy(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
     ) -> tuple[Int32, int]:  # fmt: skip
-        """Returns the slots that got no memory, and how many copies their time may be measured by."""
+        """Between hosts. Returns the slots that got no memory, and how many copies their time may be measured by."""
         mapped_bytes = self.mapped_bytes
         lost = self._populate(out_slots)
         kept = ~np.isin(out_slots, lost)
@@ -137,40 +176,31 @@ class HostPool:
 
     def _populate(self, slots: Int32) -> Int32:
         """Take memory for `slots`. Returns those that got none."""
-        extents = np.unique(slots // self._blocks_per_extent)
-        missing = np.setdiff1d(extents, list(self._arena.mapped_extents))
-        if not len(missing):
-            return slots[:0]
+        extents = slots // self._blocks_per_extent
         try:
-            self._arena.map(missing.tolist())
+            self._extents.take(np.unique(extents).tolist())
         except OutOfDeviceMemory as error:
             log.warning("the host tier stays at %s: %s", format_bytes(self.mapped_bytes), error)
-            return slots[np.isin(slots // self._blocks_per_extent, missing)]
-        if self._stream is not None:
-            self._pin(missing.tolist())
+            return slots[~np.isin(extents, list(self._extents.mapped))]
         return slots[:0]
 
-    def _stream_of(self, device: Storage) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device.device)
-        return self._stream
-
-    def _pin(self, extents: list[int]) -> None:
-        """Lock these extents' pages, so that copies run beside everything else; where the driver does not, they take longer."""
-        for extent in extents:
-            if error := int(torch.cuda.cudart().cudaHostRegister(self._address(extent), self._arena.extent_bytes, 0)):
-                log.warning("host memory for swaps is not pinned (CUDA error %d): copies to it take longer", error)
-                return
-            self._pinned.add(extent)
-
-    def _unpin(self, extents: list[int]) -> None:
-        """The copies of these extents must be done."""
-        for extent in self._pinned.intersection(extents):
-            torch.cuda.cudart().cudaHostUnregister(self._address(extent))
-            self._pinned.remove(extent)
-
-    def _address(self, extent: int) -> int:
-        return self._storage.blocks.data_ptr() + extent * self._arena.extent_bytes
+    def _cuda_of(self, device: Storage) -> _Cuda:
+        """Made when it is first needed, as are stream and context."""
+        if self._cuda is not None:
+            return self._cuda
+        where = device.device
+        index = torch.cuda.current_device() if where.index is None else where.index
+        stream = torch.cuda.Stream(where)
+        try:
+            driver = CudaBindings()
+            context = Device(driver, index)
+        except (DriverUnavailable, DriverError) as error:
+            log.warning("host memory for swaps is not pinned, copies to it take longer: %s", error)
+            self._cuda = _Cuda(stream, Fastest([Runs()]), None)
+        else:
+            self._extents.lock_for(context)
+            self._cuda = _Cuda(stream, Fastest(ways_on(driver, where, index)), context)
+        return self._cuda
 
 
 def _timed(copy: Callable[[], tuple[Int32, int]]) -> Swapped:
@@ -185,7 +215,12 @@ class _InThread:
     def __init__(self, copy: Callable[[], tuple[Int32, int]], thread: ThreadPoolExecutor) -> None:
         self._future = thread.submit(_timed, copy)
 
+    def fence(self) -> None:
+        """See `Copies`."""
+        self.wait()
+
     def wait(self) -> Swapped:
+        """See `Copies`."""
         interrupt: BaseException | None = None
         while not self._future.done():  # whoever goes on before would give these blocks to others
             try:
@@ -200,16 +235,32 @@ class _InThread:
 class _InStream:
     """Copies from and to a CUDA device, in a stream of their own, behind what the current one had to do when they began."""
 
-    def __init__(self, copy: Callable[[], tuple[Int32, int]], stream: torch.cuda.Stream) -> None:
+    def __init__(self, copy: Callable[[], None], stream: torch.cuda.Stream, lost: Int32, num: int) -> None:
         self._stream = stream
+        self._lost, self._num = lost, num
         self._began, self._ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._began.record()
-            self._lost, self._num = copy()
-            self._ended.record()
+            try:
+                self._began.record()
+                copy()
+                self._ended.record()
+            except BaseException:
+                stream.synchronize()  # some may be on their way, to or from blocks that others are given now
+                raise
+
+    def fence(self) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream(self._stream.device).wait_event(self._ended)
 
     def wait(self) -> Swapped:
+        """See `Copies`."""
+        self.fence()
         self._ended.synchronize()
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return Swapped(self._lost, self._num, self._began.elapsed_time(self._ended) / 1e3 if self._num else 0.0)
+        return Swapped(self._lost, self._num, self._began.elapsed_time(self._ended) / 1e3)
+
+
+def _seconds_in(stream: torch.cuda.Stream, copy: Callable[[], None]) -> float:
+    """The best of three, as the device counts."""
+    copies = (_InStream(copy, stream, NONE, 0) for _ in range(3))
+    return min(one.wait().seconds for one in copies)

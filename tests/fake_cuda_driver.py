@@ -2,11 +2,13 @@
 
 It answers the calls of `pagetide.allocator.cuda_driver.Driver`. What the real driver would refuse, it refuses with the
 same code, and writes it down in `violations`: code under test shall never do it, not even where it survives. Memory is
-full of GARBAGE until something is written; what was written to a handle stays in it, as on the device.
+full of GARBAGE until something is written; what was written to a handle stays in it, as on the device. Host memory is real:
+what is locked may be copied, within what was locked at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,11 +17,12 @@ from dataclasses import dataclass, field
 from pagetide.allocator.errors import DriverError
 
 GARBAGE = 0xDB
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NOT_READY = 1, 2, 201, 600
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NOT_FOUND, NOT_READY = 1, 2, 201, 500, 600
 NAMES = {
     INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
     OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
     INVALID_CONTEXT: "CUDA_ERROR_INVALID_CONTEXT",
+    NOT_FOUND: "CUDA_ERROR_NOT_FOUND",
     NOT_READY: "CUDA_ERROR_NOT_READY",
 }
 GRANULE = 4096
@@ -61,6 +64,7 @@ class FakeCudaDriver:
     total_bytes: int = 1 << 30
     foreign_bytes: int = 0
     supported: bool = True  # virtual memory management
+    host_pointers: bool = True  # kernels reach locked host memory at the host's addresses
     faults: list[Fault] = field(default_factory=list)
     before: Callable[[str], None] = lambda name: None  # runs before each call, outside the lock: may wait
     calls: list[str] = field(default_factory=list)
@@ -76,6 +80,7 @@ class FakeCudaDriver:
         self._handles: dict[int, Handle] = {}
         self._mappings: dict[int, Mapping] = {}
         self._streams: dict[int, list[Callable[[], None]]] = {}
+        self.locked: dict[int, int] = {}  # bytes by the first address
 
     # --- the seam
 
@@ -116,6 +121,7 @@ class FakeCudaDriver:
             "handles": self._handles,
             "mappings": self._mappings,
             "streams": self._streams,
+            "locked host memory": self.locked,
             "contexts": {key: count for key, count in self._retained.items() if count},
             "contexts current": {thread: stack for thread, stack in self._stacks.items() if stack},
         }
@@ -143,8 +149,8 @@ class FakeCudaDriver:
         return (index,)
 
     def _cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int]:
-        self._expect(attribute == 102, f"attribute {attribute}")
-        return (int(self.supported),)
+        self._expect(attribute in (91, 102), f"attribute {attribute}")
+        return (int(self.supported if attribute == 102 else self.host_pointers),)
 
     def _cuMemGetAllocationGranularity(self, device: int, option: int) -> tuple[int]:
         self._expect(option in (0, 1), f"granularity option {option}")
@@ -263,6 +269,37 @@ class FakeCudaDriver:
         self._in_context()
         while self._streams[stream]:
             self._streams[stream].pop(0)()
+        return ()
+
+    def _cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[()]:
+        self._in_context()
+        self._expect(size > 0 and flags == 3, "locked memory that is neither portable nor mapped")
+        apart = all(address + size <= start or start + other <= address for start, other in self.locked.items())
+        self._expect(apart, "locked memory is locked again")
+        ctypes.string_at(address, size)  # a range that may not be read ends the process
+        self.locked[address] = size
+        return ()
+
+    def _cuMemHostUnregister(self, address: int) -> tuple[()]:
+        self._in_context()
+        self._expect(address in self.locked, "unlocking of what is not locked")
+        del self.locked[address]
+        return ()
+
+    def _cuMemcpyBatchAsync(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> tuple[()]:
+        self._expect(count > 0 and stream in self._streams, "a batch of nothing, or in no stream of its own")
+        columns = [(ctypes.c_uint64 * count).from_address(numbers)[:] for numbers in (targets, sources, sizes)]
+        copies = list(zip(*columns, strict=True))
+        for target, source, size in copies:
+            for address in (target, source):
+                inside = any(a <= address and address + size <= a + length for a, length in self.locked.items())
+                self._expect(size > 0 and inside, f"a copy of {size} bytes at {address:#x}, not within what was locked")
+
+        def run() -> None:
+            for copy in copies:
+                ctypes.memmove(*copy)
+
+        self._streams[stream].append(run)
         return ()
 
     # --- the book

@@ -24,7 +24,8 @@ from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILING
 TARGET = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = ("inner", "outer")
-ANY_NUMBER = ("table_row", "num_splits", "reach", "tiles", "turns", "num_heads")  # others are multiples of 16
+ADDRESSES = ("source", "target")
+ANY_NUMBER = ("table_row", "num_splits", "reach", "count", "tiles", "turns", "num_heads")  # others are multiples of 16
 
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], int, int]  # name, function, pointers, constants, warps, stages
 
@@ -55,9 +56,8 @@ def some() -> Iterator[Kernel]:
     pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "bf16") | {"blocks": "i64", "offsets": "i64"}
     constants = {"HEADS": 8, "DIM": 128, "DIM_PAD": 128, "V_DIM": 128, "V_DIM_PAD": 128}
     yield "write", triton_write._write, pointers, constants, 4, 3
-    pointers, constants = dict.fromkeys(("rows", "ids", "packed"), "i64"), {"TILE": triton_gather.TILE_WORDS}
-    yield "gather", triton_gather._copy_words, pointers, {**constants, "TO_ROWS": False}, 8, 3
-    yield "scatter", triton_gather._copy_words, pointers, {**constants, "TO_ROWS": True}, 8, 3
+    constants = {"WORD": triton.language.int64, "TILE": triton_gather.TILE_WORDS}
+    yield "blocks", triton_gather._copy_words, {"ids": "i64"}, constants, 8, 3
 
 
 def all_() -> Iterator[Kernel]:
@@ -84,7 +84,8 @@ def compiled(kernel: Kernel) -> dict[str, Any]:
         elif argument in FLOATS:
             signature[argument] = "fp32"
         else:
-            signature[argument] = f"*{pointers[argument]}" if argument in pointers else "i32"
+            number = "i64" if argument in ADDRESSES else "i32"
+            signature[argument] = f"*{pointers[argument]}" if argument in pointers else number
             if argument not in ANY_NUMBER:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=values, attrs=attributes)

@@ -1,7 +1,7 @@
-"""Copies of whole blocks between a strided arena and a packed buffer, in one launch however many blocks they are.
+"""Copies of whole blocks from one strided pool to another, in one launch however many blocks they are.
 
-For swaps below the size where a copy engine, which takes a command a copy, is slow. The packed side may be pinned host memory:
-the device reads and writes it over the link.
+For swaps of blocks that are too small for a copy engine, which takes a command a copy. One of the pools may be pinned host
+memory: the device reads and writes it over the link, at the host's own addresses. Only what is copied has to be accessible.
 """
 
 from __future__ import annotations
@@ -13,87 +13,65 @@ from .triton_base import on_device, tl, triton
 TILE_WORDS = 2048  # of 8 bytes: a turn of a program
 NUM_PROGRAMS = 64  # what fills a link to the host, and leaves the rest of the card to others
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes, widest first
 
 
-def gather_blocks(
-    rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, *, num_programs: int = NUM_PROGRAMS
+def copy_blocks(
+    source: torch.Tensor, target: torch.Tensor, ids: torch.Tensor, num_bytes: int, *, num_programs: int = NUM_PROGRAMS
 ) -> None:
-    """`out[i] = rows[ids[i], :out.shape[1]]`.
+    """`target[ids[1, i], :num_bytes] = source[ids[0, i], :num_bytes]`, in the order of the device's current stream.
 
     Args:
-        rows: Integers [num_blocks, items], the items of a row neighbours, the rows strided.
-        ids: int64 [n], on the device, in range; they are not checked.
-        out: [n, up to as many items], of the same type.
+        source: uint8 [num_blocks, bytes], the bytes of a row neighbours, the rows strided. On the device, or of host memory
+            that is locked (cudaHostRegister) where blocks are copied, on a device that may use the host's pointers.
+        target: The same of another pool.
+        ids: int64 [2, n], contiguous, on the device, in range; no target twice. They are not checked.
+        num_bytes: Of each row, from its beginning.
         num_programs: Programs that share the copy.
 
-    Raises ValueError where the shapes or types do not fit. Runs in the order of the device's current stream.
+    Raises ValueError where the shapes or types do not fit.
     """
-    _check(rows, ids, out)
-    _copy(rows, ids, out, num_programs, to_rows=False)
-
-
-def scatter_blocks(
-    packed: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, *, num_programs: int = NUM_PROGRAMS
-) -> None:
-    """`rows[ids[i], :packed.shape[1]] = packed[i]`: what `gather_blocks` took out. No id may come twice. See there."""
-    _check(rows, ids, packed)
-    _copy(rows, ids, packed, num_programs, to_rows=True)
-
-
-def _check(rows: torch.Tensor, ids: torch.Tensor, packed: torch.Tensor) -> None:
-    if rows.ndim != 2 or ids.ndim != 1 or packed.ndim != 2:
-        raise ValueError(
-            f"blocks are rows [num_blocks, items], ids [n] and a buffer [n, items], got {tuple(rows.shape)},"
-            f" {tuple(ids.shape)} and {tuple(packed.shape)}"
-        )
-    if rows.dtype != packed.dtype or rows.dtype not in _WORDS:
-        raise ValueError(f"rows and buffer must both be of one of {_WORDS}, got {rows.dtype} and {packed.dtype}")
-    if ids.dtype != torch.int64:
-        raise ValueError(f"ids must be int64, got {ids.dtype}")
-    if len(packed) != len(ids) or packed.shape[1] > rows.shape[1]:
-        raise ValueError(
-            f"{len(ids)} blocks of {rows.shape[1]:,} items do not fill a buffer of {len(packed)} x {packed.shape[1]:,}"
-        )
-    if rows.stride(1) != 1 or packed.stride(1) != 1:
-        raise ValueError("the items of a row must be neighbours")
-
-
-def _copy(rows: torch.Tensor, ids: torch.Tensor, packed: torch.Tensor, num_programs: int, *, to_rows: bool) -> None:
-    rows = rows[:, : packed.shape[1]]
-    if not packed.numel():
+    _check(source, target, ids, num_bytes)
+    count = ids.shape[1]
+    if not count or not num_bytes:
         return
-    word = next(word for word in _WORDS if _divides(word, rows) and _divides(word, packed))
-    rows, packed = rows.view(word), packed.view(word)
-    num_words = packed.shape[1]
+    places = (source.data_ptr(), target.data_ptr(), source.stride(0), target.stride(0), num_bytes)
+    width = next(width for width in _WORDS if not any(place % width for place in places))
+    num_words = num_bytes // width
     tiles = triton.cdiv(num_words, TILE_WORDS)
-    grid = min(num_programs, len(ids) * tiles)
-    with on_device(rows):
-        _copy_words[(grid,)](
-            rows, ids, packed, rows.stride(0), packed.stride(0), num_words, tiles, len(ids) * tiles,
-            TO_ROWS=to_rows, TILE=TILE_WORDS, num_warps=8,
+    with on_device(ids):
+        _copy_words[(min(num_programs, count * tiles),)](
+            *places[:4], ids, num_words, count, tiles, count * tiles, WORD=_WORDS[width], TILE=TILE_WORDS, num_warps=8
         )  # fmt: skip
 
 
-def _divides(word: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether every row of `tensor` is whole words that begin where words may. Its own items always are."""
-    counts = (tensor.storage_offset(), tensor.stride(0), tensor.shape[1])
-    return tensor.data_ptr() % word.itemsize == 0 and not any(n * tensor.itemsize % word.itemsize for n in counts)
+def _check(source: torch.Tensor, target: torch.Tensor, ids: torch.Tensor, num_bytes: int) -> None:
+    for rows in (source, target):
+        if rows.ndim != 2 or rows.dtype != torch.uint8:
+            raise ValueError(f"blocks are bytes, uint8 [num_blocks, bytes], got {rows.dtype} {tuple(rows.shape)}")
+        if rows.stride(1) != 1:
+            raise ValueError("the bytes of a block must be neighbours")
+        if not 0 <= num_bytes <= rows.shape[1]:
+            raise ValueError(f"{num_bytes:,} bytes of a block cannot be copied: it has {rows.shape[1]:,}")
+    if ids.dtype != torch.int64 or ids.ndim != 2 or len(ids) != 2 or not ids.is_contiguous():
+        raise ValueError(f"ids must be int64 [2, n] in one piece, got {ids.dtype} {tuple(ids.shape)}")
 
 
-@triton.jit(do_not_specialize=["tiles", "turns"])
+@triton.jit(do_not_specialize=["count", "tiles", "turns"])
 def _copy_words(
-    rows: tl.tensor, ids: tl.tensor, packed: tl.tensor, rows_row: tl.tensor, packed_row: tl.tensor,  # strides, by name
-    num_words: tl.tensor, tiles: tl.tensor, turns: tl.tensor, TO_ROWS: tl.constexpr, TILE: tl.constexpr,
+    source: tl.tensor, target: tl.tensor, source_stride: tl.tensor, target_stride: tl.tensor,  # addresses, and bytes
+    ids: tl.tensor, num_words: tl.tensor, count: tl.tensor, tiles: tl.tensor, turns: tl.tensor,
+    WORD: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: every so-manieth tile of words."""
+    """A program: every so-manieth tile of words. The pools are addresses: Triton takes no pointer to a host's first block that
+    has no memory.
+    """
     for turn in range(tl.program_id(0), turns, tl.num_programs(0)):
-        index = (turn // tiles).to(tl.int64)
+        index = turn // tiles
         words = (turn % tiles) * TILE + tl.arange(0, TILE)
         mask = words < num_words
-        ours = rows + tl.load(ids + index) * rows_row + words
-        theirs = packed + index * packed_row + words
-        if TO_ROWS:
-            tl.store(ours, tl.load(theirs, mask=mask), mask=mask)
-        else:
-            tl.store(theirs, tl.load(ours, mask=mask), mask=mask)
+        theirs = source + tl.load(ids + index) * source_stride
+        ours = target + tl.load(ids + count + index) * target_stride
+        read = theirs.to(tl.pointer_type(WORD), bitcast=True) + words
+        write = ours.to(tl.pointer_type(WORD), bitcast=True) + words
+        tl.store(write, tl.load(read, mask=mask), mask=mask)

@@ -454,3 +454,20 @@ def test_neighbours_are_one_copy_but_for_ends_of_extents(per_extent: int | None)
         assert pieces == [(2, 10, 5), (8, 30, 2)]
     else:
         assert pieces == [(2, 10, 2), (4, 12, 3), (8, 30, 2)]
+
+
+def test_pieces_are_what_a_copy_copies() -> None:
+    """Neighbours as one where the pools have one stride; else each by itself. With a device they end with its extents."""
+    geometry = Geometry((LayerShape(1, 8, 8),), 4, "float32").with_extents(0)  # 256 bytes, 16 to an extent
+    ours, theirs = (Storage(geometry, _mapped(HostArena(n, geometry.extent_bytes))) for n in (8, 4))
+    sources, targets = np.array([30, 31, 32, 9]), np.array([98, 99, 100, 1], np.int32)
+    pieces = ours.pieces_from(theirs, sources, targets)
+    assert (pieces.sources is sources, pieces.targets is targets) == (True, True)
+    assert pieces.reads.tolist() == [9 * 256, 30 * 256]
+    assert pieces.writes.tolist() == [256, 98 * 256]
+    assert pieces.sizes.tolist() == [256, 3 * 256]
+    assert {array.dtype for array in (pieces.reads, pieces.writes, pieces.sizes)} == {np.dtype(np.int64)}
+    ours.device = torch.device("cuda")  # as far as copies are concerned
+    assert ours.pieces_from(theirs, sources, targets).sizes.tolist() == [256, 2 * 256, 256]
+    nothing = ours.pieces_from(theirs, sources[:0], targets[:0])
+    assert [len(array) for array in (nothing.reads, nothing.writes, nothing.sizes)] == [0, 0, 0]

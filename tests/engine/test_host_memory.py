@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from pagetide.cache.geometry import Geometry
 from pagetide.cache.storage import Storage
 from pagetide.engine.host_pool import NONE, HostPool
 from pagetide.engine.memory import UNMAP_SLICE_BYTES, EngineMemory
-from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.plan import Plan
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [16, 33, 64, 99, 130]
@@ -72,13 +73,13 @@ def test_whoever_waits_or_runs_keeps_it(kept: Kept) -> None:
     """However long it waits, and a step takes: time counts from the end of the last step with a request."""
     kept.generate()
     held = kept.pool.mapped_bytes
-    execute = kept.core.runner.execute
+    begin = kept.core.runner.begin
 
-    def slow(plan: Plan) -> Result:
+    def slow(plan: Plan) -> Any:
         kept.now += 2 * IDLE_S
-        return execute(plan)
+        return begin(plan)
 
-    kept.core.runner.execute = slow  # type: ignore[method-assign]
+    kept.core.runner.begin = slow  # type: ignore[method-assign]
     kept.engine.add("r", kept.inputs[0], Sampling(4))
     kept.now += 3 * IDLE_S
     assert not kept.memory.due
@@ -98,7 +99,7 @@ def test_a_slice_at_a_time_the_highest_first() -> None:
     for extent in 0, 2, 5:
         pool.swap(storage, np.array([1], np.int32), np.array([extent * per + 1], np.int32))
     pool.give_back(1)
-    assert pool._arena.mapped_extents == {0, 2}
+    assert pool._extents.mapped == {0, 2}
     pool.give_back(UNMAP_SLICE_BYTES)
     assert pool.mapped_bytes == 0
     pool.swap(storage, np.array([1], np.int32), np.array([1], np.int32))
@@ -110,8 +111,8 @@ def test_a_slice_at_a_time_the_highest_first() -> None:
 
 def test_an_idle_engine_holds_no_host_memory() -> None:
     """The demo model. It swaps, rests, and swaps again, with the tokens of an engine that never does."""
-    texts = [f"{number}: " + "the tide comes in and goes out again. " * 6 for number in range(16)]
-    params = SamplingParams(max_new_tokens=24, temperature=0.0)
+    texts = [f"{number}: " + "the tide comes in and goes out again. " * 6 for number in range(10)]
+    params = SamplingParams(max_new_tokens=12, temperature=0.0)
     options = {"share": False, "kv_memory": "2MiB", "block_size": 4, "max_seqs": 16}
     with LLM("demo", share=False) as llm:
         expected = [output.token_ids for output in llm.generate(texts, params)]

@@ -143,7 +143,7 @@ def test_memory_comes_as_slots_are_written_and_goes_at_the_end():
 
 def refuse_memory(engine: TinyEngine, after: int) -> None:
     """From the host's extent number `after` on there is none."""
-    arena = engine.host._arena
+    arena = engine.host._extents._arena
     map_ = arena.map
 
     def refused(extents):
@@ -164,7 +164,7 @@ def test_a_host_without_memory_costs_nobody_a_token(caplog):
         assert [engine.generate([p], GREEDY)[0] for p in inputs] == expected
         tier = engine.core.scheduler.cache.host
         assert tier.num_used <= tier.num_slots < 100
-        assert engine.host.mapped_bytes <= after * engine.host._arena.extent_bytes
+        assert engine.host.mapped_bytes <= after * engine.host._extents._arena.extent_bytes
         assert "host tier stays at" in caplog.text
 
 
@@ -227,7 +227,7 @@ def test_a_runner_without_a_host_tier_refuses_to_swap():
     )  # fmt: skip
     assert plan.moves_memory and not plan.is_empty
     with pytest.raises(Exception, match="without a host tier cannot swap"):
-        engine.core.runner.execute(plan)
+        engine.core.runner.begin(plan)
 
 
 # ---- the engine's option --------------------------------------------------------------------------------------------

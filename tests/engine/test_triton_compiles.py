@@ -36,8 +36,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "prefill",
         "merge",
         "write",
-        "gather",
-        "scatter",
+        "blocks",
     ]
     for kernel in kernels:
         assert not kernel["stack_bytes"], f"{kernel} spills"
