@@ -26,9 +26,8 @@ import torch
 from benchmarks.goodput_load import Arrival
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
-from pagetide.engine.runner import Runner
+from pagetide.engine.runner import Runner, _Computed
 from pagetide.scheduler.outcome import Emissions
-from pagetide.scheduler.plan import Failure, Plan
 
 MAX_SEQS = 256
 MAX_STEP_TOKENS = 512  # so that no step takes long for a prompt's sake
@@ -104,20 +103,21 @@ class StandIn:
         self._block_size = self._sums.shape[1]
         self._weights = np.random.default_rng(0).integers(1, MODULUS, 1 << 16)  # of positions
 
-    def compute(self, plan: Plan, chunks: np.ndarray) -> tuple[np.ndarray, list[Failure]]:
+    def compute(self, work: Any, there: Any) -> _Computed:
         """As `Runner._compute`."""
-        until = time.monotonic() + STEP_S + TOKEN_S * int(plan.lengths[chunks].sum())
-        tokens = np.zeros(len(chunks), np.int32)
-        if len(chunks):
-            rows, starts, lengths = plan.rows[chunks], plan.starts[chunks], plan.lengths[chunks]
-            self._write(rows, starts, lengths)
-            tokens[:] = self._read(rows, starts + lengths)
+        until = time.monotonic() + STEP_S + TOKEN_S * int(work.lengths.sum())
+        tokens = np.zeros(len(work.chunks), np.int32)
+        if len(work.chunks):
+            self._write(work.rows, work.starts, work.lengths)
+            tokens[:] = self._read(work.rows, work.starts + work.lengths)
+            seated = work.rows[work.sampling]
+            self._runner._tokens[seated, work.at] = tokens[work.sampling]
         time.sleep(max(0.0, until - time.monotonic()))
-        return tokens, []
+        return _Computed(tokens)
 
     def _write(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """The sums of the chunks' tokens, each on top of what stands before it."""
-        (table,) = self._runner._tables
+        table = self._runner._rows.tables[0].numpy()
         firsts = np.cumsum(lengths) - lengths
         owners = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
@@ -130,7 +130,7 @@ class StandIn:
 
     def _read(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
         """The next token of each row, of which so many tokens have their sums in the pool."""
-        (table,) = self._runner._tables
+        table = self._runner._rows.tables[0].numpy()
         width = -(-int(known.max()) // self._block_size)
         places = (known - 1) % self._block_size
         written = np.arange(width) * self._block_size + places[:, None] < known[:, None]  # [rows, blocks]
@@ -219,12 +219,12 @@ class Driver:
             record.token_ids.append(token)
         return emissions
 
-    def _computed(self, plan: Plan, chunks: np.ndarray) -> tuple[np.ndarray, list[Failure]]:
+    def _computed(self, work: Any, there: Any) -> _Computed:
         """What the plan maps is mapped by now, and what it unmaps is not yet granted to anybody else."""
         mapped = self._engine.arena.mapped_bytes
         if not self.pool or self.pool[-1][1] != mapped:
             self.pool.append((time.monotonic(), mapped))
-        return self._stand_in.compute(plan, chunks)
+        return self._stand_in.compute(work, there)
 
 
 def _ended(ticket: Any) -> bool:

@@ -406,7 +406,7 @@ class _Submission:
         if not chunks and stepper.ended and not self._closed:
             chunks = self._call.collect()
             if not chunks:
-                self._llm._desk.open()
+                raise stepper.closed()
         return chunks
 
     def close(self) -> None:

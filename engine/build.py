@@ -35,6 +35,7 @@ from .config import EngineConfig
 from .core import EngineCore
 from .encoder import Encoder
 from .errors import ConfigError, NotEnoughMemory
+from .graphs import CudaRecorder, sizes_for
 from .host_pool import HostPool
 from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
@@ -71,6 +72,8 @@ class Engine:
             "device": self.plan.device,
             "dtype": self.plan.dtype,
             "attention": self.core.runner.kernel.name,
+            "overlap": self.core.runner.overlaps,
+            "cuda_graphs": [] if self.core.runner.graphs is None else list(self.core.runner.graphs.sizes),
             "max_model_len": self.plan.max_model_len,
             "weights_bytes": self.plan.weights_bytes,
             "kv_bytes": self.arena.mapped_bytes,
@@ -261,6 +264,25 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
         raise ConfigError(f"host_kv_memory: {error}") from error
 
 
+def _record(runner: Runner, seats: int) -> None:
+    """Have decode steps captured in CUDA graphs, where that can be."""
+    device = runner.storage.device
+    if not runner.kernel.captures:
+        log.info("decode steps are not captured in CUDA graphs: attention by %s cannot be", runner.kernel.name)
+        return
+    began = time.perf_counter()
+    try:
+        runner.record(sizes_for(seats), CudaRecorder(device))
+    except Exception as error:  # of a model, which may ask for what is on the device, or of a library
+        log.warning("decode steps are not captured in CUDA graphs: %s: %s", type(error).__name__, error)
+        return
+    finally:
+        _collect(str(device))  # the pool takes its memory from the driver
+    assert runner.graphs is not None
+    sizes, took = runner.graphs.sizes, time.perf_counter() - began
+    log.info("decode steps of up to %d rows captured in %d CUDA graphs, in %.1f s", sizes[-1], len(sizes), took)
+
+
 def _core(
     model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, encoder: Encoder,
     host: HostPool | None, kernel: Kernel,
@@ -281,9 +303,13 @@ def _core(
         Sampler(limits.seats, encoder.vocab_size, storage.device, encoder.constraints),
         num_rows=limits.seats,
         max_tokens=cache.max_tokens,
+        max_step_tokens=limits.max_step_tokens,
         arena=arena,
         host=host,
+        overlaps=storage.device.type == "cuda" if config.overlap is None else config.overlap,
     )
+    if config.cuda_graphs and storage.device.type == "cuda":
+        _record(runner, limits.seats)
     cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
     if host is not None and (measured := host.measure(storage, cache.usable)) is not None:
         log.info("the host tier: copies at %s a second", format_bytes(int(measured)))

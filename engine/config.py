@@ -100,6 +100,8 @@ class EngineConfig:
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
         attention: A backend of `attention.backends`, or "auto": the fastest of those that suit 16 tokens in a block, or the
             block size asked for.
+        overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host. None: on CUDA.
+        cuda_graphs: Replay decode steps from CUDA graphs, where device, model and attention have nothing against it.
     """
 
     model: ModelSpec
@@ -116,6 +118,8 @@ class EngineConfig:
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
     attention: str = "auto"
+    overlap: bool | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -126,9 +130,11 @@ class EngineConfig:
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
         check_attention(self.attention)
-        for name in ("prefix_caching", "share"):
+        for name in ("prefix_caching", "share", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.overlap, bool | None):
+            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
         if self.host_kv_memory and not self.prefix_caching:
             raise ConfigError(
                 "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
@@ -159,6 +165,8 @@ class EngineConfig:
         trust_remote_code: bool | None = None,
         tokenizer: object = None,
         attention: str | None = None,
+        overlap: bool | None = None,
+        cuda_graphs: bool = True,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
         and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
@@ -191,6 +199,8 @@ class EngineConfig:
             idle_s=idle_s,
             share=share,
             attention=check_attention(spec.attention or "auto" if attention in (None, "auto") else attention),
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
 
     def tokens_per_block(self) -> int:

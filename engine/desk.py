@@ -185,8 +185,7 @@ class Desk:
         """See `RequestHandle.export`."""
         with self.lock:
             engine = self.open()
-            while self._undelivered:  # of a step that was interrupted: they are the request's, too
-                self._advance(engine)
+            self.settle(engine)
             _check_exportable(ticket)
             tickets, end = self._withdraw(engine, ticket)
             now = engine.core.clock()
@@ -280,6 +279,11 @@ class Desk:
         self._wait_if_starving(engine)
         return None
 
+    def settle(self, engine: Engine) -> None:
+        """Have nothing under way, and all that came of steps with whom it belongs to. Under the lock."""
+        while self._undelivered or engine.core.is_ahead:
+            self._advance(engine, ahead=False)
+
     def drop(self, tickets: Iterable[Ticket]) -> None:
         """Abort what has not ended: its caller is gone."""
         with self.lock:
@@ -305,15 +309,18 @@ class Desk:
             finally:
                 self.lock.release()
 
-    def _advance(self, engine: Engine) -> None:
-        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call."""
+    def _advance(self, engine: Engine, ahead: bool = True) -> None:
+        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call.
+
+        Unless `ahead`, nothing is under way at its end.
+        """
         while self._abandoned:
             self._abort(engine, self._abandoned.popleft())
         events = self._undelivered
         if not events:
             self.lock.barred = threading.get_ident()  # what is called from within a step may not wait for its end
             try:
-                emissions = engine.core.step()
+                emissions = engine.core.step() if ahead else engine.core.catch_up()
             finally:
                 self.lock.barred = None
             events.extend(emissions.scores)  # before the tokens that they are of

@@ -49,6 +49,9 @@ class LLM:
         attention: What attends: "torch", "triton", "flash-attn" (in blocks of multiples of 256 tokens), "flash-attn-3",
             "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is torch on a CPU, and on CUDA the fastest of the first
             four and "varlen" as far as they are there and suit model and block size. `stats()` says which it is.
+        overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host: the device does
+            not wait then while they are handed out. None: on CUDA.
+        cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at the start, where model and attention can be.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -76,6 +79,8 @@ class LLM:
         share: bool = True,
         trust_remote_code: bool | None = None,
         attention: str = "auto",
+        overlap: bool | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
@@ -94,6 +99,8 @@ class LLM:
             share=share,
             trust_remote_code=trust_remote_code,
             attention=attention,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         self._desk = Desk(self.config)
 

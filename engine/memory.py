@@ -177,6 +177,21 @@ class EngineMemory:
             self._rest(scheduler, now)
 
     @property
+    def wants_turn(self) -> bool:
+        """Whether `prepare` has something to do before another step is planned. Takes in what the broker says."""
+        self._listen()
+        scheduler, now = self._scheduler(), self._clock()
+        self._limit(scheduler)
+        if self._over_recall(scheduler) > 0 or self._host_idle(scheduler):
+            return True
+        if self._excess(scheduler) > 0 and scheduler.idle_extents:
+            return True
+        if now < self._look_at:
+            return False
+        may_grow = scheduler.num_extents < self._arena.num_extents and self._short(scheduler)
+        return may_grow or now - self._needed_at >= self._idle_s
+
+    @property
     def due(self) -> bool:
         """Whether a step is to be made for memory's sake though no request needs one. Takes in what the broker says."""
         self._listen()
@@ -375,11 +390,13 @@ class EngineMemory:
     def settle(self) -> None:
         """Take in what a step did to the pool: report it, answer a recall."""
         mapped = self._arena.mapped_bytes
-        now = self._settled_at = self._clock()
+        now = self._clock()
+        step_s = now - max(self._began_at, self._settled_at)  # one that was planned ahead was not prepared for
+        self._settled_at = now
         if self._in_use:
             self._used_at = now
         changed = mapped != self._mapped_bytes
-        self._learn(now - self._began_at, max(0, mapped - self._mapped_bytes), changed)
+        self._learn(step_s, max(0, mapped - self._mapped_bytes), changed)
         if changed:
             self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
             self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)

@@ -23,6 +23,7 @@ from .attention.backends import buffer_bytes
 from .checkpoint import Checkpoint
 from .config import EngineConfig, KvMemory
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
+from .graphs import sizes_for
 from .linears import held_twice_bytes
 from .loader import check_weights_fit, free_bytes, total_bytes
 
@@ -148,7 +149,10 @@ def plan_memory(
     if device.type == "cpu":
         weights += held_twice_bytes(checkpoint.text_config, dtype)
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
-    reserve += 0 if device.type == "cpu" else buffer_bytes(config.attention)
+    if device.type == "cuda":
+        reserve += buffer_bytes(config.attention)
+        if config.cuda_graphs:
+            reserve += graph_bytes(checkpoint.text_config, config.max_seqs, dtype)
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
@@ -293,6 +297,12 @@ def working_reserve_bytes(
     logits = max_seqs * int(text_config.vocab_size) * (dtype.itemsize + 8)
     workspaces = 0 if device.type == "cpu" else CUDA_WORKSPACE_BYTES
     return int(max_step_tokens * per_token * dtype.itemsize) + logits + workspaces
+
+
+def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
+    """Bytes that captured decode steps keep: the activations of the largest, which the others share, and its logits."""
+    rows = sizes_for(max_seqs)[-1]
+    return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # without the usual workspaces
 
 
 def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:

@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..cache.geometry import PAGE_BYTES, Geometry
 from ..cache.storage import Storage, TensorArena
-from .attention.context import Kernel, StepContext, running
+from .attention.context import Kernel, StepContext, lengths_on, running
 from .attention.interface import register
 from .attention.torch_kernel import TorchKernel
 from .errors import UnsupportedModel
@@ -174,14 +174,16 @@ class _Probe:
         ids = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
         tables = (ids[:5], np.append(ids[5:7], [0, 0, 0]))  # by sequence, scattered
         q_lens = np.array([n for _, n in chunks], np.int32)
+        kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
         places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token
         step = StepContext(
             layers=tuple(self.storage.layer(i) for i in range(len(self.shapes))),
             kernel=self.kernel,
             q_starts=(np.cumsum(q_lens) - q_lens).astype(np.int32),
             q_lens=q_lens,
-            kv_lens=np.array([done[s] + n for s, n in chunks], np.int32),
+            kv_lens=kv_lens,
             num_decodes=int((q_lens == 1).sum()),
+            **lengths_on(self.device, q_lens, kv_lens),
             tables=self.by_group(np.stack([tables[s] for s, _ in chunks])),
             write_blocks=self.by_group(np.array([tables[s][p // BLOCK_SIZE] for s, p in places])),
             write_offsets=self.tensor(np.array([p % BLOCK_SIZE for _, p in places])),

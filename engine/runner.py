@@ -1,19 +1,22 @@
 """The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
 
-It keeps, per row, the tokens (from admissions and from its own samples) and the block tables, packs the chunks of a plan
-into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the pool's
-memory: extents are mapped, blocks swapped out and copied, extents unmapped, in that order and before the model runs; beside it
-goes what its chunks do not touch.
+It keeps, per row, the tokens (from admissions and from its own samples) and, on the device, the block tables, packs the chunks
+of a plan into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the
+pool's memory: extents are mapped, blocks swapped out and copied, extents unmapped, in that order and before the model runs;
+beside it goes what its chunks do not touch.
+
+On a device that works by itself a plan is queued (`begin`) and its result waited for later (`Underway.wait`): its tokens are
+drawn there, and stay there as inputs of the plan behind it.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,11 +28,19 @@ from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
 from ..scheduler.plan import NO_EXTENTS, NO_LOGPROBS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
+from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
+from .graphs import DecodeGraphs, Record
 from .host_pool import Copies, HostPool, Swapped
 from .sampler import Sampler
 from .scoring import Askers, Stretch, score
+from .transfers import Array, Download, Stopwatch, Upload
+
+if TYPE_CHECKING:
+    from .warpers import Settings
 
 log = logging.getLogger(__name__)
+
+_UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
 
 
 @dataclass(slots=True)
@@ -39,7 +50,43 @@ class _Moved:
     mapped: Index
     unmapped: Index
     refused: str | None = None
-    swaps: list[Swapped] = field(default_factory=list)
+    swaps: list[Copies] = field(default_factory=list)  # to and from the host tier, under way
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Some chunks of a plan, as they are to be computed."""
+
+    chunks: Index  # of the plan
+    rows: Index
+    starts: Index
+    lengths: Index
+    batch: Batch
+    sampling: Index  # places of those chunks that sample
+    at: Index  # where the tokens will stand that they sample
+    prompts: list[Stretch]  # to be scored
+    samples: list[Stretch]
+    keep: Index  # tokens of the batch whose logits are wanted
+    settings: Settings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
+    graph: int | None  # the size of the recorded step that does it
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What it needs on the device; the batch first, so that it lies where recorded steps read it."""
+        return [
+            *self.batch.arrays, self.keep, self.rows[self.sampling], *(() if self.settings is None else self.settings.arrays)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drawn:
+    """Tokens that are on their way from the device: those `at` of `rows`, sampled by the chunks at `places`."""
+
+    places: Index  # of the chunks computed together
+    chunks: Index  # of the plan
+    rows: Index
+    at: Index
+    found: Download
 
 
 @dataclass(slots=True)
@@ -51,17 +98,65 @@ class _Computed:
     scores: list[Scores] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)
     complete: list[int] = field(default_factory=list)  # chunks of the plan
+    drawn: _Drawn | None = None  # tokens that are yet to come
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Underway:
+    """A plan that was begun."""
+
+    _runner: Runner
+    _plan: Plan
+    _moved: _Moved
+    _computed: _Computed
+    _watch: Stopwatch
+
+    def wait(self) -> Result:
+        """What came of it, once it is done. Once, and of several plans in the order they were begun.
+
+        Raises what the device or a copy raises that was not noticed before; then nobody knows what of the plan was done.
+        """
+        swaps: list[Swapped] = []
+        try:
+            with torch.inference_mode():
+                self._runner._take_in(self._computed)
+        finally:
+            swaps = _done(self._moved.swaps)
+        plan, moved, computed = self._plan, self._moved, self._computed
+        failed = computed.failures
+        counts = plan.samples.astype(np.int64)
+        counts[[*failed, *(c.index for c in computed.candidates)]] = 0
+        return Result(
+            plan.step_id,
+            counts,
+            computed.tokens[counts > 0],
+            tuple(Failure(i, message) for i, message in failed.items()),
+            moved.mapped,
+            moved.unmapped,
+            moved.refused,
+            lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in swaps)]),
+            swapped=sum(swap.num_timed for swap in swaps),
+            swap_s=sum(swap.seconds for swap in swaps),
+            compute_s=self._watch.seconds(),
+            scores=tuple(scores for scores in computed.scores if scores.index not in failed),
+            candidates=tuple(computed.candidates),
+            complete=np.array([i for i in computed.complete if i not in failed], np.int64),
+        )
 
 
 class Runner:
-    """One model on one device, with its rows. Not thread-safe; `execute` plans in the order they were made.
+    """One model on one device, with its rows. Not thread-safe; plans in the order they were made.
 
-    `arena` is what `storage` was built over; without it no plan may resize the pool. Without `host` none may swap.
+    Args:
+        arena: What `storage` was built over; without it no plan may resize the pool.
+        host: Without it none may swap.
+        max_step_tokens: Of a step that is sent at once; larger ones take memory of their own.
+        overlaps: Whether tokens are drawn on the device and left there, so that a plan can be begun behind another one.
     """
 
     def __init__(
         self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
-        arena: Arena | None = None, host: HostPool | None = None,
+        max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
         self.model = model
         self.storage = storage
@@ -69,17 +164,18 @@ class Runner:
         self.host = host
         self.kernel = kernel
         self.sampler = sampler
+        self.overlaps = overlaps
+        self.graphs: DecodeGraphs | None = None
         self._askers = Askers(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         geometry = storage.geometry
-        self._block_size = geometry.block_size
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
+        self._block_size = geometry.block_size
+        self._max_tokens = max_tokens
         self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
-        num_groups = 1 + max(layer.group for layer in geometry.layers)
-        self._tables = tuple(
-            np.zeros((num_rows, geometry.blocks_for_tokens(max_tokens)), np.int32) for _ in range(num_groups)
-        )
+        self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
+        self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -87,65 +183,55 @@ class Runner:
         """The pool's extents that have memory; None without an arena."""
         return None if self.arena is None else self.arena.mapped_extents
 
-    def execute(self, plan: Plan) -> Result:
-        """Run `plan`. A chunk that cannot be computed is a failure in the result; the others have their tokens.
+    def record(self, sizes: Sequence[int], record: Record) -> None:
+        """Have decode steps of these sizes recorded. Raises what speaks against it; nothing is recorded then."""
+        graphs = DecodeGraphs(self._decode, record)
+        with torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                self._upload.put(self._padding(size).arrays)
+                graphs.add(size)
+        self.graphs = graphs
+
+    def begin(self, plan: Plan) -> Underway:
+        """Have `plan` executed. A chunk that cannot be computed is a failure in the result; the others have their tokens.
 
         When the batch raises, each chunk is tried alone: what a chunk writes lies in its own sequence's blocks and is the
         same however often it is written. An arena that refuses to map or unmap stops nothing else: the result says so.
         """
         with torch.inference_mode():
             self._follow(plan)
-            moved = self._move_memory(plan)
-            copies = self._begin_swaps(plan.swaps)
-            began = time.perf_counter()
-            every = np.arange(len(plan.rows))
+            moved = _Moved(NO_EXTENTS, NO_EXTENTS)
             try:
-                computed = self._compute(plan, every)
-            except Exception as error:
-                log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(every))
-                computed = self._one_by_one(plan, error)
-            finally:
+                self._move_memory(plan, moved)
+                watch = Stopwatch(self._device)
+                work, changes = self._work(plan, np.arange(len(plan.rows))), self._rows.changes(plan)
+                there = self._upload.put([*work.arrays, *changes])
+                self._rows.follow(plan, there[len(there) - len(changes) :])
                 try:
-                    if self.host is not None:
-                        self._fence()  # else what samples nothing would look as if it took no time
-                    compute_s = time.perf_counter() - began
-                finally:
-                    if copies is not None:
-                        moved.swaps.append(copies.wait())
-        failed = computed.failures
-        counts = plan.samples.astype(np.int64)
-        counts[[*failed, *(c.index for c in computed.candidates)]] = 0
-        got = computed.tokens[counts > 0]
-        rows = plan.rows[counts > 0]
-        self._tokens[rows, (plan.starts + plan.lengths)[counts > 0]] = got
-        return Result(
-            plan.step_id,
-            counts,
-            got,
-            tuple(Failure(i, message) for i, message in failed.items()),
-            moved.mapped,
-            moved.unmapped,
-            moved.refused,
-            lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in moved.swaps)]),
-            swapped=sum(swap.num_timed for swap in moved.swaps),
-            swap_s=sum(swap.seconds for swap in moved.swaps),
-            compute_s=compute_s,
-            scores=tuple(scores for scores in computed.scores if scores.index not in failed),
-            candidates=tuple(computed.candidates),
-            complete=np.array([i for i in computed.complete if i not in failed], np.int64),
-        )
+                    computed = self._compute(work, there)
+                except Exception as error:
+                    log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(plan.rows))
+                    computed = self._one_by_one(plan, error)
+                watch.stop()
+                for copies in moved.swaps:
+                    copies.fence()
+            except BaseException:
+                _done(moved.swaps)
+                raise
+        return Underway(self, plan, moved, computed, watch)
 
     def close(self) -> None:
         """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
         Idempotent.
         """
+        self._fence()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("model", "storage", "arena", "kernel", "_layers"):
+        for name in ("model", "storage", "arena", "kernel", "graphs", "_layers", "_rows", "_upload"):
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:
-        """Take in what changed: rows left and taken, tokens given, tables grown."""
+        """Take in what changed: rows left and taken, tokens given."""
         if len(plan.released):
             self.sampler.release(plan.released)
             self._askers.release(plan.released)
@@ -157,18 +243,15 @@ class Runner:
         if plan.given is not None:
             self._tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
             self.sampler.took(plan.given.rows, plan.given.tokens)
-        for table, update in zip(self._tables, plan.tables, strict=False):
-            table[update.rows, update.slots] = update.blocks
 
-    def _move_memory(self, plan: Plan) -> _Moved:
-        """Map, swap out what the chunks depend on, copy, unmap, as the plan says.
+    def _move_memory(self, plan: Plan, moved: _Moved) -> None:
+        """Map, swap out what the chunks depend on, copy, unmap, as the plan says; begin the swaps that go beside the chunks.
 
         The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
         """
         resize, arena, swaps = plan.resize, self.arena, plan.swaps
         if resize and arena is None:
             raise BlockMisuse("a runner without an arena cannot resize the pool")
-        moved = _Moved(NO_EXTENTS, NO_EXTENTS)
         if arena is not None and len(resize.map):
             self._fence()
             moved.refused = _refusal(arena.map, resize.map)
@@ -181,58 +264,99 @@ class Runner:
             self._fence()  # the copies read there
             moved.refused = _refusal(arena.unmap, resize.unmap) or moved.refused
             moved.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
-        return moved
+        if swaps is not None and swaps.any_beside:
+            self._begin_swaps(swaps, slice(swaps.num_before, None), moved, swaps.in_slots, swaps.in_blocks)
 
     def _swap_before(self, swaps: Swaps, moved: _Moved) -> None:
         """Copy out what has to leave first, and what is wanted again already to its new place."""
         if self.host is None:
             raise BlockMisuse("a runner without a host tier cannot swap")
-        first = slice(swaps.num_before)
         if swaps.num_before:
-            moved.swaps.append(self.host.swap(self.storage, swaps.out_blocks[first], swaps.out_slots[first]))
+            self._begin_swaps(swaps, slice(swaps.num_before), moved)
+            moved.swaps[-1].fence()
         if swaps.back is not None:
             self.storage.copy(swaps.back.sources, swaps.back.targets)
 
-    def _begin_swaps(self, swaps: Swaps | None) -> Copies | None:
-        """Begin the copies that are done beside the chunks."""
-        if self.host is None or swaps is None or not swaps.any_beside:
-            return None
-        rest = slice(swaps.num_before, None)
-        return self.host.begin(
-            self.storage, swaps.out_blocks[rest], swaps.out_slots[rest], swaps.in_slots, swaps.in_blocks
-        )
+    def _begin_swaps(
+        self, swaps: Swaps, out: slice, moved: _Moved, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS
+    ) -> None:
+        assert self.host is not None
+        of = swaps.out_blocks[out], swaps.out_slots[out]
+        moved.swaps.append(self.host.begin(self.storage, *of, in_slots, in_blocks))
 
     def _fence(self) -> None:
         """Wait until everything queued on the device is done. A CPU has done it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _compute(self, plan: Plan, chunks: Index) -> _Computed:
-        """Run the given chunks as one batch."""
-        computed = _Computed(np.zeros(len(chunks), np.int32))
-        if not len(chunks):
-            return computed
-        rows = plan.rows[chunks]
-        starts, lengths = plan.starts[chunks], plan.lengths[chunks]
-        step, input_ids, positions = self._pack(rows, starts, lengths)
+    def _work(self, plan: Plan, chunks: Index) -> _Work:
+        """How the given chunks are computed as one batch."""
+        rows, starts, lengths = plan.rows[chunks], plan.starts[chunks], plan.lengths[chunks]
         sampling = np.flatnonzero(plan.samples[chunks])
-        keep = (step.q_starts + lengths - 1)[sampling]
+        seated, at = rows[sampling], (starts + lengths)[sampling]
         prompts = self._askers.of_prompts(rows, starts, lengths)
+        samples = self._askers.of_samples(seated, at)
+        plain = self.overlaps and len(sampling) and not samples and not self._steered[seated].any()
+        settings = self.sampler.settings(seated, at) if plain and self.sampler.plain(seated, at) else None
+        graph = None
+        if self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
+            graph = self.graphs.size_for(len(rows))
+        batch = pack(self._tokens, rows, starts, lengths, graph or 0)
+        keep = (batch.q_starts[: len(rows)] + lengths - 1)[sampling]
         if prompts:
-            behind = [(step.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
+            behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
-        logits = self._forward(step, input_ids, positions, keep if len(keep) else np.zeros(1, np.int64))
-        if prompts:
-            told = np.concatenate([self._tokens[rows[p.place], p.first : p.first + p.length] for p in prompts])
-            self._score(computed, chunks, prompts, logits[len(sampling) :], told)
-        if len(sampling):
-            self._sample(computed, chunks, rows, sampling, (starts + lengths)[sampling], logits[: len(sampling)])
+        return _Work(chunks, rows, starts, lengths, batch, sampling, at, prompts, samples, keep, settings, graph)
+
+    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> _Computed:
+        """Run a batch whose arrays are `there` on the device."""
+        computed = _Computed(np.zeros(len(work.chunks), np.int32))
+        if not len(work.chunks):
+            return computed
+        num_sampling = len(work.sampling)
+        if work.graph is not None and self.graphs is not None:
+            logits = self.graphs.logits(work.graph, num_sampling)
+        else:
+            width = -(-int(work.batch.kv_lens.max()) // self._block_size)
+            inputs = there[: len(work.batch.arrays)]
+            step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
+            logits = self._forward(*step, there[len(inputs)] if len(work.keep) else None)
+        if work.prompts:
+            told = np.concatenate(
+                [self._tokens[work.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
+            )
+            self._score(computed, work.chunks, work.prompts, logits[num_sampling:], told)
+        if num_sampling and work.settings is not None:
+            self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
+        elif num_sampling:
+            self._sample(computed, work, logits[:num_sampling])
         return computed
 
-    def _sample(
-        self, computed: _Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
-    ) -> None:
+    def _draw(self, computed: _Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
+        """Have tokens drawn on the device, and wait for none of them. `there` are the rows, and what the draws need."""
+        assert work.settings is not None
+        rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
+        found = self.sampler.draw(logits, work.settings, settings)
+        self._rows.newest.index_copy_(0, rows, found.tokens)
+        seated = work.rows[work.sampling]
+        self._tokens[seated, work.at] = ON_ITS_WAY
+        chunks = work.chunks[work.sampling]
+        computed.drawn = _Drawn(work.sampling, chunks, seated, work.at, Download(found.packed))
+
+    def _take_in(self, computed: _Computed) -> None:
+        """Wait for tokens that are on their way."""
+        drawn, computed.drawn = computed.drawn, None
+        if drawn is None:
+            return
+        tokens, bad = self.sampler.drew(drawn.rows, drawn.found.wait())
+        self._tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
+        for i in np.flatnonzero(bad):
+            why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
+            computed.failures.setdefault(int(drawn.chunks[i]), why)
+
+    def _sample(self, computed: _Computed, work: _Work, logits: torch.Tensor) -> None:
         """Draw the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, which may be overwritten, and score it."""
+        chunks, rows, sampling, at = work.chunks, work.rows, work.sampling, work.at
         steered = self._steered[rows[sampling]]
         if np.count_nonzero(steered):
             self._tell(
@@ -246,7 +370,7 @@ class Runner:
         asked = np.array([s.place for s in samples], np.int64)
         raw = logits[self._to_device(asked)] if samples else None  # a copy
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
-        computed.tokens[sampling] = sampled
+        computed.tokens[sampling] = self._tokens[rows[sampling], at] = sampled
         if (whole := self.sampler.complete(rows[sampling])) is not None:
             computed.complete += chunks[sampling[whole]].tolist()
         if bad is not None:
@@ -296,7 +420,9 @@ class Runner:
         all_of_it = _Computed(np.zeros(n, np.int32))
         for i in range(n):
             try:
-                one = self._compute(plan, np.array([i]))
+                work = self._work(plan, np.array([i]))
+                one = self._compute(work, self._upload.put(work.arrays))
+                self._take_in(one)
             except Exception as own:
                 all_of_it.failures[i] = _told(own)
                 continue
@@ -307,44 +433,36 @@ class Runner:
             all_of_it.complete += one.complete
         return all_of_it
 
-    def _forward(self, step: StepContext, input_ids: Index, positions: Index, keep: Index) -> torch.Tensor:
-        """Logits [len(keep), vocab] behind the batch's tokens `keep`."""
-        index = self._to_device(keep)
+    def _forward(
+        self, step: StepContext, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [len(keep), vocab] behind the batch's tokens `keep`; None: behind the last one, which nobody wants."""
         with running(step):
             output = self.model(
-                input_ids=self._to_device(input_ids)[None],
-                position_ids=self._to_device(positions)[None],
+                input_ids=input_ids[None],
+                position_ids=positions[None],
                 use_cache=False,
                 step=step,
-                **({"logits_to_keep": index} if self._keeps else {}),
+                **({"logits_to_keep": 1 if keep is None else keep} if self._keeps else {}),
             )
-        return output.logits[0] if self._keeps else output.logits[0, index]
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps or keep is None else logits[keep]
 
-    def _pack(self, rows: Index, starts: Index, lengths: Index) -> tuple[StepContext, Index, Index]:
-        """Chunks as one batch of T tokens: the context, the input ids [T] and the positions [T]."""
-        q_ends = np.cumsum(lengths, dtype=np.int64)
-        q_starts = q_ends - lengths
-        kv_lens = starts + lengths
-        owners = np.repeat(np.arange(len(rows)), lengths)  # [T] the chunk of each token
-        positions = np.arange(len(owners)) + (starts - q_starts)[owners]
-        slots, offsets = np.divmod(positions, self._block_size)
-        width = -(-int(kv_lens.max()) // self._block_size)
-        tables = [table[rows, :width] for table in self._tables]  # [n, width]
-        for table in tables:
-            table[np.arange(width) * self._block_size >= kv_lens[:, None]] = 0  # what the row holds beyond is stale
-        step = StepContext(
-            layers=self._layers,
-            kernel=self.kernel,
-            q_starts=q_starts,
-            q_lens=lengths,
-            kv_lens=kv_lens,
-            num_decodes=int(np.count_nonzero(lengths == 1)),
-            tables=tuple(self._to_device(table.astype(np.int64)) for table in tables),
-            write_blocks=tuple(self._to_device(table[owners, slots].astype(np.int64)) for table in tables),
-            write_offsets=self._to_device(offsets),
-            block_size=self._block_size,
-        )
-        return step, self._tokens[rows[owners], positions].astype(np.int64), positions
+    def _padding(self, size: int) -> Batch:
+        """A batch of decodes that are nobody's."""
+        none = np.empty(0, np.int64)
+        return pack(self._tokens, none, none, none, size)
+
+    def _decode(self, size: int) -> torch.Tensor:
+        """Logits [size, vocab] of the batch of decodes that was put on the device last, whatever rows and lengths it has."""
+        batch = self._padding(size)
+        there = self._upload.like(batch.arrays)
+        batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
+        step, ids, positions = self._rows.context(batch, there, self._rows.num_slots, self._layers, self.kernel)
+        with running(step):
+            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _to_device(self, array: Index) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -356,6 +474,19 @@ def _not_finite(position: int) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _done(swaps: Sequence[Copies]) -> list[Swapped]:
+    """What became of copies, all of which are waited for, whatever one of them raises."""
+    swapped: list[Swapped] = []
+    with ExitStack() as each:
+        for copies in reversed(swaps):
+            each.callback(_wait, copies, swapped)
+    return swapped
+
+
+def _wait(copies: Copies, swapped: list[Swapped]) -> None:
+    swapped.append(copies.wait())
 
 
 def _refusal(change: Callable[[list[int]], None], extents: Index) -> str | None:

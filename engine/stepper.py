@@ -85,6 +85,7 @@ class Stepper(threading.Thread):
     def __init__(self, desk: Desk, max_waiting: int) -> None:
         super().__init__(name="pagetide-steps", daemon=True)
         self.ended = False
+        self._failure: BaseException | None = None  # what broke the engine
         self._desk = desk
         self._max_waiting = max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
@@ -109,7 +110,7 @@ class Stepper(threading.Thread):
 
         def encode() -> None:
             if not call.forgotten:
-                self._inbox.put(partial(self._arrive, call, _tried(asked)))
+                self._inbox.put(partial(self._arrive, call, self._tried(asked)))
 
         self._encode(encode)
 
@@ -132,7 +133,7 @@ class Stepper(threading.Thread):
         """Settle `waiter` with the answer, found on the tokenizer's thread. Raises EngineClosed."""
 
         def answer() -> None:
-            value = _tried(question)
+            value = self._tried(question)
             self._inbox.put(partial(self._settle, waiter, value))
 
         self._encode(answer)
@@ -155,22 +156,37 @@ class Stepper(threading.Thread):
         if self.ended and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def closed(self) -> EngineClosed:
+        """What whoever comes too late is told; its cause is what broke the engine, if that is why."""
+        error = EngineClosed("this AsyncLLM is stopped: make a new one")
+        error.__cause__ = self._failure
+        return error
+
     def _tell(self, message: Callable[[], None]) -> None:
         self._inbox.put(message)
         if self.ended:  # perhaps nobody reads it
-            raise _closed()
+            raise self.closed()
 
     def _encode(self, work: Callable[[], None]) -> None:
-        self._desk.open()
+        if self._desk.engine is None:
+            raise self.closed()
         try:
             self._encoding.submit(work)
-        except RuntimeError as error:  # it was shut down meanwhile
-            raise _closed() from error
+        except RuntimeError:  # it was shut down meanwhile
+            raise self.closed() from self._failure
+
+    def _tried(self, question: Callable[[], Any]) -> Any:
+        """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
+        try:
+            return question()
+        except EngineClosed:  # the desk does not know why
+            return self.closed()
+        except BaseException as error:
+            return error
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        failure: BaseException | None = None
         try:
             while not self._ending:
                 self._receive()
@@ -182,8 +198,8 @@ class Stepper(threading.Thread):
                     self._inbox.get()()  # asleep
         except BaseException as error:
             log.exception("the engine's thread broke; all requests end")
-            failure = error
-        self._finish(failure)
+            self._failure = error
+        self._finish()
 
     @property
     def _may_step(self) -> bool:
@@ -229,15 +245,15 @@ class Stepper(threading.Thread):
             with suppress(RuntimeError):  # a closed loop: its calls are aborted before the next step
                 loop.call_soon_threadsafe(_settle, settled)
 
-    def _finish(self, failure: BaseException | None) -> None:
+    def _finish(self) -> None:
         """Everybody is told: aborted, or what broke the engine. Then nothing is read any more."""
         try:
-            while self._arrived and failure is None:
+            while self._arrived and self._failure is None:
                 self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
             self._desk.close()
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
-            failure = failure or trouble
+            self._failure = self._failure or trouble
         self._encoding.shutdown()  # what it was at has arrived then
         self._receive()
         self._hand_out()
@@ -246,7 +262,7 @@ class Stepper(threading.Thread):
             self._receive()
         for call in [call for calls in self._open.values() for call in calls]:
             if call.waiter is not None:
-                self._settle(call.waiter, _closed(failure))
+                self._settle(call.waiter, self.closed())
         for waiter in (*self._drained, *self._joining):
             self._settle(waiter, None)
         for held in (self._open, self._calls, self._ready, self._drained):  # a stream's rest is taken by its reader
@@ -324,7 +340,7 @@ class Stepper(threading.Thread):
             with self._desk.lock:
                 return question(self._desk.open())
 
-        self._settle(waiter, _tried(answer))
+        self._settle(waiter, self._tried(answer))
 
     def _pause(self, waiter: Waiter) -> None:
         if self._paused_by is None:
@@ -352,20 +368,6 @@ class Stepper(threading.Thread):
 
     def _settle(self, waiter: Waiter, what: Any) -> None:
         self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
-
-
-def _closed(cause: BaseException | None = None) -> EngineClosed:
-    error = EngineClosed("this AsyncLLM is stopped: make a new one")
-    error.__cause__ = cause
-    return error
-
-
-def _tried(question: Callable[[], Any]) -> Any:
-    """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
-    try:
-        return question()
-    except BaseException as error:
-        return error
 
 
 def _settle(settled: list[tuple[Waiter, Any]]) -> None:

@@ -150,6 +150,14 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
         "--no-share", dest="share", action="store_const", const=False,
         help="hold no lease: the memory is this engine's alone, and nobody can recall it",
     )  # fmt: skip
+    engine.add_argument(
+        "--no-overlap", dest="overlap", action="store_const", const=False,
+        help="begin no step before the tokens of the last one are on the host",
+    )  # fmt: skip
+    engine.add_argument(
+        "--no-cuda-graphs", dest="cuda_graphs", action="store_const", const=False,
+        help="launch the kernels of decode steps one by one",
+    )  # fmt: skip
 
 
 _SAMPLING_NUMBERS: dict[str, type[int] | type[float]] = {
@@ -231,7 +239,9 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return _given(args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share")
+    return _given(
+        args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap", "cuda_graphs"
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:

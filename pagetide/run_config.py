@@ -70,6 +70,8 @@ class EngineOptions:
     share: bool | None = None
     trust_remote_code: bool | None = None
     attention: str | None = None
+    overlap: bool | None = None
+    cuda_graphs: bool | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, for `LLM`."""
@@ -107,7 +109,10 @@ KEYS: dict[str, tuple[str, ...]] = {
     "sampling": tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING),
 }
 _SHORT = ("input", "output")  # a text in the place of the section is its path
-_SWITCHES = ("prompt", "token_ids", "prefix_caching", "share", "trust_remote_code", "ignore_eos", "add_special_tokens")
+_SWITCHES = (
+    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "trust_remote_code", "ignore_eos",
+    "add_special_tokens",
+)  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
 _TEXTS = (
     "model", "path", "format", "device", "dtype", "kv_memory", "host_kv_memory", "stop", "bad_words", "json_schema",
@@ -133,6 +138,8 @@ _HELP = {
     "prefix_caching": "keep what was computed for prompts that begin alike (default: yes)",
     "idle_s": "seconds after which memory that nothing needs goes back (default 10)",
     "share": "hold a lease, so that memory can move between engines (default: yes)",
+    "overlap": "begin a step before the tokens of the last one are on the host (default: on CUDA)",
+    "cuda_graphs": "replay decode steps from CUDA graphs, on CUDA (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
     "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",

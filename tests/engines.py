@@ -42,13 +42,14 @@ class AlwaysSwap(SwapCost):
 class TinyEngine:
     """One model over a pool of `usable` blocks filled with NaN, so that anything read before it is written shows.
 
-    With `host_slots` there is a host tier of so many blocks; `cost` None: it is always worth it.
+    With `host_slots` there is a host tier of so many blocks; `cost` None: it is always worth it. Where it `overlaps`, steps are
+    begun before the result of the one before them is in.
     """
 
     def __init__(
         self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
-        caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None,
+        caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
         geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
         num_extents = geometry.extents_for_blocks(usable + 1)
@@ -71,7 +72,8 @@ class TinyEngine:
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
         runner = Runner(
-            model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len, host=self.host
+            model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len, host=self.host,
+            overlaps=overlaps,
         )  # fmt: skip
         cost = cost or AlwaysSwap(geometry.payload_bytes, block_size)
         self.core = EngineCore(Scheduler(cache, limits, cost), runner, clock=itertools.count().__next__)

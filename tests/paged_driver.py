@@ -11,7 +11,7 @@ import torch
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import PAGE_BYTES, Geometry
 from pagetide.cache.storage import Storage
-from pagetide.engine.attention.context import Kernel, StepContext, running
+from pagetide.engine.attention.context import Kernel, StepContext, lengths_on, running
 from pagetide.engine.attention.interface import register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
@@ -109,6 +109,7 @@ class PagedDriver:
             q_lens=q_lens,
             kv_lens=kv_lens,
             num_decodes=int((q_lens == 1).sum()),
+            **lengths_on("cpu", q_lens, kv_lens),
             tables=(torch.from_numpy(read),),
             write_blocks=(torch.tensor([int(tables[i][p // size]) for i, p in places]),),
             write_offsets=torch.tensor([p % size for _, p in places]),

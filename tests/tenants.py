@@ -90,9 +90,11 @@ class ArenaRunner(FakeRunner):
 
 def core_over(
     arena: Arena, *, blocks_per_extent: int, max_seqs: int = 64, max_model_len: int = 1024, forecast: bool = True,
-    hasher: PrefixHasher | None = None,
+    hasher: PrefixHasher | None = None, overlaps: bool = False,
 ) -> EngineCore:  # fmt: skip
-    """A core over an arena, of which what is mapped is the pool at the start. With a hasher prefixes are cached."""
+    """A core over an arena, of which what is mapped is the pool at the start. With a hasher prefixes are cached; where it
+    `overlaps` steps are begun before the result of the one before them is in.
+    """
     num_blocks = arena.num_extents * blocks_per_extent
     cache = CacheManager(
         num_blocks, BLOCK_SIZE, max_seqs, max_model_len,
@@ -100,6 +102,7 @@ def core_over(
     )  # fmt: skip
     scheduler = Scheduler(cache, Limits(max_seqs, 8192, max_model_len, forecast=forecast))
     runner: Any = ArenaRunner(arena, num_blocks, BLOCK_SIZE, max_seqs, cache.max_tokens)
+    runner.overlaps = overlaps
     return EngineCore(scheduler, runner)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pagetide.engine.attention.context import LayerCache, StepContext
+from pagetide.engine.attention.context import LayerCache, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.attention.triton_gather import gather_blocks, scatter_blocks
+from pagetide.engine.attention.triton_gather import copy_blocks
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of what is above 1 relative
 BITS = {4: torch.int32, 2: torch.int16}
@@ -135,6 +135,7 @@ def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, id
     own.append((drawn(case.padding, heads, dim) * torch.nan, drawn(case.padding, heads, v_dim) * torch.nan))
     owners += [(0, 0)] * case.padding
     q_lens = np.array([n for n, _ in case.chunks], np.int32)
+    kv_lens = np.array([kv for _, kv in case.chunks], np.int32)
     wrong = torch.zeros(tables.shape, dtype=torch.int64, device=device)
     write = torch.tensor(owners, dtype=torch.int64, device=device)
     step = StepContext(
@@ -142,8 +143,9 @@ def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, id
         kernel=TorchKernel(),
         q_starts=np.cumsum(q_lens) - q_lens,
         q_lens=q_lens,
-        kv_lens=np.array([kv for _, kv in case.chunks], np.int32),
+        kv_lens=kv_lens,
         num_decodes=case.num_decodes,
+        **lengths_on(device, q_lens, kv_lens),
         tables=(wrong, torch.from_numpy(tables).to(device)),
         write_blocks=(wrong[:, 0], write[:, 0].contiguous()),
         write_offsets=write[:, 1].contiguous(),
@@ -234,24 +236,30 @@ def check_far_blocks(kernel, arena: torch.Tensor) -> None:
             assert not flat[wrapped : wrapped + items].nan_to_num().any()
 
 
-def check_gather(
-    dtype: torch.dtype, ids: list[int], items: int, beyond: int, offset: int, num_programs: int, device: str = "cpu",
+def check_copies(
+    ids: list[int], num_bytes: int, beyond: tuple[int, int], offset: int, num_programs: int, device: str = "cpu",
     pinned: bool = False,
 ) -> None:  # fmt: skip
-    """Blocks of `items`, `beyond` more between them, `offset` before the first: out into a buffer, back to other places."""
-    most = torch.iinfo(dtype).max
-    memory = torch.randint(0, most, (offset + 12 * (items + beyond),), dtype=dtype, device=device)
-    rows = memory[offset:].view(12, items + beyond)
-    index = torch.tensor(ids, dtype=torch.int64, device=device)
-    buffer = torch.full((len(ids) + 2, items + 1), 7, dtype=dtype, device="cpu" if pinned else device)
-    buffer = buffer.pin_memory() if pinned else buffer
-    out = buffer[1:-1, :items]
-    gather_blocks(rows, index, out, num_programs=num_programs)
-    taken = rows[index, :items]  # which a device does behind the gather
-    assert torch.equal(out.to(device), taken)
-    assert (buffer[[0, -1]] == 7).all() and (buffer[:, items] == 7).all(), "nothing around it is written"
-    back = 11 - index
-    expected = memory.clone()
-    expected[offset:].view(rows.shape)[back, :items] = taken
-    scatter_blocks(out, back, rows, num_programs=num_programs)
-    assert torch.equal(memory, expected)
+    """Blocks of `num_bytes`, `beyond` more behind each in either pool, `offset` before the first: to other places, and back."""
+
+    def pool(behind: int, where: str) -> torch.Tensor:
+        memory = torch.randint(0, 256, (offset + 12 * (num_bytes + behind),), dtype=torch.uint8)
+        return memory.pin_memory() if where == "pinned" else memory.to(where)
+
+    def rows(memory: torch.Tensor) -> torch.Tensor:
+        return memory[offset:].view(12, -1)
+
+    ours, theirs = pool(beyond[0], device), pool(beyond[1], "pinned" if pinned else device)
+    index = torch.tensor(ids, dtype=torch.int64)
+    there, back = (index * 5 + 3) % 12, 11 - index
+    expected = theirs.to("cpu", copy=True)
+    rows(expected)[there, :num_bytes] = rows(ours).cpu()[index, :num_bytes]
+    ids_there, ids_back = (torch.stack(pair).to(device) for pair in ((index, there), (there, back)))
+    copy_blocks(rows(ours), rows(theirs), ids_there, num_bytes, num_programs=num_programs)
+    if device != "cpu":
+        torch.cuda.synchronize()  # host memory is compared at once
+    assert torch.equal(theirs.cpu(), expected), "these bytes, and no others"
+    again = ours.to("cpu", copy=True)
+    rows(again)[back, :num_bytes] = rows(expected)[there, :num_bytes]
+    copy_blocks(rows(theirs), rows(ours), ids_back, num_bytes, num_programs=num_programs)
+    assert torch.equal(ours.cpu(), again)

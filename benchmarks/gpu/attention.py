@@ -22,7 +22,7 @@ from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.backends import BACKENDS
 from pagetide.engine.attention.choose import MAKERS
-from pagetide.engine.attention.context import Kernel, StepContext
+from pagetide.engine.attention.context import Kernel, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
 from .bandwidth import MEMORY
@@ -118,6 +118,7 @@ def work_of(bench: Bench, storage: Storage, kernel: Kernel, q_lens: list[int], k
         q_lens=lengths,
         kv_lens=np.array(kv_lens, np.int64),
         num_decodes=sum(n == 1 for n in q_lens),
+        **lengths_on(device, lengths, np.array(kv_lens, np.int64)),
         tables=(torch.from_numpy(tables).to(device),),
         write_blocks=(torch.from_numpy(tables[owners, positions // size]).to(device),),
         write_offsets=torch.from_numpy(positions % size).to(device),

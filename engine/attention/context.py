@@ -23,7 +23,8 @@ class StepContext:
 
     Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence that has
     `kv_lens[i]` tokens with them: token j of the chunk stands at position `kv_lens[i] - q_lens[i] + j`. The first
-    `num_decodes` chunks have one token each. Host arrays are for planning, tensors lie on the device.
+    `num_decodes` chunks have one token each. Host arrays are for planning, tensors lie on the device. Of a step that is
+    captured in a CUDA graph the host's `kv_lens` are bounds, and a chunk whose length on the device is 0 is padding.
     """
 
     layers: Sequence[LayerCache]
@@ -32,16 +33,30 @@ class StepContext:
     q_lens: Lengths  # [n], host
     kv_lens: Lengths  # [n], host
     num_decodes: int
+    lens: torch.Tensor  # int32 [n], `kv_lens` on the device
+    bounds: torch.Tensor  # int32 [n + 1], `q_starts` on the device, and where the last chunk ends
     tables: tuple[torch.Tensor, ...]  # per group: int64 [n, W] block ids, W covers the longest; the rest is block 0
     write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
 
 
+def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) -> dict[str, torch.Tensor]:
+    """`lens` and `bounds` of a step whose chunks lie behind each other."""
+    both = np.concatenate((kv_lens, [0], np.cumsum(q_lens))).astype(np.int32)
+    there = torch.from_numpy(both).to(device)
+    return {"lens": there[: len(kv_lens)], "bounds": there[len(kv_lens) :]}
+
+
 class Kernel(Protocol):
-    """One way to attend through block tables. An instance belongs to one runner and may keep buffers between calls."""
+    """One way to attend through block tables. An instance belongs to one runner and may keep buffers between calls.
+
+    One that `captures` can be captured in a CUDA graph with a step of decodes: what it launches then depends on the number of
+    rows and on bounds of their lengths; the lengths themselves it reads on the device.
+    """
 
     name: str
+    captures: bool
 
     def write(
         self,

@@ -21,6 +21,7 @@ class FlashKernel(LibraryKernel):
     """flash-attn 2: blocks of multiples of 256 tokens."""
 
     name = "flash-attn"
+    captures = True
 
     @staticmethod
     def load() -> Any:
@@ -46,6 +47,7 @@ class Flash3Kernel(LibraryKernel):
     """flash-attn 3: blocks of any size."""
 
     name = "flash-attn-3"
+    captures = True
 
     @staticmethod
     def load() -> Any:

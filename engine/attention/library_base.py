@@ -1,4 +1,4 @@
-"""What the backends on attention libraries share: a step's int32 metadata, made once, and writing."""
+"""What the backends on attention libraries share: a step's metadata in their form, made once, and writing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .context import LayerCache, Lengths, StepContext
 from .torch_kernel import TorchKernel
-
-_ALIGNMENT = 4  # int32 items: arrays of one upload begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,7 @@ class LibraryKernel(ABC):
     """
 
     name: ClassVar[str]
+    captures: ClassVar[bool] = False
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -140,38 +138,17 @@ def _triton_write() -> Callable[..., None] | None:
 
 
 def _parts(step: StepContext) -> list[Part]:
-    """The step's decodes and its other chunks, as far as there are any, with one upload for both."""
+    """The step's decodes and its other chunks, as far as there are any; made on the device of what is there."""
     ends = np.cumsum(step.q_lens)
     if not np.array_equal(step.q_starts, ends - step.q_lens):
         raise ValueError("the tokens of a batch must lie behind each other, in the order of its chunks")
-    bounds = [(low, high) for low, high in ((0, step.num_decodes), (step.num_decodes, len(ends))) if low < high]
-    arrays: list[npt.NDArray[np.int32]] = []
-    for low, high in bounds:
-        q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]
-        arrays += [kv_lens.astype(np.int32), _starts(q_lens), _starts(kv_lens)]
-    views = _uploaded(arrays, step.tables[0].device)
     parts = []
-    for i, (low, high) in enumerate(bounds):
-        q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]
+    for low, high in ((0, step.num_decodes), (step.num_decodes, len(ends))):
+        if low == high:
+            continue
+        lens, bounds = step.lens[low:high].clone(), step.bounds[low : high + 1]  # libraries want it aligned
+        kv_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         tokens = slice(int(step.q_starts[low]), int(ends[high - 1]))
-        lens, q_starts, kv_starts = views[3 * i : 3 * i + 3]
-        parts.append(Part(step, slice(low, high), tokens, q_lens, kv_lens, lens, q_starts, kv_starts))
+        q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]
+        parts.append(Part(step, slice(low, high), tokens, q_lens, kv_lens, lens, bounds - bounds[:1], kv_starts))
     return parts
-
-
-def _starts(lengths: Lengths) -> npt.NDArray[np.int32]:
-    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-
-
-def _uploaded(arrays: list[npt.NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, by one copy."""
-    places = []
-    end = 0
-    for array in arrays:
-        places.append(end)
-        end += -(-len(array) // _ALIGNMENT) * _ALIGNMENT
-    packed = np.zeros(end, np.int32)
-    for place, array in zip(places, arrays, strict=True):
-        packed[place : place + len(array)] = array
-    there = torch.from_numpy(packed).to(device, non_blocking=True)
-    return [there[place : place + len(array)] for place, array in zip(places, arrays, strict=True)]

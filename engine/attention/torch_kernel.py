@@ -103,6 +103,7 @@ class TorchKernel:
     """
 
     name = "torch"
+    captures = False  # tiles are cut by the rows' lengths, on the host
 
     def __init__(self, tile_bytes: int | None = None) -> None:
         self._tile_bytes = tile_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .backends import Call
-from .context import Kernel, LayerCache, StepContext
+from .context import Kernel, LayerCache, StepContext, lengths_on
 from .torch_kernel import TorchKernel
 
 POOL_BYTES = 128 << 20  # of the pool over which kernels are timed: more than a device's caches hold
@@ -86,6 +86,7 @@ def build(call: Call, chunks: Chunks, block_size: int, dtype: torch.dtype, devic
         q_lens=q_lens,
         kv_lens=kv_lens,
         num_decodes=int((q_lens == 1).sum()),
+        **lengths_on(device, q_lens, kv_lens),
         tables=(at(tables),),
         write_blocks=(at(blocks[own]),),
         write_offsets=at(offsets[own]),

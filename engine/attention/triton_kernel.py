@@ -17,16 +17,14 @@ from .triton_decode import choose_splits, decode, partial_items
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
 
-PARTIAL_BYTES = 32 << 20  # of splits' results. Taken as a whole when first needed, so that it never moves
-LEAST_ROWS = 256  # that there is room for from the start
+PARTIAL_BYTES = 32 << 20  # of splits' results, at most
 
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What was put on the device for one step so far. The kernel adds to it."""
+    """What was made for one step so far. The kernel adds to it."""
 
     step: StepContext
-    lens: torch.Tensor  # int32 [num_decodes], a view of the kernel's buffer
     is_full: bool  # no padding behind the chunks
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # by queries per tile: int32 [tiles, 4]
     splits: dict[tuple[int, int, int, int], int] = field(default_factory=dict)  # by heads, KV heads, width of V, reach
@@ -35,11 +33,7 @@ class _Plan:
 class TritonKernel:
     """`Kernel` by Triton, for blocks of any size, float16, bfloat16 and float32, and head dims up to 512.
 
-    Owns two buffers on the device, at addresses that stay: partial results of decodes (32 MiB, when first needed) and the
-    decodes' lengths (which move when there are more rows than ever before, and more than 256). So a CUDA graph can hold
-    decodes: attend once with the lengths that shall decide the number of splits, capture the same step, and `prepare` the step
-    at hand before each replay. It has as many rows as the captured one, those too many of length 0. Query and tables are
-    the caller's: they must stay where they were captured.
+    Keeps nothing between steps: partial results of decodes (up to 32 MiB) are taken of torch's cache in each call.
 
     Args:
         decode, prefill: Tiles in place of those of the tables in `triton_base.py`.
@@ -47,6 +41,7 @@ class TritonKernel:
     """
 
     name = "triton"
+    captures = True
 
     def __init__(
         self, *, decode: Tiling | None = None, prefill: Tiling | None = None, num_sms: int | None = None
@@ -54,34 +49,11 @@ class TritonKernel:
         self._decode_tiling = decode
         self._prefill_tiling = prefill
         self._num_sms = num_sms
-        self._lens: torch.Tensor | None = None
-        self._partials: torch.Tensor | None = None
         self._plan: _Plan | None = None
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers now."""
-        return sum(buffer.nbytes for buffer in (self._lens, self._partials) if buffer is not None)
-
     def release_buffers(self) -> None:
-        """Drop the buffers, and what was made for the last step; the next call makes them anew, elsewhere."""
-        self._lens = self._partials = self._plan = None
-
-    def prepare(self, step: StepContext) -> None:
-        """Put the decodes' lengths on the device, in the order of its current stream. `attend` does it where nobody did.
-
-        Raises ValueError where a decode's token does not stand at its row's place in the batch.
-        """
-        n = step.num_decodes
-        if not np.array_equal(step.q_starts[:n], np.arange(n)):
-            raise ValueError(f"the first {n} tokens of a batch must be its decodes', in order")
-        device = step.tables[0].device
-        if self._lens is None or len(self._lens) < n or self._lens.device != device:
-            rows = max(LEAST_ROWS, 1 << max(0, n - 1).bit_length())
-            self._lens = _lasting(rows, torch.int32, device)
-        lens = self._lens[:n]
-        lens.copy_(torch.from_numpy(step.kv_lens[:n].astype(np.int32)), non_blocking=True)  # staged by the driver
-        self._plan = _Plan(step, lens, int(step.q_lens.sum()) == len(step.write_offsets))
+        """Drop what was made for the last step."""
+        self._plan = None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
         """See `Kernel.write`. What would go to block 0 is padding, and is not written."""
@@ -107,8 +79,7 @@ class TritonKernel:
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
         if self._plan is None or self._plan.step is not step:
-            self.prepare(step)
-        assert self._plan is not None
+            self._plan = _planned(step)
         plan, table = self._plan, step.tables[cache.group]
         query = query if query.stride(-1) == 1 else query.contiguous()
         scores = Scores(scaling, softcap, None if sinks is None else sinks.contiguous(), sliding_window)
@@ -118,8 +89,11 @@ class TritonKernel:
         if step.num_decodes:
             cut = self._decode_tiling or tiling(DECODE_TILINGS, itemsize, max(head_dim, v_dim))
             num_splits = self._splits(plan, num_heads, cache, scores.reach, cut)
-            partials = self._room_for_partials(query.device) if num_splits > 1 else None
-            decode(query, cache, table, plan.lens, out, partials, num_splits, scores, cut)
+            partials = None
+            if num_splits > 1:
+                items = num_splits * partial_items(step.num_decodes, num_heads, v_dim)
+                partials = torch.empty(items, dtype=torch.float32, device=query.device)
+            decode(query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut)
         if step.num_decodes < len(step.q_lens):
             cut = self._prefill_tiling or tiling(PREFILL_TILINGS, itemsize, max(head_dim, v_dim))
             size = queries_per_tile(cut, num_heads // cache.key.shape[2])
@@ -135,7 +109,7 @@ class TritonKernel:
         if shape not in plan.splits:
             seen = np.minimum(plan.step.kv_lens[: plan.step.num_decodes], reach).astype(np.int64)
             most = PARTIAL_BYTES // (4 * partial_items(len(seen), num_heads, v_dim))
-            plan.splits[shape] = choose_splits(seen, num_kv_heads, cut, self._sms(plan.lens.device), most)
+            plan.splits[shape] = choose_splits(seen, num_kv_heads, cut, self._sms(plan.step.lens.device), most)
         return plan.splits[shape]
 
     def _sms(self, device: torch.device) -> int:
@@ -144,13 +118,10 @@ class TritonKernel:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else DEFAULT_NUM_SMS
         return self._num_sms
 
-    def _room_for_partials(self, device: torch.device) -> torch.Tensor:
-        if self._partials is None or self._partials.device != device:
-            self._partials = _lasting(PARTIAL_BYTES // 4, torch.float32, device)
-        return self._partials
 
-
-def _lasting(num_items: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer that may be written in inference mode or out of it."""
-    with torch.inference_mode(False):
-        return torch.empty(num_items, dtype=dtype, device=device)
+def _planned(step: StepContext) -> _Plan:
+    """Raises ValueError where a decode's token does not stand at its row's place in the batch."""
+    n = step.num_decodes
+    if not np.array_equal(step.q_starts[:n], np.arange(n)):
+        raise ValueError(f"the first {n} tokens of a batch must be its decodes', in order")
+    return _Plan(step, int(step.q_lens.sum()) == len(step.write_offsets))

@@ -12,7 +12,7 @@ from families import FAMILIES, VOCAB, attention_matters, tiny
 from paged_driver import PagedDriver, eager_logits
 
 from pagetide.engine.attention import torch_kernel
-from pagetide.engine.attention.context import LayerCache, StepContext
+from pagetide.engine.attention.context import LayerCache, StepContext, lengths_on
 from pagetide.engine.attention.interface import NAME, paged_attention, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
@@ -136,6 +136,7 @@ def random_step(rng: np.random.Generator, q_lens, kv_lens, heads: int, dims: tup
         q_lens=lens,
         kv_lens=np.array(kv_lens, np.int32),
         num_decodes=next((i for i, n in enumerate(q_lens) if n > 1), len(q_lens)),
+        **lengths_on("cpu", lens, np.array(kv_lens)),
         tables=(torch.from_numpy(tables),),
         write_blocks=(torch.zeros(num_tokens, dtype=torch.int64),),
         write_offsets=torch.zeros(num_tokens, dtype=torch.int64),

@@ -10,7 +10,6 @@ import functools
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
@@ -188,10 +187,10 @@ class EveryPosition:
         self._waits: dict[int, Admission] = {}
         self._promoted: set[int] = set()
         runner = engine.core.runner
-        self._pack, self._forward, self._execute = runner._pack, runner._forward, runner.execute
-        runner._pack, runner._forward, runner.execute = self._packed, self._forwarded, self._executed
+        self._work, self._forward, self._begin = runner._work, runner._forward, runner.begin
+        runner._work, runner._forward, runner.begin = self._worked, self._forwarded, self._begun
 
-    def _executed(self, plan: Plan) -> Any:
+    def _begun(self, plan: Plan) -> Any:
         new = {a.row: a for a in plan.admitted} | self._waits  # whose copies were done beside the last plan's chunks
         promoted = self._promoted | (set() if plan.swaps is None else set(plan.swaps.in_blocks.tolist()))
         self._waits = {row: a for row, a in new.items() if row not in plan.rows}
@@ -207,22 +206,23 @@ class EveryPosition:
             else:
                 kind = "prefix hit" if start else "begin"
             self.behind[kind].add((name, start))
-        return self._execute(plan)
+        return self._begin(plan)
 
-    def _packed(self, rows: Any, starts: Any, lengths: Any) -> Any:
-        names = self._engine.core.scheduler.rows.request_ids[rows]
+    def _worked(self, plan: Plan, chunks: Any) -> Any:
+        work = self._work(plan, chunks)
+        names = self._engine.core.scheduler.rows.request_ids[work.rows]
         self._places = [
             (str(name), position)
-            for name, start, length in zip(names, starts.tolist(), lengths.tolist(), strict=True)
+            for name, start, length in zip(names, work.starts.tolist(), work.lengths.tolist(), strict=True)
             for position in range(start, start + length)
         ]
-        return self._pack(rows, starts, lengths)
+        return work
 
     def _forwarded(self, step: Any, input_ids: Any, positions: Any, keep: Any) -> torch.Tensor:
-        logits = self._forward(step, input_ids, positions, np.arange(len(input_ids)))
+        logits = self._forward(step, input_ids, positions, torch.arange(len(input_ids)))
         for place, one in zip(self._places, logits, strict=True):
             self.logits[place].append(one.clone())
-        return logits[torch.from_numpy(keep)]
+        return logits[-1:] if keep is None else logits[keep]
 
 
 EXPECTED_STARTS = {

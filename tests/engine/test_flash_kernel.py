@@ -14,7 +14,7 @@ from attention_fakes import Library
 from pagetide.engine.attention import library_base, trial
 from pagetide.engine.attention.backends import BACKENDS, Call
 from pagetide.engine.attention.choose import MAKERS
-from pagetide.engine.attention.context import LayerCache
+from pagetide.engine.attention.context import LayerCache, lengths_on
 from pagetide.engine.attention.flash_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
 from pagetide.engine.attention.library_flashinfer import FlashInferKernel
 from pagetide.engine.attention.library_varlen import VarlenKernel
@@ -85,19 +85,19 @@ def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
 
 
 def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = []
-    real = library_base._uploaded
-    monkeypatch.setattr(library_base, "_uploaded", lambda arrays, device: uploads.append(1) or real(arrays, device))
+    made = []
+    real = library_base._parts
+    monkeypatch.setattr(library_base, "_parts", lambda step: made.append(1) or real(step))
     library = Library()
     kernel = kernel_of("flash-attn", library)
     scratch = trial.build(Call(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU)
     scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
     for _ in range(3):
         scratch.attend(kernel)
-    assert library.called == ["with_kvcache", "varlen"] * 3 and len(uploads) == 1
+    assert library.called == ["with_kvcache", "varlen"] * 3 and len(made) == 1
     kernel.release_buffers()
     scratch.attend(kernel)
-    assert len(uploads) == 2
+    assert len(made) == 2
 
 
 def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
@@ -121,7 +121,8 @@ def test_padding_rows_of_no_tokens_get_zeros() -> None:
         block_size = BACKENDS[name].block_multiple
         scratch = trial.build(Call(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU)
         scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-        step = replace(scratch.step, kv_lens=np.array([3, 0], np.int32))
+        kv_lens = np.array([3, 0], np.int32)
+        step = replace(scratch.step, kv_lens=kv_lens, **lengths_on(CPU, scratch.step.q_lens, kv_lens))
         got = replace(scratch, step=step).attend(kernel_of(name, Library()))
         assert got[0].all() and not got[1].any()
 

@@ -72,16 +72,6 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every close collects garbage: spare it what torch and transformers brought along."""
-    reference()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that no token ends, with a tokenizer and no chat template; tests that change it take a copy."""
@@ -779,12 +769,12 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
     cycle: dict[str, Any] = {"stream": llm.stream([5], up_to(200))}
     next(cycle["stream"])
     cycle["self"] = cycle
-    execute = llm._desk.engine.core.runner.execute
+    begin = llm._desk.engine.core.runner.begin
     done: list[Any] = []
 
     def collecting(plan: Any) -> Any:
         gc.collect()
-        return execute(plan)
+        return begin(plan)
 
     def work() -> None:
         done.extend(llm.generate([9], up_to(12)))
@@ -792,7 +782,7 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
         done.append(is_idle(llm))
         llm.close()
 
-    llm._desk.engine.core.runner.execute = collecting
+    llm._desk.engine.core.runner.begin = collecting
     del cycle
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -836,13 +826,13 @@ def test_a_seed_is_a_promise(llm):
 
 def test_a_lower_priority_number_goes_first(saved, load):
     llm = load(saved, max_seqs=1)
-    execute, order = llm._desk.engine.core.runner.execute, []
+    begin, order = llm._desk.engine.core.runner.begin, []
 
     def watched(plan: Any) -> Any:
         order.extend(tuple(new.token_ids.tolist()) for new in plan.admitted)
-        return execute(plan)
+        return begin(plan)
 
-    llm._desk.engine.core.runner.execute = watched
+    llm._desk.engine.core.runner.begin = watched
     first = llm.stream([5], up_to(12))
     next(first)
     streams = [llm.stream([6], up_to(2), priority=5), llm.stream([[7], [8]], up_to(2), priority=-1)]
@@ -1030,8 +1020,8 @@ def raise_at(owner: Any, name: str, call: int, error: BaseException, ran: bool =
 
 
 PLACES: dict[str, Callable[[Any], tuple[Any, str, bool]]] = {
-    "before the step runs": lambda core: (core.runner, "execute", False),
-    "after the step ran": lambda core: (core.runner, "execute", True),
+    "before the step runs": lambda core: (core.runner, "begin", False),
+    "after the step ran": lambda core: (core.runner, "begin", True),
     "before blocks are taken": lambda core: (core.scheduler.cache, "extend", False),
     "after blocks were taken": lambda core: (core.scheduler.cache, "extend", True),
     "before tokens are taken in": lambda core: (core.scheduler.rows, "append", False),
@@ -1085,7 +1075,7 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
     chunks = llm.stream([5, 6], up_to(12))
     later = llm.stream([[7], [8]], up_to(12))
     tokens = next(chunks).token_ids
-    raise_at(llm._desk.engine.core.runner, "execute", 0, KeyboardInterrupt())
+    raise_at(llm._desk.engine.core.runner, "begin", 0, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([9], up_to(5))
     last = list(chunks)[-1].output
@@ -1216,15 +1206,15 @@ def test_as_a_context_manager(saved):
 
 def test_closing_ends_what_another_thread_waits_for(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB)
-    execute, running = llm._desk.engine.core.runner.execute, threading.Event()
+    begin, running = llm._desk.engine.core.runner.begin, threading.Event()
     got: list[Any] = []
 
     def told(plan: Any) -> Any:
         if plan.step_id == 5:
             running.set()
-        return execute(plan)
+        return begin(plan)
 
-    llm._desk.engine.core.runner.execute = told
+    llm._desk.engine.core.runner.begin = told
 
     def close() -> None:
         running.wait(30)

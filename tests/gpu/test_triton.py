@@ -19,8 +19,8 @@ from triton_checks import (
     assert_near,
     build,
     check_attention,
+    check_copies,
     check_far_blocks,
-    check_gather,
 )
 
 from pagetide.engine.attention.triton_kernel import TritonKernel
@@ -85,7 +85,7 @@ def test_a_captured_decode_serves_rows_of_any_length() -> None:
     def run() -> torch.Tensor:
         return kernel.attend(first.query, first.key, first.value, first.cache, first.step, **first.options)
 
-    run()  # compiles, and takes the buffers
+    run()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
@@ -97,16 +97,15 @@ def test_a_captured_decode_serves_rows_of_any_length() -> None:
         table = built.step.tables[1]
         first.step.tables[1].zero_()[:, : table.shape[1]] = table
         first.query.copy_(built.query)
-        kernel.prepare(built.step)
+        first.step.lens.copy_(built.step.lens)
         graph.replay()
         assert_near(out, built)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_blocks_go_out_and_come_back(pinned: bool) -> None:
-    for items, beyond, offset in [(1, 0, 0), (37, 3, 1), (4100, 8, 0), (1 << 18, 64, 8)]:
-        for dtype in (torch.uint8, torch.int32, torch.int64):
-            check_gather(dtype, [3, 0, 11, 7], items, beyond, offset, 64, "cuda", pinned)
+    for num_bytes, beyond, offset in [(1, (0, 0), 0), (37, (3, 8), 1), (4100, (8, 0), 4), (1 << 21, (64, 0), 8)]:
+        check_copies([3, 0, 11, 7], num_bytes, beyond, offset, 64, "cuda", pinned)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

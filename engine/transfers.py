@@ -1,0 +1,157 @@
+"""What goes to and from the device beside a step: all that it needs of the host by one copy, and what it gave by another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+
+_ALIGNMENT = 16  # bytes: what any type of item, and vector loads of it, may begin at
+_NUM_STAGES = 3  # host buffers: two steps may be queued while a third is written
+_MOST_VIEWS = 4096  # kept; steps of ever the same sizes need some dozens
+
+_DTYPES = {
+    np.dtype(ours): theirs
+    for ours, theirs in (
+        (np.int64, torch.int64), (np.int32, torch.int32), (np.float64, torch.float64), (np.float32, torch.float32),
+        (np.bool_, torch.bool),
+    )
+}  # fmt: skip
+
+
+class Upload:
+    """A buffer on a device that arrays are put into, one behind the other. Not thread-safe.
+
+    Arrays of the same shapes lie at the same addresses each time, as do those that come first, whatever follows them: a CUDA
+    graph can read them. What was put there stands until the next `put`, in the order of the device's current stream. On
+    CUDA the host's side is pinned, and `put` waits for nothing but what was put three times before.
+
+    Args:
+        num_bytes: Of the buffer. What is more goes, now and then, into memory of its own.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device = device
+        self._on_host = device.type == "cpu"
+        with torch.inference_mode(False):
+            self._there = torch.zeros(_aligned(num_bytes), dtype=torch.uint8, device=device)
+            stages = [
+                self._there if self._on_host else torch.zeros(self._there.shape, dtype=torch.uint8, pin_memory=True)
+                for _ in range(1 if self._on_host else _NUM_STAGES)
+            ]
+        self._stages = [(stage, stage.numpy()) for stage in stages]
+        self._sent: list[torch.cuda.Event | None] = [None] * len(stages)
+        self._turn = 0
+        self._views: dict[tuple[int, tuple[int, ...], np.dtype[Any]], torch.Tensor] = {}
+
+    def put(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """The arrays on the device, as views of its buffer."""
+        places, end = _places(arrays)
+        if end > len(self._there):
+            return self._apart(arrays, places, end)
+        stage, memory = self._stages[self._turn]
+        if (sent := self._sent[self._turn]) is not None:
+            sent.synchronize()
+        _pack(arrays, places, memory)
+        if not self._on_host:
+            self._there[:end].copy_(stage[:end], non_blocking=True)
+            self._sent[self._turn] = sent = sent or torch.cuda.Event()
+            sent.record()
+            self._turn = (self._turn + 1) % _NUM_STAGES
+        return [self._view(*where) for where in zip(places, arrays, strict=True)]
+
+    def like(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        """The views that `put` gives of arrays of these shapes. Nothing is put there."""
+        return [self._view(*where) for where in zip(_places(arrays)[0], arrays, strict=True)]
+
+    def _view(self, place: int, array: Array) -> torch.Tensor:
+        key = (place, array.shape, array.dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = _cut(self._there, place, array)
+        return view
+
+    def _apart(self, arrays: Sequence[Array], places: list[int], num_bytes: int) -> list[torch.Tensor]:
+        memory = np.empty(num_bytes, np.uint8)
+        _pack(arrays, places, memory)
+        there = torch.from_numpy(memory).to(self._device)
+        return [_cut(there, *where) for where in zip(places, arrays, strict=True)]
+
+
+class Download:
+    """A small tensor on its way to the host: begun here, without a wait, in the order of the device's current stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._here = tensor
+        self._done: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> Array:
+        """The values. What failed on the device before they were there raises here."""
+        if self._done is not None:
+            self._done.synchronize()
+        values: Array = self._here.numpy()
+        return values
+
+
+class Stopwatch:
+    """The time between two points in the work of a device, from when it is made to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began = self._mark()
+        self._ended: Any = None
+
+    def stop(self) -> None:
+        """The second point is here: behind all that is queued."""
+        self._ended = self._mark()
+
+    def seconds(self) -> float:
+        """The time; 0 where it was not stopped. On CUDA this waits for the second point."""
+        if self._ended is None:
+            return 0.0
+        if not self._cuda:
+            return float(self._ended - self._began)
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1e3
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
+    """The bytes at which the arrays begin, and where the last one ends."""
+    places, end = [], 0
+    for array in arrays:
+        places.append(end)
+        end += _aligned(array.nbytes)
+    return places, end
+
+
+def _pack(arrays: Sequence[Array], places: Sequence[int], memory: npt.NDArray[np.uint8]) -> None:
+    for place, array in zip(places, arrays, strict=True):
+        memory[place : place + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+
+
+def _cut(there: torch.Tensor, place: int, array: Array) -> torch.Tensor:
+    return there[place : place + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

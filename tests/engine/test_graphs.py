@@ -1,0 +1,105 @@
+"""Recorded decode steps, with a tape in place of CUDA graphs: the same tokens, whatever comes and goes around them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from dense_kernel import DenseKernel
+from engines import TinyEngine, prompts
+from families import FAMILIES, VOCAB, tiny
+from tape import Tape, recorder
+
+from pagetide.engine.graphs import SIZES, CannotBeCaptured, DecodeGraphs, sizes_for
+from pagetide.scheduler.request import Sampling
+
+GREEDY = Sampling(12)
+
+
+def recorded(model, sizes=(1, 2, 4, 8), **pool) -> tuple[TinyEngine, list[Tape]]:
+    engine = TinyEngine(model, block_size=4, max_model_len=64, **{"usable": 100} | pool)
+    engine.core.runner.kernel = DenseKernel()
+    tapes: list[Tape] = []
+    engine.core.runner.record(sizes, recorder(tapes))
+    return engine, tapes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss", "qwen3"])
+def test_recorded_steps_give_the_same_tokens(family: str) -> None:
+    """Rows come, end at different lengths and are preempted, so steps of all sizes are padded to those recorded."""
+    model = tiny(family)
+    inputs = prompts([3, 17, 9, 30, 5], VOCAB)
+    each = [Sampling(12 + 3 * i, temperature=float(i % 2), seed=i) for i in range(5)]
+    right = TinyEngine(model, usable=100, block_size=4, max_model_len=64).generate(inputs, each)
+    engine, tapes = recorded(model, usable=16, max_step_tokens=16)
+    assert engine.generate(inputs, each) == right
+    assert engine.preemptions
+    graphs = engine.core.runner.graphs
+    assert graphs is not None and graphs.sizes == (1, 2, 4, 8), "none was found to be wrong"
+    assert sum(tape.num_replays for tape in tapes) > 20
+
+
+def test_what_gives_other_logits_than_unrecorded_is_used_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    inputs = prompts([3, 17, 9], VOCAB)
+    right = TinyEngine(model, usable=100, block_size=4, max_model_len=64).generate(inputs, GREEDY)
+    engine, _ = recorded(model)
+    graphs = engine.core.runner.graphs
+    assert graphs is not None
+    replay = graphs._replays[4]
+    graphs._replays[4] = lambda: (replay(), graphs._logits.add_(torch.rand_like(graphs._logits)))[0]
+    with caplog.at_level(logging.WARNING):
+        assert engine.generate(inputs, GREEDY) == right
+    assert graphs.sizes == () and "a decode step of 4 rows gives other logits" in caplog.text
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_is_no_reason_to_distrust() -> None:
+    model, inputs, poison = tiny("llama"), prompts([3, 5], VOCAB), torch.zeros(())
+    right = TinyEngine(model, usable=100, block_size=4, max_model_len=64).generate(inputs, GREEDY)
+    handle = model.lm_head.register_forward_hook(
+        lambda module, given, out: out.index_fill(1, torch.tensor([0]), torch.nan).where(poison > 0, out)
+    )
+    try:
+        engine, _ = recorded(model)
+        for i, prompt in enumerate(inputs):
+            engine.add(f"r{i}", prompt, GREEDY, arrival=float(i))
+        for _ in range(4):
+            engine.core.step()
+        poison.fill_(1)
+        engine.core.step()
+        poison.fill_(0)
+        ends = engine.run()
+    finally:
+        handle.remove()
+    assert engine.core.runner.graphs is not None and engine.core.runner.graphs.sizes
+    assert ends["r1"].token_ids.tolist() == right[1]
+
+
+def test_models_that_ask_the_device_are_not_recorded() -> None:
+    model = tiny("llama")
+    engine = TinyEngine(model, usable=20, block_size=4)
+    engine.core.runner.kernel = DenseKernel()
+    layer = model.model.layers[0]
+    handle = layer.register_forward_hook(lambda module, given, out: out if bool((out == 7).any()) else None)
+    try:
+        with pytest.raises(CannotBeCaptured, match=r"is_nonzero\.default waits for a value on the device"):
+            engine.core.runner.record([2], recorder([]))
+    finally:
+        handle.remove()
+    assert engine.core.runner.graphs is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_asks_the_device_in_a_step_of_decodes(family: str) -> None:
+    assert recorded(tiny(family), sizes=[2])[0].core.runner.graphs is not None
+
+
+def test_sizes() -> None:
+    assert sizes_for(1) == (1,) and sizes_for(2) == (1, 2) and sizes_for(3) == (1, 2, 4) and sizes_for(256) == SIZES
+    assert sizes_for(5000) == SIZES and sizes_for(100) == (*SIZES[:10], 128)
+    graphs = DecodeGraphs(lambda size: torch.zeros(size, 3), lambda work: work)
+    for size in (8, 2):
+        graphs.add(size)
+    assert [graphs.size_for(n) for n in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, None]
+    assert graphs.sizes == (2, 8)

@@ -1,0 +1,270 @@
+"""Steps that are begun before the last one's tokens are on the host: nobody can tell by the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dense_kernel import DenseKernel
+from engines import TinyEngine, prompts
+from families import VOCAB, tiny
+from tape import recorder
+
+from pagetide import LLM, SamplingParams
+from pagetide.engine.batch import ON_ITS_WAY
+from pagetide.engine.graphs import CaptureCheck
+from pagetide.engine.sampler import Sampler
+from pagetide.engine.transfers import Download, Upload
+from pagetide.scheduler.plan import Plan
+from pagetide.scheduler.request import Sampling
+
+INPUTS = prompts([3, 17, 9, 30, 5, 12, 1], VOCAB)
+STOPS = (5, 9, 11, 40)
+PLAIN = [
+    Sampling(20), Sampling(14, temperature=1.0, seed=1), Sampling(30, temperature=0.8, top_k=7, top_p=0.9, seed=2),
+    Sampling(25, temperature=1.2, min_p=0.02, seed=3, stop_token_ids=STOPS), Sampling(1), Sampling(40, stop_token_ids=STOPS),
+    Sampling(18, temperature=1.0, seed=4, min_new_tokens=6, stop_token_ids=STOPS),
+]  # fmt: skip
+MIXED = [
+    *PLAIN[:4], Sampling(9, repetition_penalty=1.3), Sampling(12, temperature=1.0, seed=5, logprobs=2),
+    Sampling(15, frequency_penalty=0.5),
+]  # fmt: skip
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {"usable": 100},
+    "preempting": {"usable": 15, "max_step_tokens": 16},
+    "cached": {"usable": 20, "caching": True, "max_chunk_tokens": 7},
+    "swapping": {"usable": 14, "caching": True, "host_slots": 30},
+}
+
+
+class Watched(TinyEngine):
+    """Counts the plans that were made ahead, and sequences that ended while one of them was out."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, block_size=4, max_model_len=80, **options)
+        self.ahead: list[Plan] = []
+        schedule_ahead = self.core.scheduler.schedule_ahead
+
+        def watched(now: float) -> Plan | None:
+            plan = schedule_ahead(now)
+            if plan is not None:
+                self.ahead.append(plan)
+            return plan
+
+        self.core.scheduler.schedule_ahead = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_tokens(family: str, pool: str) -> None:
+    model = tiny(family)
+    for each in (PLAIN, MIXED):
+        right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, each)
+        engine = Watched(model, overlaps=True, **POOLS[pool])
+        assert engine.generate(INPUTS, each) == right
+        assert len(engine.ahead) > 5, "few steps were planned ahead"
+        assert engine.preemptions or pool == "roomy"
+        assert not engine.core.is_ahead, "something is under way for nobody"
+
+
+def test_without_it_nothing_is_planned_ahead() -> None:
+    engine = Watched(tiny("llama"), usable=100)
+    engine.generate(INPUTS, PLAIN)
+    assert not engine.ahead
+
+
+def test_recorded_steps_go_ahead_too() -> None:
+    model = tiny("llama")
+    right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, PLAIN)
+    engine = Watched(model, usable=15, overlaps=True)
+    engine.core.runner.kernel = DenseKernel()
+    tapes: list[Any] = []
+    engine.core.runner.record([1, 2, 4, 8], recorder(tapes))
+    assert engine.generate(INPUTS, PLAIN) == right
+    assert len(engine.ahead) > 10 and sum(tape.num_replays for tape in tapes) > 20
+
+
+def test_a_step_is_one_upload_and_one_download_and_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of plain rows; on a CPU, that acts as if it could not be asked."""
+    model = tiny("llama")
+    right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, PLAIN)
+    engine = Watched(model, usable=100, overlaps=True)
+    runner = engine.core.runner
+    runner.kernel = DenseKernel()
+    runner.sampler = Sampler(16, VOCAB, at_hand=False)
+    begin, counts, ups, downs = runner.begin, [], [], []
+
+    def watched(plan: Plan) -> Any:
+        ups.clear(), downs.clear()
+        decodes = len(plan.rows) and (plan.lengths == 1).all() and not plan.admitted
+        if not decodes or plan.given is not None:
+            return begin(plan)
+        with CaptureCheck():
+            step = begin(plan)
+        if not (runner._tokens[plan.rows] == ON_ITS_WAY).any():
+            return step  # of a row below its minimum length
+        counts.append((len(ups), len(downs)))
+        return step
+
+    put, made = Upload.put, Download.__init__
+    monkeypatch.setattr(Upload, "put", lambda self, arrays: ups.append(1) or put(self, arrays))
+    monkeypatch.setattr(Download, "__init__", lambda self, tensor: downs.append(1) or made(self, tensor))
+    monkeypatch.setattr(runner, "begin", watched)
+    plain = [Sampling(s.max_new_tokens, 0, s.temperature, s.top_k, s.top_p, s.min_p, seed=s.seed) for s in PLAIN]
+    got = engine.generate(INPUTS, plain)
+    assert len(counts) > 20 and set(counts) == {(1, 1)}
+    for ours, theirs, one in zip(got, right, PLAIN, strict=True):
+        if not one.stop_token_ids:
+            assert ours == theirs
+
+
+# -- ends, faults and interrupts ---------------------------------------------------------------------------------------
+
+
+def test_an_abort_between_two_steps_gives_no_token_more() -> None:
+    engine = Watched(tiny("llama"), usable=100, overlaps=True)
+    for i, prompt in enumerate(INPUTS[:3]):
+        engine.add(f"r{i}", prompt, Sampling(20), arrival=float(i))
+    got: list[str] = []
+    for _ in range(5):
+        got += engine.core.step().request_ids
+    assert engine.core.is_ahead and engine.core.abort("r1")
+    before = got.count("r1")
+    ends = engine.run()
+    assert ends["r1"].reason == "aborted" and len(ends["r1"].token_ids) == before
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(20))
+    assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["fault", "interrupt"])
+@pytest.mark.parametrize("when", ["as it is begun", "as it is waited for"])
+def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: BaseException) -> None:
+    """Also of the step that was begun behind the one before it, whose tokens are still given."""
+    engine = Watched(tiny("llama"), usable=100, overlaps=True, max_seqs=3)
+    runner = engine.core.runner
+    begin, numbers = runner.begin, iter(range(10**6))
+
+    def broken(plan: Plan) -> Any:
+        breaks = next(numbers) == 4
+        if breaks and when == "as it is begun":
+            raise error
+        step = begin(plan)
+        if breaks:
+            step._runner._take_in(step._computed)
+            object.__setattr__(step, "_runner", Raises(error))
+        return step
+
+    runner.begin = broken  # type: ignore[method-assign]
+    for i, prompt in enumerate(INPUTS[:6]):
+        engine.add(f"r{i}", prompt, Sampling(12), arrival=float(i))
+    ends: dict[str, Any] = {}
+    raised = 0
+    while engine.core.has_work:
+        try:
+            ends |= {end.request_id: end for end in engine.core.step().finished}
+        except KeyboardInterrupt:
+            raised += 1
+        engine.core.scheduler.check_invariants()
+    assert raised == isinstance(error, KeyboardInterrupt)
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:6], Sampling(12))
+    for i in range(6):
+        tokens = ends[f"r{i}"].token_ids.tolist()
+        assert ends[f"r{i}"].reason == ("error" if i < 3 else "length")
+        assert tokens == right[i][: len(tokens)] and (len(tokens) == 4 if i < 3 else tokens == right[i])
+    assert engine.core.scheduler.cache.counts().live == 0
+
+
+class Raises:
+    """In place of a runner whose device fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def _take_in(self, computed: Any) -> None:
+        raise self._error
+
+
+def test_bookkeeping_that_breaks_with_a_step_under_way_ends_all_once() -> None:
+    engine = Watched(tiny("llama"), usable=100, overlaps=True)
+    for i, prompt in enumerate(INPUTS[:3]):
+        engine.add(f"r{i}", prompt, Sampling(30), arrival=float(i))
+    for _ in range(4):
+        engine.core.step()
+    assert engine.core.is_ahead
+    apply = engine.core.scheduler.apply
+    engine.core.scheduler.apply = lambda plan, result: (apply(plan, result), 1 / 0)[0]  # type: ignore[method-assign]
+    ends = engine.core.step().finished
+    assert sorted(end.request_id for end in ends) == ["r0", "r1", "r2"] and not engine.core.is_ahead
+    assert {end.reason for end in ends} == {"error"}
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:2], Sampling(9))
+    assert engine.generate(INPUTS[:2], Sampling(9)) == right
+
+
+def test_chunks_are_tried_one_by_one_behind_a_step_that_is_under_way() -> None:
+    engine = Watched(tiny("llama"), usable=100, overlaps=True)
+    compute = engine.core.runner._compute
+
+    def broken(work: Any, there: Any) -> Any:
+        ids = engine.core.scheduler.rows.request_ids[work.rows]
+        if "r1" in ids and work.at.max(initial=0) > 25:
+            raise RuntimeError("no")
+        return compute(work, there)
+
+    engine.core.runner._compute = broken  # type: ignore[method-assign]
+    for i, prompt in enumerate(INPUTS[:3]):
+        engine.add(f"r{i}", prompt, Sampling(20), arrival=float(i))
+    ends = engine.run()
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(20))
+    assert ends["r1"].reason == "error" and engine.ahead
+    assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
+
+
+# -- behind the doors --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both() -> Any:
+    with (
+        LLM("demo", kv_memory="4MiB", device="cpu", overlap=True) as ahead,
+        LLM("demo", kv_memory="4MiB", device="cpu") as plain,
+    ):
+        yield ahead, plain
+
+
+def test_generate_stream_and_stop_strings(both: tuple[LLM, LLM]) -> None:
+    prompts = ["It was", "The sea", "Once upon a time"]
+    each = [
+        SamplingParams(max_new_tokens=40, temperature=1.0, seed=1, stop=[" the", "."]),
+        SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.9, top_k=40, seed=2, n=3),
+        SamplingParams(max_new_tokens=40, num_beams=3, temperature=0),
+    ]
+    ahead, plain = (
+        [(c.text, c.token_ids, c.finish_reason) for o in llm.generate(prompts, each) for c in o.completions]
+        for llm in both
+    )
+    assert ahead == plain
+    streamed = ["".join(chunk.text for chunk in llm.stream(prompts[0], each[0])) for llm in both]
+    assert streamed[0] == streamed[1] == ahead[0][0]
+    assert both[0].stats()["overlap"] is True and both[1].stats()["overlap"] is False
+    for llm in both:
+        stats = llm.stats()
+        assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
+
+
+def test_a_request_is_handed_over_while_a_step_is_under_way(both: tuple[LLM, LLM]) -> None:
+    params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=3)
+    right = both[1].generate("It was", params)[0].token_ids
+    for here, there in (both, both[::-1]):
+        stream = here.stream("It was", params)
+        told = [token for _ in range(4) for token in next(stream).token_ids]
+        data = stream.requests[0].export()
+        rest = [token for chunk in there.take_over(data) for token in chunk.token_ids]
+        assert told + rest == right
+        assert here.stats()["running"] == 0
+
+
+def test_configuration(both: tuple[LLM, LLM]) -> None:
+    for name, value, text in (("overlap", 1, "True, False or None"), ("cuda_graphs", None, "True or False")):
+        with pytest.raises(ValueError, match=f"{name} must be {text}, got {value}"):
+            LLM("demo", **{name: value})
+    assert both[0].stats()["cuda_graphs"] == []
