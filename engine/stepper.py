@@ -355,6 +355,8 @@ class Stepper(threading.Thread):
         with self._desk.lock:  # a step for the memory's sake may be running
             self._paused_by = by
             self._desk.paused = by is not None
+            if by is not None and self._desk.engine is not None:
+                self._desk.settle(self._desk.engine)  # nor does the device do anything then
 
     def _drain(self, waiter: Waiter) -> None:
         self._draining = True
