@@ -137,15 +137,16 @@ class CudaRecorder:
         self._pool: Any = None
 
     def __call__(self, work: Work) -> Work:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):  # kernels are compiled and libraries set up outside of a capture
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):  # kernels are compiled and libraries set up outside of a capture
+                    work()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, of the pool's extents say, may call what this one must not.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, of the pool's extents say, may call what this one must not.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
         self._pool = self._pool or graph.pool()
         return graph.replay

@@ -62,7 +62,7 @@ class Upload:
         if not self._on_host:
             self._there[:end].copy_(stage[:end], non_blocking=True)
             self._sent[self._turn] = sent = sent or torch.cuda.Event()
-            sent.record()
+            sent.record(torch.cuda.current_stream(self._device))
             self._turn = (self._turn + 1) % _NUM_STAGES
         return [self._view(*where) for where in zip(places, arrays, strict=True)]
 
@@ -96,7 +96,7 @@ class Download:
             self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._here.copy_(tensor, non_blocking=True)
             self._done = torch.cuda.Event()
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Array:
         """The values. What failed on the device before they were there raises here."""
@@ -110,7 +110,7 @@ class Stopwatch:
     """The time between two points in the work of a device, from when it is made to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._began = self._mark()
         self._ended: Any = None
 
@@ -122,16 +122,16 @@ class Stopwatch:
         """The time; 0 where it was not stopped. On CUDA this waits for the second point."""
         if self._ended is None:
             return 0.0
-        if not self._cuda:
+        if self._device.type != "cuda":
             return float(self._ended - self._began)
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1e3
 
     def _mark(self) -> Any:
-        if not self._cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
