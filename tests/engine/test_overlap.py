@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from engines import TinyEngine, prompts
 from families import VOCAB, tiny
 from tape import recorder
 
-from pagetide import LLM, SamplingParams
+from pagetide import LLM, AsyncLLM, SamplingParams
 from pagetide.engine.batch import ON_ITS_WAY
 from pagetide.engine.graphs import CaptureCheck
 from pagetide.engine.sampler import Sampler
@@ -261,6 +262,36 @@ def test_a_request_is_handed_over_while_a_step_is_under_way(both: tuple[LLM, LLM
         rest = [token for chunk in there.take_over(data) for token in chunk.token_ids]
         assert told + rest == right
         assert here.stats()["running"] == 0
+
+
+def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> None:
+    """In a pause nothing is under way; whoever leaves changes no token of the others."""
+    each = [SamplingParams(max_new_tokens=150 + i, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    right = [both[1].generate("The sea", params)[0].token_ids for params in each]
+
+    async def tokens(llm: AsyncLLM, params: SamplingParams, most: int | None = None) -> list[int]:
+        told: list[int] = []
+        async for chunk in llm.stream("The sea", params):
+            told += chunk.token_ids
+            if most is not None and len(told) >= most:
+                break
+        return told
+
+    async def main() -> list[list[int]]:
+        async with AsyncLLM("demo", kv_memory="4MiB", device="cpu", overlap=True) as llm:
+            core = llm._desk.open().core
+            asked = [tokens(llm, params, 3 if i == 2 else None) for i, params in enumerate(each)]
+            tasks = [asyncio.create_task(one) for one in asked]
+            for _ in range(3):
+                await tokens(llm, each[0], 2)
+                await llm.pause()
+                assert not core.is_ahead and core.scheduler.num_running
+                llm.resume()
+            return await asyncio.gather(*tasks)
+
+    got = asyncio.run(main())
+    assert got[2][:3] == right[2][:3]
+    assert [*got[:2], *got[3:]] == [*right[:2], *right[3:]]
 
 
 def test_configuration(both: tuple[LLM, LLM]) -> None:
