@@ -17,9 +17,10 @@ CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 BIN := $(VENV)/bin
 # -P: the folders of this checkout (cache, engine, ...) are no modules by themselves.
 RUN := $(BIN)/python -P -m
-# Test processes side by side, and one thread for torch in each: two that share cores wait for each other.
+# Test processes side by side, and one thread for torch in each: two that share cores wait for each other. Bytecode is kept,
+# whatever the environment says: they start hundreds of processes, which would compile the same files again.
 JOBS ?= 2
-PARALLEL := OMP_NUM_THREADS=1 $(RUN)
+PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN)
 PACKAGES := monitor allocator cache scheduler engine configs
 
 # $(call setup,EXTRA ...): the environment, with these optional dependencies of pyproject.toml.

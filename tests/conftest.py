@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,3 +23,10 @@ def _own_runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         del os.environ[VARIABLE]
     else:
         os.environ[VARIABLE] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Many tests collect garbage, and so does every engine's close: spare it what torch and transformers brought along."""
+    gc.collect()
+    gc.freeze()

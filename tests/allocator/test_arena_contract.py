@@ -1,4 +1,5 @@
-"""Every arena against one contract (tests/arena_contract.py): host memory, and CUDA's over a driver without a device.
+"""Every arena against one contract (tests/arena_contract.py): host memory, and CUDA's over a driver without a device,
+alone and within a lease.
 
 The contract on a real device is in tests/gpu/test_cuda_arena.py.
 """
@@ -8,14 +9,18 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from arena_contract import ArenaContract, Rig
-from fake_cuda_driver import GRANULE, FakeCudaDriver
+from fake_cuda_driver import GRANULE, INVALID_VALUE, FakeCudaDriver, Fault
+from monitors import wait_until
 
 from pagetide.allocator.arena import Arena, runs
 from pagetide.allocator.cuda_arena import CudaArena
+from pagetide.allocator.errors import DriverError
 from pagetide.allocator.host_arena import HostArena
+from pagetide.allocator.leased_arena import LeasedArena
 
 PAGES = 16 * mmap.PAGESIZE
 
@@ -53,8 +58,81 @@ class TestCudaArena(ArenaContract):
             lambda arena, extent, value: driver.write(address(arena, extent), bytes([value]) * GRANULE),
         )
         gc.collect()
+        wait_until(lambda: not driver.leaks(), "the end of what the arenas' threads are at")
+        assert driver.violations == []
+
+
+class Counting:
+    """A lease that grants everything, and finds what is not counted: `check` runs before each call of the driver."""
+
+    def __init__(self, driver: FakeCudaDriver) -> None:
+        self.driver, self.lower, self.upper, self.wrong = driver, 0, 0, list[str]()
+
+    def shift(self, lower_bytes: int, upper_bytes: int) -> None:
+        self.lower += lower_bytes
+        self.upper += upper_bytes
+        self.check("shift")
+
+    def check(self, call: str) -> None:
+        with self.driver._lock:
+            taken = self.driver.taken_bytes
+        if not self.lower <= taken <= self.upper:
+            self.wrong.append(f"{call}: {taken} bytes exist, {self.lower} to {self.upper} are counted")
+
+
+class TestLeasedArena(ArenaContract):
+    """Of one arena at a time, or of several by one lease."""
+
+    @pytest.fixture(params=[0, 3 * GRANULE], ids=["nothing ready", "three ready"])
+    def rig(self, request: pytest.FixtureRequest) -> Iterator[Rig]:
+        driver = FakeCudaDriver()
+        lease: Any = Counting(driver)
+        driver.before = lease.check
+        made: list[LeasedArena] = []
+
+        def make(num_extents: int, budget=None) -> LeasedArena:
+            options = {"driver": driver, "budget": budget, "ready_limit_bytes": request.param}
+            made.append(LeasedArena(CudaArena(num_extents, GRANULE, **options), lease))
+            return made[-1]
+
+        def address(arena: Any, extent: int) -> int:
+            return arena._arena._range.base + extent * GRANULE
+
+        yield Rig(
+            GRANULE,
+            make,
+            lambda arena, extent: driver.read(address(arena, extent), GRANULE),
+            lambda arena, extent, value: driver.write(address(arena, extent), bytes([value]) * GRANULE),
+        )
+        while made:
+            made.pop().close()
+        driver.before = lambda call: None
+        gc.collect()
+        assert (lease.lower, lease.upper, lease.wrong) == (0, 0, [])
         assert driver.violations == []
         assert driver.leaks() == []
+
+
+def test_what_fails_within_a_lease_is_counted_as_it_is() -> None:
+    driver = FakeCudaDriver()
+    lease: Any = Counting(driver)
+    driver.before = lease.check
+    arena = LeasedArena(CudaArena(8, GRANULE, driver=driver, ready_limit_bytes=4 * GRANULE), lease)
+    arena.map([0, 1, 2])
+    for nth, call in ((1, "cuMemMap"), (0, "cuStreamSynchronize"), (1, "cuMemCreate")):
+        driver._counts.clear()
+        driver.faults = [Fault(nth, nth, INVALID_VALUE, call)]
+        with pytest.raises(DriverError, match=call):
+            arena.map([3, 4])
+        assert (lease.lower, lease.upper) == (3 * GRANULE, 3 * GRANULE)
+    driver._counts.clear()
+    driver.faults = [Fault(0, 0, INVALID_VALUE, "cuMemUnmap")]
+    with pytest.raises(DriverError, match="cuMemUnmap"):
+        arena.unmap([1, 2])
+    arena.trim()
+    assert (lease.lower, lease.upper, arena.mapped_extents) == (2 * GRANULE, 2 * GRANULE, {0, 1})
+    arena.close()
+    assert (lease.lower, lease.upper, lease.wrong) == (0, 0, [])
 
 
 @pytest.mark.parametrize(

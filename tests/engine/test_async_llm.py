@@ -9,6 +9,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +35,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     tiny("llama").save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections(saved: Path) -> Iterator[None]:
-    """Every close collects garbage: spare it what torch and transformers brought along."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +98,13 @@ def alike(outputs: list[RequestOutput]) -> list[Any]:
 def watch_steps(llm: AsyncLLM, told: Callable[[Any], None]) -> None:
     """Tell of each plan before it runs, on the stepper's thread."""
     runner = llm._desk.open().core.runner
-    execute = runner.execute
+    begin = runner.begin
 
     def watched(plan: Any) -> Any:
         told(plan)
-        return execute(plan)
+        return begin(plan)
 
-    runner.execute = watched
+    runner.begin = watched
 
 
 async def go_on_for(llm: AsyncLLM, steps: int) -> None:
@@ -125,7 +117,7 @@ async def go_on_for(llm: AsyncLLM, steps: int) -> None:
             assert gate.wait(60)
 
     runner = llm._desk.open().core.runner
-    execute = runner.execute
+    begin = runner.begin
     watch_steps(llm, told)
     llm.resume()
     await until(reached.is_set)
@@ -133,7 +125,7 @@ async def go_on_for(llm: AsyncLLM, steps: int) -> None:
     await asyncio.sleep(0)
     gate.set()
     await pausing
-    runner.execute = execute
+    runner.begin = begin
 
 
 # -- the same as LLM ---------------------------------------------------------------------------------------------------
@@ -872,6 +864,42 @@ def test_an_engine_that_breaks_wakes_everybody(
     asyncio.run(main())
     assert [arena.mapped_bytes for arena in arenas] == [0, 0]
     assert "the engine's thread broke" in caplog.text
+
+
+def test_whoever_comes_as_the_engine_breaks_is_told_why(
+    load: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the cause of what every door raises: of calls that are being tokenised, of later ones, of a stream left unread."""
+    llm = load()
+    desk = llm._desk
+    encoder, model, broken = desk.open().encoder, weakref.ref(desk.open().core.runner.model), threading.Event()
+    encode = encoder.encode
+
+    def slow(*given: Any) -> Any:
+        assert broken.wait(60)
+        return encode(*given)
+
+    async def main() -> None:
+        unread = llm.stream([5], LONG)
+        await anext(unread)
+        encoder.encode = slow  # type: ignore[method-assign]
+        late = [asyncio.create_task(ask) for ask in (llm.generate([5]), llm.tokenize([5]), anext(llm.stream([5])))]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(desk, "_advance", lambda engine: 1 / 0)
+        await until(lambda: desk.engine is None)
+        broken.set()
+        await until(lambda: llm._stepper.ended)
+        refusals = await asyncio.gather(*late, return_exceptions=True)
+        for ask in (llm.generate([5]), llm.stats(), llm.drain(), llm.pause(), anext(llm.generate_each([[5]]))):
+            refusals += await asyncio.gather(ask, return_exceptions=True)
+        with pytest.raises(EngineClosed, match="this AsyncLLM is stopped") as caught:
+            [chunk async for chunk in unread]
+        for refusal in (*refusals, caught.value):
+            assert isinstance(refusal, EngineClosed) and isinstance(refusal.__cause__, ZeroDivisionError)
+
+    asyncio.run(main())
+    gc.collect()
+    assert model() is None, "what broke the engine holds its weights"
 
 
 def test_a_long_tokenising_holds_nobody_up_and_can_be_left(load: Callable[..., AsyncLLM]) -> None:

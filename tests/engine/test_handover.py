@@ -47,9 +47,9 @@ with LLM("demo", device="cpu", dtype="float32", share=False, kv_memory="5MiB", b
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """A process that loads the model while the other tests run, and then goes on with what it is given."""
+    """A process that loads the model, and then goes on with what it is given."""
     command, pipe = [sys.executable, "-P", "-c", CHILD], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         yield process

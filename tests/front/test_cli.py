@@ -21,6 +21,7 @@ from pagetide.engine import llm as llm_module
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.models import BUILT_IN_FILE
+from pagetide.monitor import watch
 
 PROMPTS = ['"What is the matter," said', "Natásha went to the window and", "CORIOLANUS:\n"]
 DEMO = ["--model-name", "demo", "--device", "cpu", "--kv-memory", "32MiB"]
@@ -46,6 +47,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert out == ""
     assert err.startswith("pagetide: ") and err.endswith("\n") and err.count("\n") == 1, err
     return err
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_monitor() -> Iterator[None]:
+    """Else each engine would start one, and end it again."""
+    with watch(timeout_s=60):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,13 @@ from pagetide.monitor.snapshot import DeviceKind
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stand-in of the driver needs a C compiler")
 
 NO_PERMISSION, GPU_IS_LOST = 4, 15
+SCANS_OFTEN = """
+import sys
+from pagetide import vram_monitor
+from pagetide.monitor import poller
+poller.SCAN_INTERVAL_S = 0.2
+sys.exit(vram_monitor.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -114,6 +121,7 @@ def test_without_a_driver_auto_watches_the_host_and_a_driver_that_comes_is_found
 ) -> None:
     nvml.driver_loaded = False
     monitor = MonitorProcess(tmp_path / "auto", source="auto", env=nvml.env())
+    monitor._command[1:4] = ["-P", "-c", SCANS_OFTEN]
     with monitor, RecordReader.open(monitor.record) as reader:
         assert [info.index for info in reader.devices()] == ["host"]
         nvml.driver_loaded = True

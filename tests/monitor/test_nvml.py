@@ -648,8 +648,9 @@ def test_a_device_that_is_lost_during_a_call(nvml: NvmlStandin, source: NvmlSour
     assert isinstance(answers[0], DeviceUnreadable) and answers[0].lost
 
 
+@pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.stress)])
 def test_threads_that_ask_while_the_driver_comes_and_goes_get_answers_or_reasons(
-    nvml: NvmlStandin, source: NvmlSource
+    nvml: NvmlStandin, source: NvmlSource, rounds: int
 ) -> None:
     nvml.devices = [A, SPLIT]
     infos = source.scan()
@@ -668,7 +669,7 @@ def test_threads_that_ask_while_the_driver_comes_and_goes_get_answers_or_reasons
     threads = [threading.Thread(target=ask, args=(info,)) for info in infos]
     for thread in threads:
         thread.start()
-    for round_ in range(200):
+    for round_ in range(rounds):
         nvml.driver_loaded = round_ % 2 == 1
         if nvml.driver_loaded:
             assert source.scan() == infos

@@ -85,7 +85,8 @@ def test_one_that_runs_is_used_and_not_ended(tmp_path: Path) -> None:
         assert not ended(running.pid)
 
 
-def test_one_that_is_killed_is_replaced_for_those_who_watch(tmp_path: Path) -> None:
+def test_one_that_is_killed_is_replaced_for_those_who_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "OTHERS_FIRST_S", 0.3)
     with monitor.watch(runtime_dir=tmp_path / "run") as first, monitor.watch(runtime_dir=tmp_path / "run") as second:
         pid, host = first.monitor_pid, first.devices()[-1]
         os.kill(pid, 9)
