@@ -56,7 +56,7 @@ GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, prometheus_client, psutil
 GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
 	"$$python" -P -c 'import torch, $(GPU_NEEDS)' 2>/dev/null && { echo "$$python"; break; }; done)
 GPU_JOBS ?= 8
-GPU_BUDGET_S ?= 340
+GPU_BUDGET_S ?= 325
 GPU_RESULTS ?= benchmarks/results
 GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
 GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))

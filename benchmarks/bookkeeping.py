@@ -34,11 +34,12 @@ def answer(plan: Plan, rng: np.random.Generator) -> Result:
 
 
 def decode_steps(
-    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False
+    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False, ahead: bool = False
 ) -> list[float]:
     """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
 
-    The pool is a fixed one, or one of `num_extents` extents that could come and go; with `caching` prefixes are kept.
+    The pool is a fixed one, or one of `num_extents` extents that could come and go; with `caching` prefixes are kept. `ahead`
+    each step is planned before the result of the one before it is in, as an engine does whose device works by itself.
     """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16
@@ -55,10 +56,12 @@ def decode_steps(
         scheduler.add(Request(name, prompt, Sampling(steps + 8, stop_token_ids=STOP_IDS)))
     samples: list[float] = []
     due: dict[str, list[int]] = {name: [] for name in told}
+    behind: Plan | None = None
     while scheduler.num_waiting or len(samples) < steps:
         counted = not scheduler.num_waiting and bool(samples or scheduler.stats.steps > 1)
         start = time.perf_counter()
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0) if behind is None else behind
+        behind = scheduler.schedule_ahead(0.0) if ahead else None
         planned = time.perf_counter()
         result = answer(plan, rng)
         applying = time.perf_counter()
@@ -71,6 +74,7 @@ def decode_steps(
             due[name].append(token)
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             told[name].append(token)
+        assert not (ahead and counted and behind is None), "a step was not planned ahead"
     assert scheduler.num_running == num_seqs, "a sequence ended early"
     assert told == due, "what was told differs from what was sampled"
     scheduler.check_invariants()
@@ -192,6 +196,9 @@ def main() -> None:
             median = figure(f"decode step, {num_seqs:,} running sequences{pool}, median", samples, "us", bound)
             p99 = float(np.percentile(samples, 99)) * 1e6
             figures += [median, Figure(f"decode step, {num_seqs:,}{pool}, p99 / median", p99 / median.value, "x", 3.0)]
+            if num_extents is None:
+                samples = decode_steps(num_seqs, args.steps, args.seed, ahead=True)
+                figures.append(figure(f"decode step, {num_seqs:,}, planned ahead, median", samples, "us", None))
     figures += [
         figure("admission of a prompt of 100,000 tokens", admission(100_000, 50), "ms", 6),
         figure("allocate + free 512 blocks", allocate_and_free(512, 2000), "us", 40),

@@ -134,19 +134,20 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # libraries keep a workspace for each they have seen
         self._pool: Any = None
 
     def __call__(self, work: Work) -> Work:
+        current = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):  # kernels are compiled and libraries set up outside of a capture
                     work()
-            torch.cuda.current_stream().wait_stream(stream)
+            current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads, of the pool's extents say, may call what this one must not.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
         self._pool = self._pool or graph.pool()
         return graph.replay

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --results benchmarks/results                the parts in the order of their value
     python -m benchmarks.gpu --only attention,swap --results DIR         some of them, and what they need
     python -m benchmarks.gpu --only memory --seconds 180 --budget-s 300  the stranger for three minutes
+    python -m benchmarks.gpu --only decode --no-overlap --no-cuda-graphs  the engine without them
     python -m benchmarks.gpu --device cpu --tiny                         every part's code on a CPU; the figures mean nothing
 
 What was measured before stays in DIR; a part that is measured again replaces its own figures there. docs/gpu.md says more.
@@ -35,6 +36,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=above_0, default=360.0, help="for all parts together (%(default)g)")
     parser.add_argument("--seconds", type=above_0, default=40.0, help="of the stranger in memory (%(default)g)")
     parser.add_argument("--attention", metavar="NAME", help="the engine's, in place of its choice")
+    parser.add_argument(
+        "--overlap", action=argparse.BooleanOptionalAction, help="begin steps ahead, or do not (on CUDA they are)"
+    )
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="capture decode steps (%(default)s)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seed", type=int, default=0)
@@ -62,7 +69,7 @@ def main(given: Sequence[str] | None = None) -> int:
     kept = read(args.results / "gpu.json") if args.results else {}
     known: dict[str, float] = {}
     errors = 0
-    setting = Setting(args.device, args.tiny, args.seed, args.seconds, args.attention)
+    setting = Setting(args.device, args.tiny, args.seed, args.seconds, args.attention, args.overlap, args.cuda_graphs)
     with Runner(setting) as runner:
         for spec in with_needs(args.parts):
             left_s = ends_at - time.monotonic()

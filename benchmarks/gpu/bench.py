@@ -31,6 +31,7 @@ class Scale:
     rows: int  # that decode together
     context: int  # of each of them, halfway
     new_tokens: int  # that they decode
+    few_tokens: int  # where only the steps between matter
     prompt: int  # tokens before a first token that is waited for
     attention_context: int  # of the rows of paged attention alone
     repeats: int
@@ -63,13 +64,13 @@ class Scale:
 
 REAL = Scale(
     hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, dtype="bfloat16",
-    rows=64, context=1024, new_tokens=128, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
+    rows=64, context=1024, new_tokens=128, few_tokens=32, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
     pinned_bytes=GIB, gemm=8192, kv_bytes=16 * GIB, recall_bytes=GIB, recall_rounds=5, recall_context=1024, steps=300,
     stranger_bytes=60 * GIB, capacity_bytes=None,
 )  # fmt: skip
 TINY = Scale(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, dtype="float32",
-    rows=3, context=40, new_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
+    rows=3, context=40, new_tokens=6, few_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
     pinned_bytes=4 * MIB, gemm=64, kv_bytes=16 * MIB, recall_bytes=4 * MIB, recall_rounds=1, recall_context=512, steps=8,
     stranger_bytes=64 * MIB, capacity_bytes=16 * GIB,
 )  # fmt: skip
@@ -84,6 +85,8 @@ class Bench:
     seed: int = 0
     memory_s: float = 40.0  # for which a stranger takes and returns memory
     attention: str | None = None  # the engine's kernel, in place of the one it chooses
+    overlap: bool | None = None  # whether it begins steps ahead; None: as it does by itself
+    cuda_graphs: bool = True
     ends_at: float = float("inf")
     known: dict[str, float] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 
 _AHEAD_CYCLES = 20_000_000  # about 10 ms, in which the host puts a whole measurement in the queue
@@ -57,6 +58,10 @@ class Clock:
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] on the device, random."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).random_(256)
+
+    def free_bytes(self) -> int:
+        """What nobody holds of the device, as its driver says."""
+        return int(torch.cuda.mem_get_info(self.device)[0] if self.cuda else psutil.virtual_memory().available)
 
     def release(self) -> None:
         """Give back what torch keeps for later."""

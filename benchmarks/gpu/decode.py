@@ -1,87 +1,38 @@
-"""The engine's decode steps: how long they take, against what the memory bandwidth allows, and where their time goes."""
+"""The engine's decode steps: how long they take, against what the memory bandwidth allows, and what each of its ways is worth.
+
+Steps are timed from the return of one to the return of the next, while all rows decode. The bounded figures come first.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-import torch
 
 from benchmarks.figures import Figure
 from pagetide import LLM, SamplingParams
+from pagetide.engine.runner import Runner
 
 from .bandwidth import MEMORY
 from .bench import Bench
-from .report import Item, Note, bounded, unmeasured
+from .profile import profiled
+from .report import Item, Note, Unmeasured, bounded, unmeasured
+from .steps import HOST, Step, watched
 
 MANY, ONE, FIRST = "decode, many sequences: pagetide", "decode, one sequence: pagetide", "time to first token: pagetide"
-PROFILED_STEPS = 8
-PARTS = {  # a kernel is of the first part that has a piece of its name
-    "attention": ("_decode", "_merge", "_prefill", "_write", "flash", "fmha", "attention", "paged", "sdpa"),
-    "linears": (
-        "gemm",
-        "gemv",
-        "nvjet",
-        "cutlass",
-        "cublas",
-        "splitk",
-        "matmul",
-        "aten::mm",
-        "aten::addmm",
-        "mkl",
-        "linear",
-    ),
-    "copies": ("memcpy", "memset", "copy"),
-}
-
-
-@dataclass
-class Steps:
-    """The steps of an engine while it is watched: when each ended (time.perf_counter), and the tokens that it gave."""
-
-    began: list[float] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    before: Callable[[int], None] | None = None  # told the number of steps in which all rows decoded so far
-
-    def full(self, rows: int) -> list[float]:
-        """Seconds of the steps that gave `rows` tokens each, and followed one that did."""
-        pairs = zip(range(len(self.ended)), range(1, len(self.ended)), strict=False)
-        return [self.ended[b] - self.ended[a] for a, b in pairs if self.tokens[a] == self.tokens[b] == rows]
-
-
-@contextmanager
-def watched(llm: LLM, rows: int = 0) -> Iterator[Steps]:
-    """Note every step of the engine."""
-    core: Any = llm._desk.engine.core  # type: ignore[union-attr]
-    step, steps = core.step, Steps()
-
-    def noted() -> Any:
-        if steps.before is not None:
-            steps.before(sum(count == rows for count in steps.tokens))
-        steps.began.append(time.perf_counter())
-        emissions = step()
-        steps.ended.append(time.perf_counter())
-        steps.tokens.append(len(emissions.tokens))
-        return emissions
-
-    core.step = noted
-    try:
-        yield steps
-    finally:
-        del core.step
+CAPTURED = "CUDA graphs of decode steps"
+LEAST_S = 8.0  # of the time box, for a measurement that no bound needs
 
 
 @contextmanager
 def engine(bench: Bench, **options: Any) -> Iterator[LLM]:
-    """An LLM over the run's model, with the attention asked for."""
+    """An LLM over the run's model, with the attention and the ways of stepping asked for."""
     device = str(bench.clock.device)
-    options = {"kv_memory": bench.scale.kv_bytes, "max_step_tokens": 8192, "share": False, **options}
+    asked = {"overlap": bench.overlap, "cuda_graphs": bench.cuda_graphs}
+    options = {"kv_memory": bench.scale.kv_bytes, "max_step_tokens": 8192, "share": False, **asked, **options}
     if bench.attention is not None:
         options["attention"] = bench.attention
     with LLM(bench.model, device="cuda:0" if bench.clock.cuda else device, **options) as llm:
@@ -95,32 +46,86 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 
 def measure(bench: Bench) -> Iterator[Item]:
-    """Tokens a second of many sequences and of one, the time to a first token, and a profile of each."""
-    scale = bench.scale
-    with engine(bench, prefix_caching=False) as llm:
-        yield Note("the engine", (f"attention by {llm.stats()['attention']}, block size {llm.stats()['block_size']}",))
-        for rows, name, key in [(scale.rows, MANY, "rows_share"), (1, ONE, "one_share")]:
-            yield from _rate(bench, llm, rows, name, key)
+    """Tokens a second of many sequences and of one, and the time to a first token; then what overlap and graphs are worth, what
+    host and device do in a step, and a profile.
+    """
+    rows = bench.scale.rows
+    with capturing(bench) as captured, engine(bench, prefix_caching=False) as llm:
+        yield Note("the engine", _about(llm))
+        seen: dict[int, list[Step]] = {}
+        for num, name, key in [(rows, MANY, "rows_share"), (1, ONE, "one_share")]:
+            yield from _rate(bench, llm, num, name, key, seen)
         yield from _first_token(bench, llm)
-        for rows in (scale.rows, 1):
-            yield from _profile(bench, llm, rows)
+        yield from captured or [Unmeasured(CAPTURED, "none: they are off, or the engine's log says why")]
+        yield Figure("... of them in use after these steps", len(llm.stats()["cuda_graphs"]), "count", better="higher")
+        for num, steps in seen.items():
+            yield from _ways(bench, llm, num, steps)
+            yield from _host_and_device(num, steps)
+        for num in (rows, 1):
+            if bench.left_s < LEAST_S:
+                yield Unmeasured(f"a decode step of {num} under the profiler", "no time left")
+                continue
+            few = bench.scale.few_tokens
+            yield from profiled(bench, llm, num, few, partial(_generate, bench, llm, num, 3, few))
 
 
-def _generate(bench: Bench, llm: LLM, rows: int, seed: int) -> None:
+@contextmanager
+def capturing(bench: Bench) -> Iterator[list[Item]]:
+    """What it takes an engine that is built meanwhile to capture its decode steps."""
+    items: list[Item] = []
+    kind: Any = Runner
+    record = kind.record
+
+    def noted(runner: Runner, sizes: Any, how: Any) -> None:
+        bench.clean()
+        free, began = bench.clock.free_bytes(), time.perf_counter()
+        try:
+            record(runner, sizes, how)
+        except Exception as error:
+            items.append(Unmeasured(CAPTURED, f"{type(error).__name__}: {error}"))
+            raise
+        bench.clock.synchronize()
+        took_s = time.perf_counter() - began
+        bench.clean()
+        items.append(Figure(CAPTURED, len(sizes), "count", better="higher"))
+        items.append(Figure("... time to capture them, kernels compiled meanwhile", took_s, "s"))
+        items.append(Figure("... memory that they took", (free - bench.clock.free_bytes()) / 1e6, "MB"))
+
+    kind.record = noted
+    try:
+        yield items
+    finally:
+        kind.record = record
+
+
+def _about(llm: LLM) -> tuple[str, ...]:
+    stats = llm.stats()
+    return (
+        f"attention by {stats['attention']}, block size {stats['block_size']}",
+        f"steps are {'' if stats['overlap'] else 'not '}begun ahead",
+        f"CUDA graphs of {', '.join(map(str, stats['cuda_graphs'])) or 'no'} rows",
+    )
+
+
+def _generate(bench: Bench, llm: LLM, rows: int, seed: int, new_tokens: int | None = None) -> None:
+    """Decode so many tokens of each row, halfway of which the rows are `context` long."""
     scale = bench.scale
-    prompts = bench.prompts(rows, scale.context - scale.new_tokens // 2, seed)
-    llm.generate(prompts, greedy(scale.new_tokens), progress=False)
+    new_tokens = new_tokens or scale.new_tokens
+    prompts = bench.prompts(rows, scale.context - new_tokens // 2, seed)
+    llm.generate(prompts, greedy(new_tokens), progress=False)
 
 
-def _rate(bench: Bench, llm: LLM, rows: int, name: str, key: str) -> Iterator[Item]:
+def _rate(bench: Bench, llm: LLM, rows: int, name: str, key: str, seen: dict[int, list[Step]]) -> Iterator[Item]:
     scale = bench.scale
-    _generate(bench, llm, rows, seed=1)  # compiles, captures, fills caches
+    _generate(bench, llm, rows, seed=1)  # compiles, tries the graphs, fills caches
     with watched(llm) as steps:
         _generate(bench, llm, rows, seed=2)
-    seconds = steps.full(rows)
-    if not seconds:
+    full = steps.full(rows)
+    if not full:
         yield unmeasured(key, "no two steps in a row decoded all sequences")
         return
+    seen[rows] = full
+    seconds = [step.took_s for step in full]
     mean = statistics.fmean(seconds)
     yield Figure(name, rows / mean, "tokens/s", better="higher", samples=[rows / s for s in seconds])
     yield Figure(f"... step, {rows} x {scale.context:,}", 1e3 * mean, "ms", samples=[1e3 * s for s in seconds])
@@ -146,52 +151,46 @@ def _first_token(bench: Bench, llm: LLM) -> Iterator[Item]:
     yield Figure(FIRST, 1e3 * statistics.median(samples), "ms", samples=[1e3 * s for s in samples])
 
 
-def _profile(bench: Bench, llm: LLM, rows: int) -> Iterator[Item]:
-    """Where the time of some decode steps goes, kernel by kernel; what is left of the steps is the host's."""
-    cuda = bench.clock.cuda
-    activity = torch.profiler.ProfilerActivity
-    profiler = torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU])
-    marks: list[float] = []
-    most = min(PROFILED_STEPS, max(1, bench.scale.new_tokens // 3))
+def _host_and_device(rows: int, steps: list[Step]) -> Iterator[Item]:
+    """What either does in a step, which takes as long as the slower one where steps are begun ahead."""
+    device = [1e3 * step.device_s for step in steps]
+    yield Figure(f"... {rows}: the device's time", statistics.median(device), "ms", samples=device)
+    host = [1e3 * sum(step.host_s) for step in steps]
+    yield Figure(f"... {rows}: the host's time", statistics.median(host), "ms", samples=host)
+    for number, part in enumerate(HOST):
+        each = [1e3 * step.host_s[number] for step in steps]
+        yield Figure(f"... {rows}: of it to {part}", statistics.median(each), "ms")
+    ahead = statistics.fmean(step.ahead for step in steps)
+    yield Figure(f"... {rows}: share of steps that were begun ahead", ahead, "x", better="higher")
 
-    def before(num_full: int) -> None:
-        if num_full == 2 and not marks:
-            bench.clock.synchronize()
-            profiler.start()
-            marks.append(time.perf_counter())
-        elif num_full == 2 + most and len(marks) == 1:
-            bench.clock.synchronize()
-            marks.append(time.perf_counter())
-            profiler.stop()
 
-    with watched(llm, rows) as steps:
-        steps.before = before
-        _generate(bench, llm, rows, seed=3)
-    if len(marks) != 2:
-        if marks:
-            profiler.stop()
-        yield Note(f"a decode step of {rows}", ("no profile: too few steps decoded all sequences",))
-        return
-    spent: dict[str, float] = defaultdict(float)  # ms a step
-    kernels = []
-    for event in profiler.key_averages():
-        micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-        if micros <= 0:
+def _ways(bench: Bench, llm: LLM, rows: int, steps: list[Step]) -> Iterator[Item]:
+    """Steps as they were, and without what the engine has; these of fewer tokens."""
+    runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+    graphs, overlaps = runner.graphs is not None and bool(runner.graphs.sizes), runner.overlaps
+    yield Figure(f"decode step of {rows}", 1e3 * statistics.fmean(step.took_s for step in steps), "ms")
+    ways = [("without CUDA graphs", overlaps)] * graphs + [("without CUDA graphs and overlap", False)] * overlaps
+    for way, overlap in ways:
+        name = f"... {rows}: {way}"
+        if bench.left_s < LEAST_S:
+            yield Unmeasured(name, "no time left")
             continue
-        part = next(
-            (part for part, pieces in PARTS.items() if any(p in event.key.lower() for p in pieces)),
-            "rest of the device",
-        )
-        spent[part] += micros / 1e3 / most
-        kernels.append((micros / 1e3 / most, event.count / most, part, event.key))
-    whole = 1e3 * (marks[1] - marks[0]) / most
-    spent["device idle" if cuda else "outside of operators"] = whole - sum(spent.values())
-    title = f"a decode step of {rows} under the profiler"
-    yield Figure(title, whole, "ms")
-    for part, ms in sorted(spent.items(), key=lambda item: -item[1]):
-        yield Figure(f"... {rows}: {part}", ms, "ms")
-    yield Figure(f"... {rows}: kernels launched", sum(count for _, count, _, _ in kernels), "count")
-    top = sorted(kernels, reverse=True)[:24]
-    yield Note(
-        title, tuple(f"{ms:8.3f} ms  {count:6.1f} x  {part:12.12s}  {name[:90]}" for ms, count, part, name in top)
-    )
+        with stripped(llm, overlap), watched(llm) as seen:
+            _generate(bench, llm, rows, 4, bench.scale.few_tokens)
+        samples = [1e3 * step.took_s for step in seen.full(rows)]
+        if samples:
+            yield Figure(name, statistics.fmean(samples), "ms", samples=samples)
+        else:
+            yield Unmeasured(name, "no two steps in a row decoded all sequences")
+
+
+@contextmanager
+def stripped(llm: LLM, overlap: bool) -> Iterator[None]:
+    """Without CUDA graphs, and with `overlap` or without it, as if the engine had been made so. Nobody uses it meanwhile."""
+    runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+    before = runner.graphs, runner.overlaps
+    runner.graphs, runner.overlaps = None, overlap
+    try:
+        yield
+    finally:
+        runner.graphs, runner.overlaps = before

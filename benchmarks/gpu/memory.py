@@ -22,9 +22,10 @@ from benchmarks.figures import Figure
 from pagetide.allocator.policy import Rules
 
 from .bench import Bench
-from .decode import greedy, watched
+from .decode import greedy
 from .report import Item, Note, bounded, unmeasured
 from .shared import Rig, rig
+from .steps import watched
 from .stranger import Counts, Stranger
 
 LOOK_S = 0.02
@@ -79,7 +80,7 @@ def _watch(
     yield Figure("... seconds watched", seconds, "s")
     if ramp_s is not None:
         yield Figure("... until the engine held its share first", ramp_s, "s")
-    if took := sorted(1e3 * (b - a) for a, b in zip(steps.began, steps.ended, strict=True)):
+    if took := sorted(1e3 * step.took_s for step in steps.all):
         yield Figure(
             "... steps meanwhile, p99", took[int(0.99 * (len(took) - 1))], "ms", samples=took[:: 1 + len(took) // 500]
         )

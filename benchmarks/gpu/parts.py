@@ -63,6 +63,8 @@ class Setting:
     seed: int
     memory_s: float
     attention: str | None = None
+    overlap: bool | None = None
+    cuda_graphs: bool = True
 
 
 def items_of(spec: Spec, bench: Any) -> Iterator[Item]:
@@ -79,8 +81,9 @@ def serve(pipe: Connection, setting: Setting) -> None:
     from .clock import Clock
 
     bench = Bench(
-        Clock(setting.device), TINY if setting.tiny else REAL, setting.seed, setting.memory_s, setting.attention
-    )
+        Clock(setting.device), TINY if setting.tiny else REAL, setting.seed, setting.memory_s, setting.attention,
+        setting.overlap, setting.cuda_graphs,
+    )  # fmt: skip
     try:
         pipe.send(device_of(setting.device))
     except Exception as problem:

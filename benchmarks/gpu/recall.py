@@ -1,7 +1,8 @@
 """Recalls: of free blocks, of live ones that are swapped out, and what a pool that breathes costs the steps.
 
 A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the driver tells that the memory
-is free. Real: broker, lease, keeper thread, preemption, swap, unmapping. Nobody makes steps in the first two.
+is free. Real: broker, lease, keeper thread, preemption, swap, unmapping. Nobody makes steps in the first two, and none is under
+way. A step of the third is the time between the ends of two.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from benchmarks.figures import Figure
 
 from .bandwidth import TO_HOST
 from .bench import Bench
-from .decode import Steps, greedy, watched
+from .decode import greedy
 from .report import Item, bounded, unmeasured
 from .shared import FOR_EVER_S, Rig, rig
+from .steps import Steps, watched
 
 BREATHING_ROWS = 16
 FEW_TOKENS, MANY_TOKENS = 16, 4096  # still to come, of rows that stand still and of rows that decode all the while
@@ -109,18 +111,18 @@ def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
         driver.start()
         try:
             _wait_for_steps(steps, scale.steps, failed)
-            began = len(steps.ended)
+            began = len(steps.all)
             for _ in range(scale.recall_rounds):
                 one.recall(extents * one.extent_bytes)
                 _grow_in_slices(one, least + extents, failed)
-            _wait_for_steps(steps, len(steps.ended) + 1, failed)
+            _wait_for_steps(steps, len(steps.all) + 1, failed)
         finally:
             stop.set()
             driver.join()
             one.growing(True)
     if failed:
         raise failed[0]
-    took = [1e3 * (b - a) for a, b in zip(steps.began, steps.ended, strict=True)]
+    took = [1e3 * step.took_s for step in steps.all]
     skipped = min(10, began // 2)
     quiet, busy = sorted(took[skipped:began]), sorted(took[began:])
     p99 = [samples[min(len(samples) - 1, int(0.99 * len(samples)))] for samples in (quiet, busy)]
@@ -138,6 +140,7 @@ def _grow_in_slices(one: Rig, num_extents: int, failed: list[BaseException]) -> 
         with one.desk.lock:
             missing = num_extents - one.core.scheduler.num_extents
             if missing > 0:
+                one.settle()
                 one.core.scheduler.grow(min(missing, one.core.memory._map_slice(one.core.scheduler)))
         if time.monotonic() > deadline:
             raise TimeoutError("the pool did not grow within 20 s")
@@ -146,9 +149,9 @@ def _grow_in_slices(one: Rig, num_extents: int, failed: list[BaseException]) -> 
 
 def _wait_for_steps(steps: Steps, count: int, failed: list[BaseException]) -> None:
     deadline = time.monotonic() + 60
-    while len(steps.ended) < count and not failed:
+    while len(steps.all) < count and not failed:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(steps.ended)} of {count} steps were made within a minute")
+            raise TimeoutError(f"{len(steps.all)} of {count} steps were made within a minute")
         time.sleep(0.005)
 
 
@@ -171,6 +174,8 @@ def running(bench: Bench, one: Rig, rows: int, context: int, new_tokens: int, se
             one.desk.step()
         else:
             raise RuntimeError(f"of {rows} rows only {one.core.scheduler.num_running} come to run")
+        with one.desk.lock:
+            one.settle()
         yield
     finally:
         one.desk.drop(tickets)

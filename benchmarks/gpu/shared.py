@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from monitors import MonitorProcess
 
 DEADLINE_S = 30.0
+QUIET_S = 0.1  # the broker has greeted, and an engine without steps knows that nobody waits for the next one
 FOR_EVER_S = 1e6
 
 
@@ -74,14 +75,19 @@ class Rig:
         if missing > 0:
             self.have_granted(missing * self.extent_bytes)
         with self.desk.lock:
+            self.settle()
             missing = num_extents - self.core.scheduler.num_extents
             if missing > 0:
                 self.core.scheduler.grow(missing)
             else:
                 self.core.scheduler.give_back(-missing)
-            self.core.step()
+            self.core.catch_up()
             if len(self.arena.mapped_extents) != num_extents:
                 raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
+
+    def settle(self) -> None:
+        """Have no step under way: nobody may change the pool beside one. Under the desk's lock."""
+        self.desk.settle(self.desk.engine)
 
     def growing(self, on: bool) -> None:
         """Whether the pool may grow by itself."""
@@ -90,7 +96,7 @@ class Rig:
     def recall(self, num_bytes: int) -> float:
         """Seconds from the order until the device has the memory back, but for 1/64 of it. Raises TimeoutError."""
         channel = Channel(self._socket)
-        time.sleep(0.02)  # the broker has greeted
+        time.sleep(QUIET_S)
         target = self.held_bytes() - num_bytes + num_bytes // 64
         try:
             began = time.perf_counter()

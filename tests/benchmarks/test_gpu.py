@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from dense_kernel import DenseKernel
+from tape import Tape, recorder
 
 from benchmarks.figures import Figure
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import attention, bandwidth, decode, parts, report
+from benchmarks.gpu import attention, bandwidth, decode, parts, profile, report, steps
 from benchmarks.gpu.bench import REAL, TINY, Bench
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.parts import BY_NAME, SPECS, Runner, Setting, Spec, items_of, with_needs
@@ -48,8 +51,48 @@ def test_the_devices_limits(bench: Bench) -> None:
     assert CEILINGS.keys() <= bench.known.keys() == set(names)
 
 
-def test_decode(bench: Bench) -> None:
-    assert measured(of_part("decode", bench), "rows_share", "one_share")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_decode(bench: Bench, overlap: bool) -> None:
+    items = of_part("decode", dataclasses.replace(bench, overlap=overlap))
+    assert measured(items, "rows_share", "one_share")
+    assert isinstance(items[decode.CAPTURED], Unmeasured)
+    for rows in (TINY.rows, 1):
+        share = items[f"... {rows}: share of steps that were begun ahead"]
+        assert isinstance(share, Figure) and share.value == overlap
+        assert (f"... {rows}: without CUDA graphs and overlap" in items) == overlap
+        assert f"... {rows}: device idle between two steps" in items
+
+
+def test_what_graphs_are_worth(bench: Bench) -> None:
+    """With a tape in their place; it plays neither in the steps without, nor elsewhere where it should not."""
+    tapes: list[Tape] = []
+    options = {"overlap": True, "prefix_caching": False, "max_model_len": 64}
+    with decode.capturing(bench) as captured, decode.engine(bench, **options) as llm:
+        runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+        runner.kernel = DenseKernel()
+        runner.record((1, 2, 4), recorder(tapes))
+        assert captured[0] == Figure(decode.CAPTURED, 3, "count", better="higher") and len(captured) == 3
+        with steps.watched(llm) as seen:
+            decode._generate(bench, llm, TINY.rows, 1)
+        full, played = seen.full(TINY.rows), [tape.num_replays for tape in tapes]
+        assert len(full) == TINY.new_tokens - 1 and all(step.took_s > sum(step.host_s) for step in full) and any(played)
+        names = [item.name for item in decode._ways(bench, llm, TINY.rows, full) if isinstance(item, Figure)]
+        assert names == [f"decode step of {TINY.rows}"] + [
+            f"... {TINY.rows}: without CUDA graphs{rest}" for rest in ("", " and overlap")
+        ]
+        assert [tape.num_replays for tape in tapes] == played
+        decode._generate(bench, llm, TINY.rows, 1)
+        assert runner.overlaps and sum(tape.num_replays for tape in tapes) > sum(played)
+
+
+def test_when_a_device_is_idle() -> None:
+    """A kernel beside another one, a gap of 3 within a step, one of 10 before the next."""
+    events = [
+        ("Memcpy HtoD (Pinned -> Device)", 0.0, 1.0), ("a", 1.0, 9.0), ("b", 2.0, 4.0), ("a", 12.0, 20.0),
+        ("Memcpy HtoD (Pinned -> Device)", 30.0, 31.0), ("a", 31.0, 33.0),
+    ]  # fmt: skip
+    assert profile.idle(reversed(events)) == (10.0, 3.0)
+    assert profile.idle([]) == (0.0, 0.0)
 
 
 @pytest.mark.stress
@@ -83,14 +126,15 @@ def test_swaps(bench: Bench) -> None:
 
 
 @pytest.mark.stress  # which mostly wait for the broker: it grants nothing for 2 s after a recall
-def test_recalls(bench: Bench) -> None:
-    one = dataclasses.replace(bench, scale=dataclasses.replace(TINY, recall_rounds=1))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recalls(bench: Bench, overlap: bool) -> None:
+    one = dataclasses.replace(bench, overlap=overlap)
     assert measured(of_part("recall", one), "recall_free", "recall_live", "breathing")
 
 
 @pytest.mark.stress
 def test_an_engine_beside_a_stranger(bench: Bench) -> None:
-    items = of_part("memory", bench)
+    items = of_part("memory", dataclasses.replace(bench, overlap=True))
     assert measured(items, "failures", "held")
     failures = items[BOUNDS["failures"].name]
     assert isinstance(failures, Figure) and failures.value == 0

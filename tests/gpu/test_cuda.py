@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,68 @@ def test_llm_on_cuda_gives_its_memory_back():
         again = llm.generate("It was", SamplingParams(max_new_tokens=24, temperature=0))
         assert again[0].token_ids == out[0].token_ids
     assert allocated_bytes() - before < 1 << 20
+
+
+PROMPTS = ["It was", "The whale", "Once upon a time", "The sea", "Call me"]
+
+
+def told_by(llm: Any) -> list[Any]:
+    """All that comes of a few requests: at once, by a stream, up to a stop string, beside one that is left in the middle."""
+    from pagetide import SamplingParams
+
+    each = [SamplingParams(max_new_tokens=20 + 8 * i, temperature=0, stop=[" the", "."][: i % 2]) for i in range(5)]
+    left = llm.stream("In the beginning", each[-1])
+    next(left), next(left)
+    told: list[Any] = [
+        (c.text, c.token_ids, c.finish_reason) for o in llm.generate(PROMPTS, each) for c in o.completions
+    ]
+    left.close()
+    for prompt, params in zip(PROMPTS, each, strict=True):
+        stream = llm.stream(prompt, params)
+        told.append(("".join(chunk.text for chunk in stream), [o.token_ids for o in stream.outputs()]))
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
+    return told
+
+
+@pytest.mark.parametrize("attention", [None, "triton"])
+def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attention: str | None) -> None:
+    from pagetide import LLM
+
+    before = allocated_bytes()
+    told = []
+    for options in ({"cuda_graphs": False, "overlap": False}, {}):
+        with LLM(
+            "demo", device="cuda", dtype="float32", kv_memory="256MiB", share=False, attention=attention, **options
+        ) as llm:  # fmt: skip
+            stats, kernel = llm.stats(), llm._desk.engine.core.runner.kernel
+            assert stats["overlap"] is not bool(options)
+            assert bool(stats["cuda_graphs"]) == (kernel.captures and not options), kernel.name
+            told.append(told_by(llm))
+            assert llm.stats()["cuda_graphs"] == stats["cuda_graphs"], "one gave other logits than without a graph"
+        del llm, kernel
+    assert told[0] == told[1]
+    assert {reason for *_, reason in told[0][: len(PROMPTS)]} == {"length", "stop"}
+    assert allocated_bytes() - before < 1 << 20
+
+
+def test_a_model_that_asks_the_device_is_served_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    from pagetide import LLM, SamplingParams
+
+    model, inputs = tiny("llama").to("cuda"), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    handle = model.model.layers[0].register_forward_hook(
+        lambda module, given, out: out if bool((out == 7).any()) else None
+    )
+    with (
+        caplog.at_level(logging.WARNING, "pagetide"),
+        LLM(model, kv_memory="64MiB", max_model_len=512, share=False, attention="triton") as llm,
+    ):
+        assert llm.stats()["cuda_graphs"] == []
+        outputs = llm.generate(inputs, SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True))
+    handle.remove()
+    assert "not captured in CUDA graphs: CannotBeCaptured" in caplog.text
+    assert [list(output.token_ids) for output in outputs] == expected
 
 
 def test_what_the_card_has_not_is_refused_with_numbers():

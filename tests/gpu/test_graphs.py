@@ -8,6 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything has kernels: there they are interpreted
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed: pip install pagetide[triton]")
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install pagetide[cuda]")
+
 from engines import TinyEngine, plain, prompts
 from families import VOCAB, tiny
 
@@ -26,7 +32,7 @@ from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Sampling
 from pagetide.scheduler.scheduler import Scheduler
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_oss")
 LENGTHS = [1, 2, 15, 16, 17, 64, 100, 300]
