@@ -266,7 +266,7 @@ def test_a_request_is_handed_over_while_a_step_is_under_way(both: tuple[LLM, LLM
 
 def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> None:
     """In a pause nothing is under way; whoever leaves changes no token of the others."""
-    each = [SamplingParams(max_new_tokens=150 + i, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    each = [SamplingParams(max_new_tokens=80 + i, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     right = [both[1].generate("The sea", params)[0].token_ids for params in each]
 
     async def tokens(llm: AsyncLLM, params: SamplingParams, most: int | None = None) -> list[int]:
