@@ -1,7 +1,8 @@
 """The contract of an arena: one reserved address range of a device, backed extent by extent.
 
 Addresses never move. Physical memory comes with `map` and goes with `unmap`, a whole extent at a time; what lies in an
-extent after it was mapped is zero bytes.
+extent after it was mapped is zero bytes. Where that takes a device long, a part of it goes on in the background: memory is
+made before `map` needs it, and given back after `unmap`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Set as AbstractSet
 from operator import index
 from typing import Protocol
 
-from .errors import BlockMisuse
+from .errors import BlockMisuse, DriverError
+from .lease_record import Bounds
 
 
 class Arena(Protocol):
-    """What every arena offers: `HostArena` and `CudaArena`. tests/arena_contract.py says it as tests."""
+    """What every arena offers: `HostArena`, `CudaArena`, `LeasedArena`. tests/arena_contract.py says it as tests."""
 
     @property
     def num_extents(self) -> int:
@@ -38,6 +40,15 @@ class Arena(Protocol):
         ...
 
     @property
+    def held(self) -> Bounds:
+        """Bytes between which what the arena holds of the device lies, from now until the next call.
+
+        That is what is mapped, what is ready to be mapped, and what is on its way in the background: it counts from
+        before it comes until after it has gone. What is mapped is all that is held after `trim`.
+        """
+        ...
+
+    @property
     def buffer(self) -> object:
         """The owner of the whole range, `num_extents * extent_bytes` long.
 
@@ -57,9 +68,40 @@ class Arena(Protocol):
         """Give the memory behind `extents` back to the device. Raises BlockMisuse if one is not mapped."""
         ...
 
+    def prepare(self, num_extents: int) -> None:
+        """Have memory for the next `num_extents` to be mapped made ready in the background, as far as the arena does that.
+
+        What was made ready for more goes again. Raises ValueError for less than 0.
+        """
+        ...
+
+    def trim(self) -> None:
+        """Give up what is held though not mapped, and wait until the device has it back. Raises DriverError."""
+        ...
+
+    def drain_failures(self) -> list[DriverError]:
+        """What failed in the background, oldest first, each told once."""
+        ...
+
     def close(self) -> None:
         """Unmap everything and refuse further calls; the address range goes with its last view. Idempotent."""
         ...
+
+
+class NothingReady:
+    """The part of the contract that is nothing to do where memory comes with `map` and is gone after `unmap`."""
+
+    def prepare(self, num_extents: int) -> None:
+        """Nothing: `map` makes memory. Raises ValueError for less than 0."""
+        if num_extents < 0:
+            raise ValueError(f"num_extents must not be negative, got {num_extents}")
+
+    def trim(self) -> None:
+        """Nothing: what is not mapped is not held."""
+
+    def drain_failures(self) -> list[DriverError]:
+        """None: nothing goes on in the background."""
+        return []
 
 
 def extents_to_map(extents: Sequence[int], num_extents: int, mapped: AbstractSet[int]) -> frozenset[int]:

@@ -26,6 +26,7 @@ from .arena import extents_to_map, extents_to_unmap, runs
 from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, Device, Driver, device_number, recommended_granule
 from .cuda_handles import HandlePool
 from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
+from .lease_record import Bounds
 
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream, nor they for it
 _ACCESS_ATTEMPTS = 9
@@ -37,12 +38,12 @@ class CudaArena:
 
     `device_index` counts as torch does. `budget()` says how many bytes are free to take, by default cuMemGetInfo; `map`
     asks it before it creates any. A failing call of the driver raises DriverError from `map`, with nothing mapped, and
-    from `unmap` and `close`, where `mapped_extents` and `held_bytes` then say what is still there. Calls may come from
+    from `unmap` and `close`, where `mapped_extents` and `held` then say what is still there. Calls may come from
     any thread, one is done at a time.
 
     With `ready_limit_bytes` up to that many bytes may be held ready though not mapped: `prepare` has memory created
-    ahead, and `unmap` leaves releasing to a thread. What a lease counts is `held_bytes` then, and memory is back after
-    `trim`.
+    ahead, and `unmap` leaves releasing to a thread. What a lease counts is `held` then, and memory is back after `trim`.
+    Nothing is done by a thread before the first `prepare` or `unmap`.
 
     Raises ValueError for a device that is not there and sizes that are no whole number of granules, DriverUnavailable,
     OutOfDeviceMemory where no address range is left, DriverError.
@@ -105,14 +106,10 @@ class CudaArena:
         return len(self._mapped) * self._extent_bytes
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes this arena holds of the device, mapped or ready: what a lease counts. Never less than the truth."""
-        return self._range.pool.held * self._extent_bytes
-
-    @property
-    def ready_bytes(self) -> int:
-        """Bytes held though not mapped: created ahead, or unmapped and not released yet."""
-        return max(0, self.held_bytes - self.mapped_bytes)
+    def held(self) -> Bounds:
+        """Bytes this arena holds of the device, mapped, ready or on their way, until the next call; see `Arena`."""
+        least, most = self._range.pool.num_held
+        return Bounds(least * self._extent_bytes, most * self._extent_bytes)
 
     @property
     def buffer(self) -> CudaBuffer:
@@ -151,7 +148,7 @@ class CudaArena:
             self._mapped |= wanted
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Take the memory away from `extents`. Only at a fence. `held_bytes` says when the device has it back.
+        """Take the memory away from `extents`. Only at a fence. `held` says when the device has it back.
 
         That is now, but for `ready_limit_bytes`, which follow a little later; `trim` waits for them. Raises BlockMisuse
         if one is not mapped; DriverError when all were tried.
@@ -173,25 +170,30 @@ class CudaArena:
         """Have memory for the next `num_extents` to be mapped created in the background, up to the ready limit.
 
         It counts as held until it is mapped, or given up by `trim` or by `prepare(0)`. If the device has not so much,
-        there is less, `drain_failures` says why, and `map` asks again for what is missing. Not while a CUDA graph is
-        being captured. Raises ValueError for less than 0.
+        there is less, and `map` asks again for what is missing; `drain_failures` tells of what the driver refused. Not
+        while a CUDA graph is being captured. Raises ValueError for less than 0; DriverError, with nothing asked for.
         """
         if num_extents < 0:
             raise ValueError(f"num_extents must not be negative, got {num_extents}")
         with self._lock:
-            owner = self._open()
-            with self._range.pool.first():
-                self._range.pool.want(min(num_extents, self._num_extents - len(self._mapped)))
-                self._range.pool.start(owner)
+            owner, pool = self._open(), self._range.pool
+            if not num_extents and pool.is_emptying:  # without waiting for the driver call it is in
+                return
+            with pool.first():
+                wanted = min(num_extents, self._num_extents - len(self._mapped))
+                if wanted > pool.num_ready:  # the last byte of the card is nobody's, as in `map`
+                    wanted = min(wanted, pool.num_ready + max(0, self._budget()) // self._extent_bytes)
+                pool.want(wanted)
+                pool.start(owner)
 
-    def trim(self) -> int:
-        """Give up what is held though not mapped and wait until the device has it back. Returns the bytes.
+    def trim(self) -> None:
+        """Give up what is held though not mapped and wait until the device has it back.
 
-        Raises DriverError when all was tried; `ready_bytes` says what the driver kept.
+        Raises DriverError when all was tried; `held` says what the driver kept.
         """
         with self._lock:
             self._open()
-            return self._range.give_back(all_but=self._mapped)
+            self._range.give_back(all_but=self._mapped)
 
     def drain_failures(self) -> list[DriverError]:
         """What failed where no caller waited for it, oldest first, each told once: `prepare`, releasing, roll-backs."""
@@ -318,9 +320,8 @@ class _Range:
         if errors:
             raise errors[0]
 
-    def give_back(self, all_but: AbstractSet[int]) -> int:
-        """Unmap every other extent and release all that is ready; the bytes. Raises DriverError when all was tried."""
-        held = self.pool.held
+    def give_back(self, all_but: AbstractSet[int]) -> None:
+        """Unmap every other extent and release all that is ready. Raises DriverError when all was tried."""
         self.pool.join()
         if self.pool.num_ready or self.behind.keys() - all_but:
             with self.busy():
@@ -328,7 +329,6 @@ class _Range:
                     self.keep_only(all_but)
                 finally:
                     self.pool.release_all()
-        return (held - self.pool.held) * self._extent_bytes
 
     def free(self) -> None:
         """End everything. Where the arena was not closed, first wait for what may still be running on the device."""

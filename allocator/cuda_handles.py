@@ -25,13 +25,12 @@ _KEPT_FAILURES = 64
 class HandlePool:
     """Handles of `extent_bytes` each on one device, of which the pool keeps at most `limit` ready.
 
-    `held` counts every handle wherever it is, from before it is created until after it is released: an upper bound at
-    any instant, exact when nothing is going on. Calls are made inside `first()` and, where they call the driver, with
-    the device's context current, unless said otherwise.
+    Calls are made inside `first()` and, where they call the driver, with the device's context current, unless said
+    otherwise.
     """
 
     def __init__(self, device: Device, extent_bytes: int, limit: int) -> None:
-        self.held = 0
+        self._taken = 0
         self._device = device
         self._extent_bytes = extent_bytes
         self._limit = limit
@@ -54,15 +53,37 @@ class HandlePool:
         """Handles that `take` gives without creating any. From anywhere."""
         return len(self._ready)
 
+    @property
+    def is_emptying(self) -> bool:
+        """Whether the thread is releasing all that is ready. From anywhere."""
+        return self._working and not self._wanted
+
+    @property
+    def num_held(self) -> tuple[int, int]:
+        """At least and at most so many handles exist, wherever they are, at every instant until the next call.
+
+        What the thread is to create counts from before it does, and what it is to release until after it did. Both are
+        exact when nothing is left to do. From anywhere.
+        """
+        ready = len(self._ready)  # first: where a creation fails the thread lowers what is wanted, to no less than this
+        wanted = self._wanted
+        return self._taken + min(ready, wanted), self._taken + max(ready, wanted)
+
     def take(self) -> int:
         """A handle to map: a ready one, else a new one. Raises DriverError."""
-        handle = self._ready.pop() if self._ready else self._create()
+        self._taken += 1
+        try:
+            handle = self._ready.pop() if self._ready else self._create()
+        except BaseException:
+            self._taken -= 1
+            raise
         self._wanted = max(0, self._wanted - 1)
         return handle
 
     def give(self, handle: int) -> None:
         """Take back a handle that is mapped nowhere any more; it is ready until `shed` or `start` has it released."""
         self._ready.append(handle)
+        self._taken -= 1
 
     def shed(self) -> None:
         """Release what is ready beyond the limit, here and now. A failure is kept for `drain_failures`."""
@@ -73,7 +94,7 @@ class HandlePool:
     def release_all(self) -> None:
         """Release all that is ready. Nothing is wanted any more.
 
-        Raises the first DriverError after all were tried. A handle that the driver kept is still ready, and held.
+        Raises the first DriverError after all were tried. A handle that the driver kept is still ready.
         """
         self._wanted = 0
         errors = []
@@ -106,6 +127,7 @@ class HandlePool:
             with self._noting_failures(), self._device.current():
                 while self._advance():
                     pass
+            self._wish_for_no_more()
 
     def join(self) -> None:
         """Nothing is wanted any more; wait until the thread has ended. Not inside `first()`."""
@@ -138,6 +160,7 @@ class HandlePool:
         except BaseException as error:  # no context to be had
             with self._lock:
                 self._working = False
+                self._wish_for_no_more()
             if not isinstance(error, DriverError):
                 raise
             self.note(error)
@@ -152,21 +175,19 @@ class HandlePool:
                 self._release(self._ready[-1])
         if len(self._ready) != before:
             return True
-        self._wanted = min(self._wanted, before)
+        self._wish_for_no_more()
         return False
 
+    def _wish_for_no_more(self) -> None:
+        """Nobody is going to create what is missing: it does not count any more."""
+        self._wanted = min(self._wanted, len(self._ready))
+
     def _create(self) -> int:
-        self.held += 1
-        try:
-            return self._device.driver.call("cuMemCreate", self._extent_bytes, self._device.number, 0)[0]
-        except BaseException:
-            self.held -= 1
-            raise
+        return self._device.driver.call("cuMemCreate", self._extent_bytes, self._device.number, 0)[0]
 
     def _release(self, handle: int) -> None:
         self._device.driver.call("cuMemRelease", handle)
         self._ready.remove(handle)
-        self.held -= 1
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:

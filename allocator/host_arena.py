@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from ..monitor.host_memory import free_host_bytes
-from .arena import extents_to_map, extents_to_unmap, runs
+from .arena import NothingReady, extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
+from .lease_record import Bounds
 
 _LINUX = sys.platform == "linux"
 _LARGE_POOL_GRANULES = 512  # extents are a 32nd of a pool: 16 granules, so that rounding to whole ones wastes little
@@ -58,7 +59,7 @@ def preferred_granule(total_bytes: int) -> int:
     return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
-class HostArena:
+class HostArena(NothingReady):
     """`num_extents` extents of `extent_bytes` host bytes at addresses that never move; see `Arena` for the contract.
 
     `budget()` says how many bytes are free to take; `map` asks it before it takes any. With `debug` an unmapped extent
@@ -113,6 +114,11 @@ class HostArena:
     def mapped_bytes(self) -> int:
         """Bytes of memory behind the range now."""
         return len(self._mapped) * self._extent_bytes
+
+    @property
+    def held(self) -> Bounds:
+        """What is mapped, and nothing else."""
+        return Bounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> memoryview:

@@ -1,8 +1,9 @@
 """The engine's side of a lease: what it may hold, what it is to give back, and what it tells the broker. No event loop.
 
     lease = Lease.register(path, name="chat", device_uuid=..., min_bytes=..., granule_bytes=...)
-    with lease.bracket(held + n):          # raises GrantExceeded beyond what is granted
-        arena.map(...)                     # the broker sees memory come, and knows whose it is
+    lease.shift(0, n)                      # raises GrantExceeded beyond what is granted
+    arena.map(...)                         # n bytes more: the broker sees them come, and knows whose they are
+    lease.shift(n, 0)                      # (LeasedArena does that)
     for event in lease.poll():             # between steps: never blocks
         ...
     lease.ask(held + m)                    # ahead of need; the grant comes when it can
@@ -17,13 +18,12 @@ what is held.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -130,8 +130,6 @@ class Lease:
         self._answer_by = 0.0
         self._record: RecordWriter | None = None
         self._lower = self._upper = request.held_bytes
-        self._bracketed = False
-        self._reported_inside: int | None = None  # a bracket
         self._report: wire.Report | None = None
         self._lease_id = -1
         self._generation = wire.Generation(0, 0)
@@ -256,38 +254,27 @@ class Lease:
 
     # ---- what the engine says -------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def bracket(self, after_bytes: int) -> Iterator[None]:
-        """Around everything that maps or unmaps: inside, what is held lies between what was and `after_bytes`.
+    def shift(self, lower_bytes: int, upper_bytes: int) -> None:
+        """Move the bounds of what is held by so much, up or down: before a change that widens them, after one that narrows.
 
-        After it `after_bytes` are held, or what `report` said inside. If the body raises, what was held before is held
-        again: an arena that fails has rolled back. Raises GrantExceeded, before anything is done, for growth beyond what
-        is granted, and ValueError inside another bracket.
+        Whatever maps and unmaps memory says it so, and what is held lies between the bounds at every instant. Raises
+        GrantExceeded, with nothing changed, where the upper one would rise beyond what is granted, and LeaseClosed where it
+        would rise at all; other bounds of a lease that has ended matter to nobody.
         """
         with self._lock:
-            self._check_open()
-            if self._bracketed:
-                raise ValueError("a bracket is open already; brackets do not nest")
-            before = self._upper
-            if after_bytes > max(before, self._granted):
-                raise GrantExceeded(after_bytes, self._granted)
-            self._bracketed, self._reported_inside = True, None
-            self._set_bounds(min(before, after_bytes), max(before, after_bytes))
-        held = before
-        try:
-            yield
-            held = after_bytes
-        finally:
-            with self._lock:
-                self._bracketed = False
-                held = held if self._reported_inside is None else self._reported_inside
-                self._set_bounds(held, held)
+            upper = self._upper + upper_bytes
+            if upper_bytes > 0:
+                self._check_open()
+                if upper > self._granted:
+                    raise GrantExceeded(upper, self._granted)
+            self._set_bounds(self._lower + lower_bytes, upper)
 
-    def report(self, held: Mapping[str, int], free_bytes: int) -> None:
+    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
         """What is held by class ("weights", "kv", ...), which makes the sum what is held, and how much of it is free.
 
-        Free is what could go back without touching a request. Cheap when nothing has changed. Raises ValueError for more
-        classes or larger amounts than the protocol has room for.
+        Free is what could go back without touching a request; moving is what of the sum may come or go by itself: so much
+        less is held at least. Not between the two shifts of a change. Cheap when nothing has changed. Raises ValueError for
+        more classes or larger amounts than the protocol has room for.
         """
         with self._lock:
             self._check_open()
@@ -297,11 +284,7 @@ class Lease:
             except ProtocolViolation as error:
                 raise ValueError(str(error)) from None
             total = sum(held.values())
-            if self._bracketed:
-                self._reported_inside = total
-                self._set_bounds(min(self._lower, total), max(self._upper, total))
-            else:
-                self._set_bounds(total, total)
+            self._set_bounds(total - moving_bytes, total)
             if report != self._report:
                 self._report = report
                 self._send(report)
@@ -330,7 +313,7 @@ class Lease:
         with self._lock:
             self._check_open()
             if keep_bytes < self._upper:
-                raise ValueError(f"{self._upper:,} bytes are held still, not {keep_bytes:,}; unmap first, in a bracket")
+                raise ValueError(f"{self._upper:,} bytes are held still, not {keep_bytes:,}; unmap first, and shift")
             self._granted = min(self._granted, max(keep_bytes, self._request.min_bytes))
             if self._recall is not None and self._granted <= self._recall.target_bytes:
                 self._recall = None

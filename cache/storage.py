@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocator.arena import Arena
+from ..allocator.arena import Arena, NothingReady
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
+from ..allocator.lease_record import Bounds
 from ..monitor.host_memory import free_host_bytes
 from .geometry import Geometry
 
@@ -192,7 +193,7 @@ class Storage:
             raise BlockMisuse(f"blocks {outside.tolist()} are outside the pool of {self.num_blocks:,}")
 
 
-class TensorArena:
+class TensorArena(NothingReady):
     """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic one.
 
     Its extents are mapped from the start and until `close`; single ones cannot be given back, so `map` and `unmap`
@@ -226,6 +227,11 @@ class TensorArena:
     def mapped_bytes(self) -> int:
         """Bytes of the allocation until `close`, then 0."""
         return len(self.mapped_extents) * self._extent_bytes
+
+    @property
+    def held(self) -> Bounds:
+        """What is mapped, and nothing else."""
+        return Bounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> torch.Tensor:

@@ -39,7 +39,7 @@ from .graphs import CudaRecorder, sizes_for
 from .host_pool import HostPool
 from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
-from .memory import EngineMemory
+from .memory import READY_LIMIT_BYTES, EngineMemory
 from .planning import MemoryPlan, plan_memory
 from .probe import probe
 from .runner import Runner
@@ -218,7 +218,10 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
 
 
 def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None) -> tuple[Arena, int]:
-    """An arena of the plan's size with its least extents mapped, and the bytes that these are."""
+    """An arena of the plan's size with its least extents mapped, and the bytes that these are.
+
+    Nothing of it goes on in the background until there is an `EngineMemory`: CUDA graphs are captured before.
+    """
     try:
         arena = _arena(plan, occupant.device)
         if isinstance(arena, TensorArena):  # mapped as a whole, for good
@@ -244,7 +247,8 @@ def _arena(plan: MemoryPlan, device: torch.device) -> Arena:
         return HostArena(*shape)
     if device.type == "cuda":
         try:
-            return CudaArena(*shape, torch.cuda.current_device() if device.index is None else device.index)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return CudaArena(*shape, index, ready_limit_bytes=READY_LIMIT_BYTES)
         except DriverUnavailable as error:
             log.warning("the KV pool cannot grow and shrink: %s", error)
     return TensorArena(*shape, device)

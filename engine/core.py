@@ -59,7 +59,7 @@ class EngineCore:
         return self.scheduler.abort(request_id, reason)
 
     def catch_up(self) -> Emissions:
-        """As `step`, and nothing is under way at the end."""
+        """As `step`, and nothing is under way at the end: for those who want nothing of the step, but that it is over."""
         return self._step(ahead=False)
 
     def step(self) -> Emissions:
@@ -94,7 +94,7 @@ class EngineCore:
                 finished = emissions.finished + self.scheduler.apply(plan, result).finished
                 emissions = told = replace(emissions, finished=finished)
             if self.memory is not None:
-                self.memory.settle()
+                self.memory.settle(waited_for=ahead)
         except BaseException as error:  # half a change may have been made: go on with an empty scheduler
             trouble = error
             self._wait_for_all()

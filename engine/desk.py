@@ -404,6 +404,7 @@ class Desk:
             if self.engine is None or (memory := self.engine.core.memory) is None:
                 return None
             if memory.due and not self.paused:
+                self.settle(self.engine)
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
             return KEEPER_WAIT_S

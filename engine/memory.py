@@ -1,17 +1,18 @@
 """The engine's memory between steps: the pool grows ahead of need, gives back when idle, and serves what the lease recalls.
 
     before a step   lease granted? recalled? limited?  ->  scheduler.grow / give_back: the resize part of the next plan
-    the step        maps, copies, unmaps (runner), each bracketed in the lease's record (LeasedArena)
+    the step        maps, copies, unmaps (runner), each counted in the lease's record (LeasedArena)
+    beside it       the arena makes extents for the next slice, and gives back those that are unmapped: decision 0027
     after it        what is held is reported, recalls are answered
 
 What a lease grants covers all bytes of the engine: `base` is what it holds besides KV (weights, libraries, workspaces), and
 the pool may have what is left. What its process holds beyond what was promised for it, as a program that keeps data of its own
 does, is not the engine's: others see it as a stranger's memory, and it takes nothing from the pool.
 
-Bytes go back in this order: what libraries keep for later, the host tier where it lies in the same memory, free extents,
-compaction, then somebody is preempted (victims.py), and that only for a recall. While requests run, all of it happens in
-slices, one a step, so that no step takes long. The host tier's memory goes back too, with what lies there, when there has been
-no request for long.
+Bytes go back in this order: what is held ready, what libraries keep for later, the host tier where it lies in the same
+memory, free extents, compaction, then somebody is preempted (victims.py), and that only for a recall. While requests run, all
+of it happens in slices, one a step, so that no step takes long. The host tier's memory goes back too, with what lies there,
+when there has been no request for long.
 
 Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..allocator.arena import Arena
+from ..allocator.errors import DriverError, GrantExceeded
 from ..allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ..monitor.units import GIB, MIB, format_bytes
 from ..scheduler.scheduler import Scheduler
@@ -40,11 +42,12 @@ log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * MIB  # mapped, or moved, in the first step that does so while requests run; see `Slice` for the next
 UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds
+READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held and not mapped: all of such a slice is given back beside the step
 _LOOK_S = 0.02  # how often demand is worked out while blocks are short
 _FREE_S = 0.1  # how often it is worked out, while requests run, what could go
 _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
-_REFUSED_S = 0.5  # how long nothing is mapped after the device said no
+_REFUSED_S = 0.5  # how long nothing is mapped, or made ready, after the device said no
 _ALONE_S = 0.05  # no step for so long: nobody waits for the next one
 _TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
 
@@ -87,7 +90,8 @@ class EngineMemory:
 
     Args:
         scheduler: Gives the scheduler; another one after a fault.
-        arena: What the runner maps and unmaps. Leased, if there is a lease.
+        arena: What the runner maps and unmaps. Leased, if there is a lease. From now on it works in the background too, so
+            CUDA graphs are captured before.
         min_extents: Given back to nobody but by a recall.
         base_bytes: Measures what the process holds besides KV.
         reserve_bytes: What a step may take besides, in workspaces.
@@ -133,10 +137,11 @@ class EngineMemory:
         self._planned_bytes = base_bytes() + reserve_bytes
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
-        self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = 0.0
+        self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
         self._trim_at = -math.inf  # when that is due again for what has outgrown the grant
         self._asked = 0  # extents, in the last ask; 0 when it was taken back
         self._told_free = 0  # extents that were reported free
+        self._told_held = arena.held  # of the arena, when it was reported
         self._needed_at = self._used_at = clock()  # when all that is mapped was needed last; when a request was here
         self._in_use = False  # by a request, in the step that is prepared
         self._began_at = self._settled_at = -math.inf  # of the last step
@@ -162,12 +167,14 @@ class EngineMemory:
         now = self._began_at = self._clock()
         self._alone = now - self._settled_at >= _ALONE_S
         self._listen()
+        self._let_go()
         scheduler = self._scheduler()
         self._limit(scheduler)
         self._in_use = _in_use(scheduler)
         if self._host_idle(scheduler):
             self._rest_host(scheduler)
         if self._recalled(scheduler) or self._shed_excess(scheduler):
+            self._make_ready(0)
             return
         if self._short(scheduler) and now >= self._look_at:
             self._look_at = now + _LOOK_S
@@ -197,6 +204,9 @@ class EngineMemory:
         self._listen()
         scheduler = self._scheduler()
         self._limit(scheduler)
+        self._let_go()
+        if self._arena.held != self._told_held:
+            self._tell()
         if self._over_recall(scheduler) > 0:
             return True
         self._answer()  # a recall of what was granted and never mapped needs no step
@@ -345,14 +355,39 @@ class EngineMemory:
         missing = wanted - scheduler.num_extents
         if missing >= 0:
             self._needed_at = now
-        if missing <= 0:
-            return
         room = self._allowed_extents() - scheduler.num_extents
-        if room > 0 and now >= self._grow_at:
-            scheduler.grow(min(missing, room, self._map_slice(scheduler)))
-        if missing > room and self.lease is not None and (wanted > self._asked or now >= self._ask_at):
+        coming = max(0, min(missing, room)) if now >= self._grow_at else 0
+        mapping = min(coming, self._map_slice(scheduler))
+        grown = scheduler.grow(mapping)
+        following = min(coming - grown, mapping) if grown == mapping else 0  # else there is a limit
+        self._make_ready(grown + following if now >= self._ready_at else 0)
+        if missing > max(0, room) and self.lease is not None and (wanted > self._asked or now >= self._ask_at):
             self._asked, self._ask_at = wanted, now + _ASK_S
             self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
+
+    def _make_ready(self, num_extents: int) -> None:
+        """Let the arena make the memory of the next extents to be mapped beside the step, and of no others."""
+        if not num_extents and self._arena.held.upper_bytes == self._arena.mapped_bytes:
+            return
+        try:
+            self._arena.prepare(num_extents)
+        except (DriverError, GrantExceeded) as error:  # of a grant that ended with its broker this moment
+            self._ready_at = self._clock() + _REFUSED_S
+            log.info("KV pool: nothing is made ready: %s", error)
+
+    def _let_go(self) -> None:
+        """Keep nothing ready that a recall is after, or that nobody waits for."""
+        if self._arena.held.upper_bytes > self._arena.mapped_bytes:
+            if self.lease is not None and self.lease.recall is not None:
+                try:
+                    self._arena.trim()
+                except DriverError as error:  # what it keeps is counted, and tried again
+                    log.warning("KV pool: not all of what was unmapped went back: %s", error)
+            elif not self._short(self._scheduler()):
+                self._make_ready(0)
+        for failure in self._arena.drain_failures():
+            self._ready_at = self._clock() + _REFUSED_S
+            log.warning("KV pool: in the background %s", failure)
 
     def _rest(self, scheduler: Scheduler, now: float) -> None:
         """Give back what nobody has needed for long."""
@@ -387,12 +422,16 @@ class EngineMemory:
 
     # ---- after a step ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Take in what a step did to the pool: report it, answer a recall."""
+    def settle(self, waited_for: bool = True) -> None:
+        """Take in what a step did to the pool: report it, answer a recall. Whoever takes in a step that nobody has `waited_for` does
+        not count as one who makes steps.
+        """
+        self._let_go()
         mapped = self._arena.mapped_bytes
         now = self._clock()
         step_s = now - max(self._began_at, self._settled_at)  # one that was planned ahead was not prepared for
-        self._settled_at = now
+        if waited_for:
+            self._settled_at = now
         if self._in_use:
             self._used_at = now
         changed = mapped != self._mapped_bytes
@@ -409,6 +448,8 @@ class EngineMemory:
         if changed or now >= self._base_at:
             self._base_at = now + _BASE_S
             self._report()
+        elif self._arena.held != self._told_held:
+            self._tell()
         elif self.lease is not None and (now >= self._free_at or not self._scheduler().num_running):
             self._free_at = now + _FREE_S
             if self._free_extents() != self._told_free:
@@ -475,7 +516,7 @@ class EngineMemory:
         """Measure what is held, and tell the broker. What has outgrown the grant is first made as little as it can be."""
         self._base_bytes = self._measured_base()
         lease, now = self.lease, self._clock()
-        outgrown = lease is not None and self._base_bytes + self._arena.mapped_bytes > lease.granted_bytes
+        outgrown = lease is not None and self._base_bytes + self._arena.held.upper_bytes > lease.granted_bytes
         if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
             self._trim_at = now + _TRIM_S
             self._trim()
@@ -487,13 +528,14 @@ class EngineMemory:
 
     def _tell(self) -> None:
         """Tell the broker what is held, by class, and how much of it could go at once."""
+        held_kv = self._told_held = self._arena.held
         if self.lease is None:
             return
         self._told_free = self._free_extents()
         free = self._told_free * self._extent_bytes
         weights = min(self._weights_bytes, self._base_bytes)
-        held = {"weights": weights, "other": self._base_bytes - weights, "kv": self._arena.mapped_bytes}
-        self.lease.report(held, free)
+        held = {"weights": weights, "other": self._base_bytes - weights, "kv": held_kv.upper_bytes}
+        self.lease.report(held, free, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
         if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew in other ways than by KV
             self.lease.ask(total, expires_s=4 * _ASK_S)
 
@@ -520,6 +562,7 @@ class EngineMemory:
         return {
             "base_bytes": self._base_bytes,
             "kv_bytes": self._arena.mapped_bytes,
+            "ready_bytes": self._arena.held.upper_bytes - self._arena.mapped_bytes,
             "lease": None
             if lease is None
             else {

@@ -43,7 +43,7 @@ class ArenaContract:
     def test_a_new_arena_is_a_range_without_memory(self, rig: Rig) -> None:
         arena = rig.make(8)
         assert (arena.num_extents, arena.extent_bytes) == (8, rig.extent_bytes)
-        assert (arena.mapped_extents, arena.mapped_bytes) == (frozenset(), 0)
+        assert (arena.mapped_extents, arena.mapped_bytes, arena.held) == (frozenset(), 0, (0, 0))
 
     def test_mapped_extents_hold_what_is_written(self, rig: Rig) -> None:
         arena = rig.make(8)
@@ -120,12 +120,27 @@ class ArenaContract:
         arena.unmap([])
         assert arena.mapped_extents == frozenset()
 
+    def test_what_is_prepared_counts_and_goes_with_the_wish_for_it(self, rig: Rig) -> None:
+        arena = rig.make(8)
+        with pytest.raises(ValueError, match="must not be negative, got -1"):
+            arena.prepare(-1)
+        arena.map([0])
+        arena.prepare(3)
+        least, most = arena.held
+        assert rig.extent_bytes <= least <= most <= 4 * rig.extent_bytes
+        arena.map([1, 2])
+        assert 3 * rig.extent_bytes <= arena.held.upper_bytes <= 4 * rig.extent_bytes
+        arena.prepare(0)
+        arena.trim()
+        assert arena.held == (3 * rig.extent_bytes, 3 * rig.extent_bytes)
+        assert arena.drain_failures() == []
+
     def test_a_closed_arena_holds_nothing_and_refuses(self, rig: Rig) -> None:
         arena = rig.make(4)
         arena.map([0, 1])
         arena.close()
         arena.close()
-        assert (arena.mapped_extents, arena.mapped_bytes) == (frozenset(), 0)
+        assert (arena.mapped_extents, arena.mapped_bytes, arena.held) == (frozenset(), 0, (0, 0))
         for call in (lambda: arena.map([2]), lambda: arena.unmap([0]), lambda: arena.buffer):
             with pytest.raises(BlockMisuse, match="closed"):
                 call()
@@ -237,19 +252,19 @@ class Life(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, num_extents))
     def prepare(self, count: int) -> None:
-        if hasattr(self.arena, "prepare"):  # host memory needs no preparation
-            self.arena.prepare(count)
+        self.arena.prepare(count)
 
     @rule()
     def trim(self) -> None:
-        if hasattr(self.arena, "trim"):
-            self.arena.trim()
-            assert self.arena.held_bytes == self.arena.mapped_bytes
+        self.arena.trim()
+        assert self.arena.held == (self.arena.mapped_bytes, self.arena.mapped_bytes)
 
     @invariant()
     def agree(self) -> None:
         assert self.arena.mapped_extents == self.model.keys()
         assert self.arena.mapped_bytes == len(self.model) * self.rig.extent_bytes
+        least, most = self.arena.held
+        assert self.arena.mapped_bytes <= least <= most <= self.num_extents * self.rig.extent_bytes
         assert all(self.rig.holds(self.arena, extent, value) for extent, value in self.model.items())
 
     def teardown(self) -> None:

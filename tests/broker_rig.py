@@ -29,6 +29,7 @@ from pagetide.allocator.broker_client import Channel
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Granted, Lease, Recalled
+from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.allocator.policy import Rules
 from pagetide.monitor.errors import NoSuchDevice
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
@@ -327,26 +328,25 @@ class _Engine:
 
     def __init__(self, path: str, name: str, low: str, high: str, granule: str, device: str) -> None:
         self.granule = int(granule)
-        self.arena = HostArena(max(1, int(high) // self.granule), self.granule)
+        arena = HostArena(max(1, int(high) // self.granule), self.granule)
         # What Python holds besides; what it takes later must lie within it.
         self.base = resident_bytes(os.getpid()) + 4 * self.granule
         self.lease = Lease.register(
             Path(path), name=name, device_uuid=device, min_bytes=self.base + int(low), max_bytes=self.base + int(high),
             granule_bytes=self.granule, held_bytes=self.base, timeout_s=30,
         )  # fmt: skip
+        self.arena = LeasedArena(arena, self.lease)
 
     def resize(self, total: int) -> None:
         """To hold at most `total` bytes in all."""
         wanted = max(0, (total - self.base) // self.granule)
         mapped = sorted(self.arena.mapped_extents)
         if wanted > len(mapped):
-            with self.lease.bracket(self.base + wanted * self.granule):
-                there = set(mapped)
-                free = [extent for extent in range(self.arena.num_extents) if extent not in there]
-                self.arena.map(free[: wanted - len(mapped)])
+            there = set(mapped)
+            free = [extent for extent in range(self.arena.num_extents) if extent not in there]
+            self.arena.map(free[: wanted - len(mapped)])
         elif wanted < len(mapped):
-            with self.lease.bracket(self.base + wanted * self.granule):
-                self.arena.unmap(mapped[wanted:])
+            self.arena.unmap(mapped[wanted:])
         self.lease.report({"base": self.base, "kv": self.arena.mapped_bytes}, free_bytes=0)
 
     def serve(self) -> None:

@@ -45,6 +45,11 @@ def holds(arena: CudaArena, driver: FakeCudaDriver, extent: int, value: int) -> 
     return driver.read(arena._range._address(extent), GRANULE) == bytes([value]) * GRANULE
 
 
+def ready(arena: CudaArena) -> int:
+    """Bytes that it holds though not mapped, at most."""
+    return arena.held.upper_bytes - arena.mapped_bytes
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -171,7 +176,7 @@ def test_a_stranger_who_comes_between_budget_and_creation(driver: FakeCudaDriver
     with pytest.raises(OutOfDeviceMemory) as refusal:
         arena.map([1, 2, 3])
     assert (refusal.value.asked_bytes, refusal.value.free_bytes) == (3 * GRANULE, 2 * GRANULE)
-    assert (arena.mapped_extents, arena.held_bytes, driver.taken_bytes) == ({0}, GRANULE, GRANULE)
+    assert (arena.mapped_extents, arena.held.upper_bytes, driver.taken_bytes) == ({0}, GRANULE, GRANULE)
     arena.map([1, 2])
 
 
@@ -241,8 +246,8 @@ class Life:
         settle(self.arena)
         mapped = {self.arena._range._address(extent) for extent in self.mapped}
         assert mapped == self.driver.mapped_addresses if exact else mapped <= self.driver.mapped_addresses
-        assert self.arena.held_bytes == self.driver.taken_bytes
-        assert not exact or self.arena.ready_bytes == 0
+        assert self.arena.held.upper_bytes == self.driver.taken_bytes
+        assert not exact or ready(self.arena) == 0
 
 
 def calls_of_a_life() -> list[int]:
@@ -308,10 +313,10 @@ def test_what_a_failed_roll_back_left_is_counted_and_taken_away_later(driver: Fa
     assert arena.drain_failures() == []
     assert arena.mapped_extents == {0}
     assert len(driver.mapped_addresses) == 2  # extent 1 could not be taken away
-    assert (arena.held_bytes, arena.ready_bytes, driver.taken_bytes) == (2 * GRANULE, GRANULE, 2 * GRANULE)
+    assert (arena.held.upper_bytes, ready(arena), driver.taken_bytes) == (2 * GRANULE, GRANULE, 2 * GRANULE)
     arena.map([1])
     assert holds(arena, driver, 1, 0)
-    assert (arena.mapped_extents, arena.ready_bytes) == ({0, 1}, 0)
+    assert (arena.mapped_extents, ready(arena)) == ({0, 1}, 0)
 
 
 def test_closing_tries_everything_and_again(driver: FakeCudaDriver) -> None:
@@ -321,11 +326,11 @@ def test_closing_tries_everything_and_again(driver: FakeCudaDriver) -> None:
     driver.faults = [Fault(1, 1, INVALID_VALUE, "cuMemUnmap"), Fault(0, 0, INVALID_VALUE, "cuMemRelease")]
     with pytest.raises(DriverError):
         arena.close()
-    assert (arena.mapped_extents, arena.held_bytes) == ({1}, 2 * GRANULE)
+    assert (arena.mapped_extents, arena.held.upper_bytes) == ({1}, 2 * GRANULE)
     with pytest.raises(BlockMisuse, match="closed"):
         arena.map([0])
     arena.close()
-    assert (arena.mapped_extents, arena.held_bytes, driver.taken_bytes) == (frozenset(), 0, 0)
+    assert (arena.mapped_extents, arena.held.upper_bytes, driver.taken_bytes) == (frozenset(), 0, 0)
 
 
 # --- handles ahead of need and behind it
@@ -336,30 +341,30 @@ def test_what_is_prepared_is_mapped_without_creating(driver: FakeCudaDriver) -> 
     arena.map([0])
     arena.prepare(3)
     settle(arena)
-    assert (arena.mapped_bytes, arena.ready_bytes, arena.held_bytes) == (GRANULE, 3 * GRANULE, 4 * GRANULE)
+    assert (arena.mapped_bytes, ready(arena), arena.held.upper_bytes) == (GRANULE, 3 * GRANULE, 4 * GRANULE)
     assert driver.taken_bytes == 4 * GRANULE
     created = driver.calls.count("cuMemCreate")
     arena.map([1, 2])
     assert driver.calls.count("cuMemCreate") == created
     settle(arena)
-    assert arena.ready_bytes == GRANULE  # of three prepared, two are used
+    assert ready(arena) == GRANULE  # of three prepared, two are used
     arena.map([3, 4])
     settle(arena)
-    assert (arena.ready_bytes, driver.taken_bytes) == (0, 5 * GRANULE)
+    assert (ready(arena), driver.taken_bytes) == (0, 5 * GRANULE)
 
 
 def test_no_more_is_prepared_than_the_limit_or_the_arena_have_room_for(driver: FakeCudaDriver) -> None:
     arena = make(driver, 4, ready=3)
     arena.prepare(100)
     settle(arena)
-    assert arena.ready_bytes == 3 * GRANULE
+    assert ready(arena) == 3 * GRANULE
     arena.map([0, 1, 2])
     arena.prepare(100)
     settle(arena)
-    assert arena.ready_bytes == GRANULE
+    assert ready(arena) == GRANULE
     arena.prepare(0)
     settle(arena)
-    assert arena.ready_bytes == 0
+    assert ready(arena) == 0
 
 
 def test_unmapped_extents_are_released_by_a_thread_down_to_what_is_wanted(driver: FakeCudaDriver) -> None:
@@ -370,7 +375,7 @@ def test_unmapped_extents_are_released_by_a_thread_down_to_what_is_wanted(driver
     driver.before = lambda name: released_by.append(threading.get_ident()) if name == "cuMemRelease" else None
     arena.unmap(range(4))
     settle(arena)
-    assert (arena.held_bytes, driver.taken_bytes) == (2 * GRANULE, 2 * GRANULE)
+    assert (arena.held.upper_bytes, driver.taken_bytes) == (2 * GRANULE, 2 * GRANULE)
     assert len(released_by) == 4 and caller not in released_by
 
 
@@ -379,26 +384,44 @@ def test_what_is_unmapped_beyond_the_limit_is_released_at_once(driver: FakeCudaD
     arena.map(range(4))
     arena._range.pool.start = lambda owner: None  # type: ignore[method-assign]  # the thread never comes
     arena.unmap(range(4))
-    assert (arena.ready_bytes, driver.taken_bytes) == (GRANULE, GRANULE)
-    assert arena.trim() == GRANULE
+    assert (ready(arena), driver.taken_bytes) == (GRANULE, GRANULE)
+    arena.trim()
     assert driver.taken_bytes == 0
 
 
 def test_memory_that_cannot_be_prepared_is_a_failure_to_be_read_and_no_more(driver: FakeCudaDriver) -> None:
     driver.total_bytes = 3 * GRANULE
-    arena = make(driver, ready=8)
+    arena = make(driver, ready=8, budget=lambda: 1 << 30)  # a stranger comes behind it
     arena.prepare(5)
     settle(arena)
-    assert (arena.held_bytes, driver.taken_bytes) == (3 * GRANULE, 3 * GRANULE)
+    assert (arena.held.upper_bytes, driver.taken_bytes) == (3 * GRANULE, 3 * GRANULE)
     assert [str(failure) for failure in arena.drain_failures()] == [
         "the device's driver answered cuMemCreate with CUDA_ERROR_OUT_OF_MEMORY (2)"
     ]
     driver.total_bytes = 1 << 20
     arena.map([0])
     settle(arena)
-    assert arena.held_bytes == 3 * GRANULE  # the wish ended with its failure
+    assert arena.held.upper_bytes == 3 * GRANULE  # the wish ended with its failure
     arena.map([1, 2, 3])
     assert arena.drain_failures() == []
+
+
+def test_no_more_is_prepared_than_the_device_has(driver: FakeCudaDriver) -> None:
+    driver.total_bytes = 5 * GRANULE
+    arena = make(driver, ready=8)
+    arena.map([0])
+    arena.prepare(2)
+    settle(arena)
+    driver.foreign_bytes = GRANULE
+    arena.prepare(7)
+    settle(arena)
+    assert (ready(arena), arena.drain_failures()) == (3 * GRANULE, [])
+    driver.faults = [Fault(0, ALWAYS, INVALID_VALUE, "cuMemGetInfo")]
+    with pytest.raises(DriverError, match="cuMemGetInfo"):
+        arena.prepare(7)
+    arena.prepare(1)  # which are there
+    settle(arena)
+    assert driver.taken_bytes == 2 * GRANULE
 
 
 def test_a_handle_the_driver_keeps_is_counted_until_it_goes(driver: FakeCudaDriver) -> None:
@@ -407,26 +430,27 @@ def test_a_handle_the_driver_keeps_is_counted_until_it_goes(driver: FakeCudaDriv
     driver.faults = [Fault(0, ALWAYS, INVALID_VALUE, "cuMemRelease")]
     arena.unmap([1, 2])
     settle(arena)
-    assert arena.ready_bytes == 2 * GRANULE
+    assert ready(arena) == 2 * GRANULE
     with pytest.raises(DriverError, match="cuMemRelease"):
         arena.trim()
-    assert (arena.ready_bytes, driver.taken_bytes) == (2 * GRANULE, 3 * GRANULE)
+    assert (ready(arena), driver.taken_bytes) == (2 * GRANULE, 3 * GRANULE)
     assert {failure.call for failure in arena.drain_failures()} == {"cuMemRelease"}
     driver.faults.clear()
-    assert arena.trim() == 2 * GRANULE
-    assert (arena.ready_bytes, driver.taken_bytes) == (0, GRANULE)
+    arena.trim()
+    assert (ready(arena), driver.taken_bytes) == (0, GRANULE)
 
 
 def test_a_context_that_the_thread_cannot_have_is_a_failure(driver: FakeCudaDriver) -> None:
-    arena = make(driver, ready=8)
+    arena = make(driver, ready=8, budget=lambda: 1 << 30)
     driver._counts.clear()
     driver.faults = [Fault(0, 0, INVALID_VALUE, "cuCtxPushCurrent")]
     arena.prepare(2)
     settle(arena)
     assert [failure.call for failure in arena.drain_failures()] == ["cuCtxPushCurrent"]
+    assert ready(arena) == 0
     arena.prepare(2)
     settle(arena)
-    assert arena.ready_bytes == 2 * GRANULE
+    assert ready(arena) == 2 * GRANULE
 
 
 def test_where_no_thread_is_to_be_had_the_caller_does_the_work(
@@ -474,7 +498,7 @@ def test_a_map_waits_for_one_creation_and_not_for_all_that_is_prepared(driver: F
     assert driver.calls.count("cuMemCreate") <= 2  # not one after the other until all are there
     gate.allowed.release(8)
     settle(arena)
-    assert arena.held_bytes == driver.taken_bytes == 8 * GRANULE
+    assert arena.held.upper_bytes == driver.taken_bytes == 8 * GRANULE
 
 
 def test_trim_ends_what_is_going_on(driver: FakeCudaDriver) -> None:
@@ -483,15 +507,13 @@ def test_trim_ends_what_is_going_on(driver: FakeCudaDriver) -> None:
     gate = Gate(driver, "cuMemCreate")
     arena.prepare(4)
     assert gate.waiting.acquire(timeout=60)
-    assert arena.ready_bytes == GRANULE  # counted before it is there
-    trimmed: list[int] = []
-    trimming = threading.Thread(target=lambda: trimmed.append(arena.trim()))
+    assert arena.held == (GRANULE, 5 * GRANULE)  # counted before it is there
+    trimming = threading.Thread(target=arena.trim)
     trimming.start()
     wait_until(arena._range.pool._turn.locked)
     gate.allowed.release(4)
     trimming.join(60)
-    assert trimmed == [GRANULE]
-    assert (arena.ready_bytes, driver.taken_bytes) == (0, GRANULE)
+    assert (ready(arena), driver.taken_bytes) == (0, GRANULE)
     assert not any(thread.name == "pagetide-extents" for thread in threading.enumerate())
 
 
@@ -501,7 +523,7 @@ def test_closing_leaves_no_thread_and_no_byte(driver: FakeCudaDriver) -> None:
     arena.prepare(6)
     arena.close()
     assert not any(thread.name == "pagetide-extents" for thread in threading.enumerate())
-    assert (arena.held_bytes, driver.taken_bytes) == (0, 0)
+    assert (arena.held.upper_bytes, driver.taken_bytes) == (0, 0)
     for call in (arena.trim, lambda: arena.prepare(1)):
         with pytest.raises(BlockMisuse, match="closed"):
             call()

@@ -53,6 +53,15 @@ def folder() -> Iterator[Path]:
         yield path
 
 
+@contextlib.contextmanager
+def changed(lease: Lease, total_bytes: int) -> Iterator[None]:
+    """Around what maps or unmaps so much that `total_bytes` are held afterwards."""
+    by = total_bytes - lease.held_bytes
+    lease.shift(min(0, by), max(0, by))
+    yield
+    lease.shift(max(0, by), min(0, by))
+
+
 def lease(path: Path, name: str = "a", low: int = 0, high: int | None = None, **more: Any) -> Lease:
     options = {"device_uuid": DEVICE, "granule_bytes": 10, "timeout_s": 30} | more
     return Lease.register(path, name=name, min_bytes=low, max_bytes=high, **options)
@@ -80,7 +89,7 @@ def test_a_life(folder: Path) -> None:
             assert a.poll() == ()
             a.ask(500, expires_s=600)
             assert a.wait(30) == (Granted(500),)
-            with a.bracket(500):
+            with changed(a, 500):
                 numbers.used = 500
             a.report({"weights": 100, "kv": 400}, free_bytes=50)
             assert a.held_bytes == 500
@@ -91,7 +100,7 @@ def test_a_life(folder: Path) -> None:
             assert a.recall == event and event.target_bytes == 300
             with pytest.raises(ValueError, match="500 bytes are held still, not 300"):
                 a.answer_unmapped(300)
-            with a.bracket(300):
+            with changed(a, 300):
                 numbers.used = 300
             a.answer_unmapped(300)
             assert (a.recall, a.granted_bytes) == (None, 300)
@@ -167,9 +176,9 @@ def test_a_crowd_before_the_broker_is_waited_out(folder: Path) -> None:
 
 def test_no_more_is_held_than_granted(folder: Path) -> None:
     with broker_thread(folder / "broker", Numbers()), lease(folder / "broker", low=100) as a:
-        with pytest.raises(GrantExceeded, match="grants 100 bytes, 101 would be held"), a.bracket(101):
+        with pytest.raises(GrantExceeded, match="grants 100 bytes, 101 would be held"), changed(a, 101):
             pytest.fail("the body must not run")
-        with a.bracket(100), pytest.raises(ValueError, match="do not nest"), a.bracket(50):
+        with changed(a, 100):
             pass
         assert a.held_bytes == 100
 
@@ -299,25 +308,37 @@ def test_a_grant_that_crossed_an_answer_counts_for_both_sides(folder: Path, fals
         assert a.granted_bytes == 700
 
 
-def test_the_record_brackets_what_is_done(folder: Path, false_broker: FalseBroker) -> None:
+def test_the_record_bounds_what_is_done(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder, held_bytes=50) as a:
         bounds = lambda: bounds_between(false_broker.record.read(), false_broker.record.read())  # noqa: E731
         assert bounds() == (50, 50)
-        with a.bracket(200):
+        with changed(a, 200):
             assert bounds() == (50, 200)
         assert bounds() == (200, 200)
-        with pytest.raises(ZeroDivisionError), a.bracket(400):
-            raise ZeroDivisionError
-        assert bounds() == (200, 200)
-        with a.bracket(80):
-            assert bounds() == (80, 200)
+        a.shift(0, 200)
+        with changed(a, 450):
+            assert bounds() == (200, 450), "changes overlap"
+        assert bounds() == (250, 450)
+        a.shift(0, -200)
+        with changed(a, 80):
+            assert bounds() == (80, 250)
         assert bounds() == (80, 80)
-        with a.bracket(300):
-            a.report({"kv": 150, "torch": 40}, 0)
-            assert bounds() == (80, 300)
+        with pytest.raises(GrantExceeded, match="grants 500 bytes, 501 would be held"):
+            a.shift(-10, 421)
+        assert bounds() == (80, 80)
+        a.report({"kv": 150, "torch": 40}, 0)
         assert bounds() == (190, 190)
-        a.report({"kv": 150, "torch": 30}, 0)
-        assert bounds() == (180, 180)
+        a.report({"kv": 150, "torch": 30}, 0, moving_bytes=20)
+        assert bounds() == (160, 180)
+        assert a.held_bytes == 180
+
+
+def test_a_lease_that_has_ended_lets_memory_go_and_none_come(folder: Path, false_broker: FalseBroker) -> None:
+    a = engine_of(false_broker, folder, held_bytes=50)
+    a.close()
+    a.shift(-50, -50)
+    with pytest.raises(LeaseClosed, match="the lease of 'a' has ended"):
+        a.shift(0, 1)
 
 
 def test_a_recall_can_be_withdrawn(folder: Path, false_broker: FalseBroker) -> None:
@@ -381,13 +402,13 @@ def test_waiting_threads_are_woken_by_events_and_by_the_end(folder: Path, false_
     assert len(os.listdir("/proc/self/fd")) <= before - 2
 
 
-def test_a_map_that_runs_while_the_broker_changes_is_bracketed_in_the_new_record(
+def test_a_map_that_runs_while_the_broker_changes_is_bounded_in_the_new_record(
     folder: Path, false_broker: FalseBroker
 ) -> None:
     with engine_of(false_broker, folder) as a:
-        with a.bracket(100):
+        with changed(a, 100):
             pass
-        with a.bracket(400):
+        with changed(a, 400):
             false_broker.socket.close()
             wait_for(a, Lost)
             thread = threading.Thread(target=false_broker.serve, args=(400,))
@@ -402,7 +423,7 @@ def test_a_map_that_runs_while_the_broker_changes_is_bracketed_in_the_new_record
 @pytest.mark.parametrize("harm", [b"\0\0\0\4null", b"\x7f\0\0\0", wire.to_frame(wire.Done())], ids=repr)
 def test_a_broker_that_makes_no_sense_is_left(folder: Path, false_broker: FalseBroker, harm: bytes) -> None:
     with engine_of(false_broker, folder) as a:
-        with a.bracket(300):
+        with changed(a, 300):
             pass
         false_broker.socket.send(harm)
         (lost,) = a.wait(30)
@@ -440,14 +461,14 @@ def test_an_engine_keeps_what_it_has_and_goes_on_with_the_successor(folder: Path
         a = lease(path, low=100, high=900)
         a.ask(700, expires_s=600)
         assert a.wait_granted(700, 30)
-        with a.bracket(400):
+        with changed(a, 400):
             numbers.used = 400
         a.report({"kv": 400}, 30)
     assert isinstance(wait_for(a, Lost), Lost)
     assert (a.granted_bytes, a.held_bytes, a.connected) == (400, 400, False)  # no growth, though 700 were granted
-    with pytest.raises(GrantExceeded), a.bracket(401):
+    with pytest.raises(GrantExceeded), changed(a, 401):
         pass
-    with a.bracket(350):  # it may shrink
+    with changed(a, 350):  # it may shrink
         numbers.used = 350
     a.report({"kv": 350}, 30)
     a.answer_unmapped(350)
@@ -457,7 +478,7 @@ def test_an_engine_keeps_what_it_has_and_goes_on_with_the_successor(folder: Path
         wait_until(lambda: bool(successor.leases()) and successor.leases()[0].free_bytes == 30, "the report")
         (row,) = successor.leases()
         assert (row.granted_bytes, row.held_bytes, row.held) == (350, 350, {"kv": 350})
-        with a.bracket(300):
+        with changed(a, 300):
             numbers.used = 300
         wait_until(lambda: successor.leases()[0].held_bytes == 300, "the new record")
         a.ask(700, expires_s=600)
@@ -469,14 +490,14 @@ def test_a_map_that_runs_while_the_broker_dies_is_within_what_the_successor_is_t
     path, numbers = folder / "broker", Numbers()
     with broker_thread(path, numbers):
         a = lease(path, low=500)
-        bracket = a.bracket(500)
-        bracket.__enter__()
+        change = changed(a, 500)
+        change.__enter__()
     wait_for(a, Lost)
     assert a.granted_bytes == 500
     with broker_thread(path, numbers, grace_s=0.0) as successor:
         wait_for(a, Rejoined)
         assert successor.leases()[0].granted_bytes == 500
-        bracket.__exit__(None, None, None)
+        change.__exit__(None, None, None)
         wait_until(lambda: successor.leases()[0].held_bytes == 500, "the record")
         a.close()
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import VOCAB, continuation
+from scripted_lease import ScriptedLease
 from tenants import BLOCK_SIZE, alone, core_over
 
-from pagetide.allocator.errors import GrantExceeded, LeaseRefused
 from pagetide.allocator.host_arena import HostArena
-from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.engine.memory import SLICE_BYTES, EngineMemory, Slice
 from pagetide.scheduler.outcome import Finished
@@ -28,93 +26,6 @@ PER = 4  # blocks of an extent
 EXTENT = PER * BLOCK_SIZE * TOKEN_BYTES  # 256 KiB
 BASE = 10 * MIB
 EXTENTS = 16
-
-
-class ScriptedLease:
-    """A `Lease` whose broker is the test: `grant`, `recall`, `limit` say what it says, `asked` and `answered` what it hears."""
-
-    name, device_uuid = "scripted", "GPU-under-test"
-
-    def __init__(self, granted_bytes: int, min_bytes: int) -> None:
-        self.granted_bytes, self.min_bytes = granted_bytes, min_bytes
-        self.max_bytes: int | None = None
-        self.held_bytes = 0
-        self.recall_now: Recalled | None = None
-        self.connected = True
-        self.asked: list[int] = []
-        self.answered: list[int] = []
-        self.reports: list[tuple[dict[str, int], int]] = []
-        self.waited: list[float] = []
-        self._events: list[Event] = []
-
-    # what the broker does
-
-    def grant(self, granted_bytes: int) -> None:
-        self.granted_bytes = granted_bytes
-        self._events.append(Granted(granted_bytes))
-
-    def recall_to(self, target_bytes: int) -> None:
-        self.recall_now = Recalled(target_bytes, 1.0)
-        self._events.append(self.recall_now)
-
-    def limit(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._events.append(Limited(max_bytes))
-
-    def lose(self) -> None:
-        self.connected, self.recall_now, self.granted_bytes = False, None, self.held_bytes
-        self._events.append(Lost("it was killed"))
-
-    def rejoin(self) -> None:
-        self.connected = True
-        self._events.append(Rejoined(self.granted_bytes))
-
-    def deny(self) -> None:
-        self._events.append(Denied(LeaseRefused("an answer crossed a grant")))
-
-    # what the engine has of it
-
-    @property
-    def recall(self) -> Recalled | None:
-        return self.recall_now
-
-    def poll(self) -> tuple[Event, ...]:
-        events, self._events = tuple(self._events), []
-        return events
-
-    def wait(self, timeout_s: float) -> tuple[Event, ...]:
-        self.waited.append(timeout_s)
-        return self.poll()
-
-    @contextlib.contextmanager
-    def bracket(self, after_bytes: int) -> Iterator[None]:
-        if after_bytes > max(self.held_bytes, self.granted_bytes):
-            raise GrantExceeded(after_bytes, self.granted_bytes)
-        yield
-        self.held_bytes = after_bytes
-
-    def report(self, held: Mapping[str, int], free_bytes: int) -> None:
-        self.held_bytes = sum(held.values())
-        self.reports.append((dict(held), free_bytes))
-
-    def ask(self, target_bytes: int, *, expires_s: float) -> None:
-        assert expires_s > 0
-        self.asked.append(target_bytes)
-
-    def lower_min(self, min_bytes: int) -> None:
-        assert min_bytes <= self.min_bytes, "it cannot be raised"
-        self.min_bytes = min_bytes
-
-    def withdraw(self) -> None:
-        self.recall_now = None
-        self._events.append(Withdrawn())
-
-    def answer_unmapped(self, keep_bytes: int) -> None:
-        assert keep_bytes >= self.held_bytes, "more is held"
-        self.granted_bytes = min(self.granted_bytes, max(keep_bytes, self.min_bytes))
-        if self.recall_now is not None and self.granted_bytes <= self.recall_now.target_bytes:
-            self.recall_now = None
-        self.answered.append(keep_bytes)
 
 
 def total(extents: int) -> int:
@@ -135,18 +46,20 @@ class Engine:
     base: int = BASE
     trims: int = 0
     refuses: bool = False
+    overlaps: bool = False
     finished: dict[str, Finished] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.host = HostArena(self.extents, EXTENT, budget=lambda: 0 if self.refuses else 1 << 40)
-        self.lease: Any = None if self.granted is None else ScriptedLease(total(self.granted), total(self.minimum))
+        self.lease: Any = (
+            None if self.granted is None else ScriptedLease(total(self.granted), total(self.minimum), BASE)
+        )
         arena: Any = self.host
         if self.lease is not None:
-            self.lease.held_bytes = BASE
             arena = LeasedArena(self.host, self.lease)
         arena.map(range(self.mapped))
-        self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False)
+        self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=self.overlaps)
         self.core.memory = self.memory = EngineMemory(
             lambda: self.core.scheduler, arena, min_extents=self.minimum, base_bytes=lambda: self.base, reserve_bytes=0,
             weights_bytes=4 * MIB, trim=self._trim, lease=self.lease, idle_s=self.idle_s, clock=lambda: self.now,
@@ -185,6 +98,8 @@ class Engine:
         for made in range(most):
             if not self.memory.due:
                 return made
+            while self.core.is_ahead:
+                self.core.catch_up()
             self.step(0.02)
         raise AssertionError("memory is due without end")
 
@@ -456,6 +371,21 @@ def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
     assert copying.num_bytes == 1 << 20
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_is_under_way_for_nobody_makes_no_recall_slow(overlaps: bool) -> None:
+    """As where a stream is not read for a while: what is due goes back at once, not slice by slice."""
+    engine = Engine(overlaps=overlaps)
+    engine.add("a", 400, new=60)
+    engine.add("b", 400, new=60)
+    engine.steps(20)
+    assert engine.core.is_ahead == overlaps and engine.core.scheduler.num_running == 2
+    engine.lease.recall_to(total(2))
+    assert engine.keep(1.0) == 1 and engine.size <= 2
+    assert engine.lease.answered
+    engine.lease.grant(total(EXTENTS))
+    engine.run()
+
+
 def test_nothing_is_mapped_while_a_recall_is_served() -> None:
     engine = Engine(granted=EXTENTS)
     engine.add("a", 200, new=30)
@@ -661,7 +591,7 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     engine.add("ends", 20, new=1)
     engine.add("goes on", 20, new=50)
 
-    def interrupted() -> None:
+    def interrupted(waited_for: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.memory, "settle", interrupted)

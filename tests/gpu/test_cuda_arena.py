@@ -9,19 +9,26 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from arena_contract import ArenaContract, Rig
+from extent_core import core_in_extents
+from scripted_lease import ScriptedLease
 
 from pagetide.allocator.arena import Arena
 from pagetide.allocator.cuda_arena import CudaArena, CudaBuffer
 from pagetide.allocator.cuda_driver import CudaBindings, Device
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
+from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
+from pagetide.engine.memory import EngineMemory
+from pagetide.scheduler.request import Request, Sampling
 
 try:
     import cuda.bindings.driver  # noqa: F401
@@ -66,6 +73,11 @@ def free_bytes() -> int:
     torch.cuda.synchronize(DEVICE)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(DEVICE)[0]
+
+
+def ready(arena: CudaArena) -> int:
+    """Bytes that it holds though not mapped, at most."""
+    return arena.held.upper_bytes - arena.mapped_bytes
 
 
 class Piece:
@@ -155,14 +167,14 @@ def test_the_devices_memory_goes_with_map_and_comes_back_with_unmap(used: Callab
     arena.unmap([1, 2, 3, 4])
     arena.trim()
     assert 256 * MIB <= more() < 256 * MIB + NOISE
-    assert (arena.mapped_bytes, arena.held_bytes) == (256 * MIB, 256 * MIB)
+    assert (arena.mapped_bytes, arena.held.upper_bytes) == (256 * MIB, 256 * MIB)
     arena.map([60, 61])
     assert 384 * MIB <= more() < 384 * MIB + NOISE
     arena.prepare(4)
     wait_until(lambda: more() >= 640 * MIB)
     assert more() < 640 * MIB + NOISE  # held ready, though not mapped
-    assert arena.ready_bytes == 256 * MIB
-    assert arena.trim() == 256 * MIB
+    assert ready(arena) == 256 * MIB
+    arena.trim()
     assert 384 * MIB <= more() < 384 * MIB + NOISE
     arena.close()
     assert more() < NOISE
@@ -180,7 +192,7 @@ def test_more_than_the_device_has_is_refused_and_nothing_is_lost(asks_first: boo
         arena.map(range(1, extents))
     assert refusal.value.asked_bytes == (extents - 1) * GIB
     assert before - GIB - NOISE < refusal.value.free_bytes <= before
-    assert (arena.mapped_extents, arena.held_bytes) == ({0}, GIB)
+    assert (arena.mapped_extents, arena.held.upper_bytes) == ({0}, GIB)
     assert abs(before - GIB - free_bytes()) < NOISE
     assert bool((piece(arena, 0) == 7).all())
     arena.map([1])
@@ -345,7 +357,7 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(storage.layer(0).key[last - 1, 0], new[0])
     storage.clear([last])
     assert not bool(storage.blocks[last].any())
-    assert arena.held_bytes == 2 * geometry.extent_bytes
+    assert arena.held.upper_bytes == 2 * geometry.extent_bytes
     torch.cuda.synchronize(DEVICE)
     arena.close()
 
@@ -403,6 +415,56 @@ def test_a_captured_graph_survives_every_resize() -> None:
     torch.cuda.synchronize(DEVICE)
     del graph
     arena.close()
+
+
+class Told:
+    """The driver, and who called it."""
+
+    def __init__(self) -> None:
+        self.driver, self.called = CudaBindings(), Counter[tuple[str, str]]()  # (call, thread)
+
+    def call(self, name: str, *args: int) -> tuple[int, ...]:
+        self.called[name, threading.current_thread().name] += 1
+        return self.driver.call(name, *args)
+
+
+def test_an_engines_extents_are_made_ahead_of_need_and_what_is_held_is_what_the_driver_says() -> None:
+    extent_bytes, base = 64 * MIB, GIB
+    before, driver, now = free_bytes(), Told(), [0.0]
+    lease: Any = ScriptedLease(base + 40 * extent_bytes, base + 2 * extent_bytes, base)
+    inner = CudaArena(32, extent_bytes, INDEX, driver=driver, ready_limit_bytes=8 * extent_bytes)
+    arena = LeasedArena(inner, lease)
+    arena.map([0, 1])
+    core = core_in_extents(arena)
+    core.memory = EngineMemory(
+        lambda: core.scheduler, arena, min_extents=2, base_bytes=lambda: base, reserve_bytes=0, weights_bytes=0,
+        trim=lambda: None, lease=lease, idle_s=5.0, clock=lambda: now[0],
+    )  # fmt: skip
+    core.memory._mapping.num_bytes = 2 * extent_bytes
+    core.memory._mapping.took = lambda *_: None  # type: ignore[method-assign]
+
+    def step() -> None:
+        now[0] += 0.025
+        torch.cuda.synchronize(DEVICE)  # the fence
+        core.step()
+        wait_until(lambda: not inner._range.pool._working)
+        assert abs(lease.held_bytes - base - (before - free_bytes())) < extent_bytes + NOISE
+
+    for number in range(4):
+        core.add(Request(f"r{number}", np.arange(400, dtype=np.int32), Sampling(20), 0, float(number)))
+        step()
+    while core.scheduler.has_work:
+        step()
+    grown = arena.mapped_bytes // extent_bytes - 2
+    assert grown >= 16
+    assert driver.called["cuMemCreate", "pagetide-extents"] >= grown // 3, "all but the first of each request's"
+    lease.recall_to(base + 4 * extent_bytes)
+    step()
+    assert lease.answered == [base + 4 * extent_bytes]
+    assert abs(before - free_bytes() - 4 * extent_bytes) < NOISE
+    core.memory.close()
+    arena.close()
+    assert lease.held_bytes == base and abs(before - free_bytes()) < NOISE
 
 
 # --- what calls cost: printed, not judged; what is judged is that all of it happened, and that the memory is back
@@ -468,20 +530,20 @@ def test_what_a_gib_costs(mib: int, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(7):
         arena = CudaArena(count, mib * MIB, INDEX, ready_limit_bytes=0)
         costs["map"].append(_microseconds(lambda a=arena: a.map(range(count))))
-        assert arena.mapped_bytes == arena.held_bytes == GIB
+        assert arena.mapped_bytes == arena.held.upper_bytes == GIB
         costs["unmap"].append(_microseconds(lambda a=arena: a.unmap(range(count))))  # and release
-        assert arena.held_bytes == 0
+        assert arena.held.upper_bytes == 0
         arena.close()
         arena = CudaArena(count, mib * MIB, INDEX, ready_limit_bytes=GIB)
         arena.prepare(count)
         arena._range.pool._thread.join()  # type: ignore[union-attr]
-        assert arena.ready_bytes == GIB
+        assert ready(arena) == GIB
         costs["map what is prepared"].append(_microseconds(lambda a=arena: a.map(range(count))))
-        assert (arena.mapped_bytes, arena.ready_bytes) == (GIB, 0)
+        assert (arena.mapped_bytes, ready(arena)) == (GIB, 0)
         costs["unmap in background"].append(_microseconds(lambda a=arena: a.unmap(range(count))))
         assert arena.mapped_bytes == 0
         costs["trim"].append(_microseconds(arena.trim))
-        assert arena.held_bytes == 0
+        assert arena.held.upper_bytes == 0
         arena.close()
     assert abs(before - free_bytes()) < NOISE
     with capsys.disabled():
