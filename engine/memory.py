@@ -423,8 +423,9 @@ class EngineMemory:
     # ---- after a step ---------------------------------------------------------------------------
 
     def settle(self, waited_for: bool = True) -> None:
-        """Take in what a step did to the pool: report it, answer a recall. Whoever takes in a step that nobody has `waited_for` does
-        not count as one who makes steps.
+        """Take in what a step did to the pool: report it, answer a recall.
+
+        Whoever takes in a step that nobody has `waited_for` does not count as one who makes steps.
         """
         self._let_go()
         mapped = self._arena.mapped_bytes
