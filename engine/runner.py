@@ -1,9 +1,8 @@
 """The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
 
 It keeps, per row, the tokens (from admissions and from its own samples) and, on the device, the block tables, packs the chunks
-of a plan into one batch without padding, runs the model over it and samples. It also carries out what a plan says about the
-pool's memory: extents are mapped, blocks swapped out and copied, extents unmapped, in that order and before the model runs;
-beside it goes what its chunks do not touch.
+of a plan into one batch without padding, runs the model over it and samples. What a plan says about the pool's memory is done
+before (`moves.py`), and beside the chunks what they do not touch.
 
 On a device that works by itself a plan is queued (`begin`) and its result waited for later (`Underway.wait`): its tokens are
 drawn there, and stay there as inputs of the plan behind it.
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +20,14 @@ import numpy as np
 import torch
 
 from ..allocator.arena import Arena
-from ..allocator.errors import BlockMisuse
 from ..cache.block_table import Index, Int32
-from ..cache.host_tier import Swaps
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_EXTENTS, NO_LOGPROBS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
+from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
 from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
 from .graphs import DecodeGraphs, Record
-from .host_pool import Copies, HostPool, Swapped
+from .host_pool import HostPool, Swapped
+from .moves import Mover, Moves
 from .sampler import Sampler
 from .scoring import Askers, Stretch, score
 from .transfers import Array, Download, Stopwatch, Upload
@@ -41,16 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
-
-
-@dataclass(slots=True)
-class _Moved:
-    """What became of what a plan does to memory, as a result says it."""
-
-    mapped: Index
-    unmapped: Index
-    refused: str | None = None
-    swaps: list[Copies] = field(default_factory=list)  # to and from the host tier, under way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +94,7 @@ class Underway:
 
     _runner: Runner
     _plan: Plan
-    _moved: _Moved
+    _moves: Moves
     _computed: _Computed
     _watch: Stopwatch
 
@@ -121,8 +108,8 @@ class Underway:
             with torch.inference_mode():
                 self._runner._take_in(self._computed)
         finally:
-            swaps = _done(self._moved.swaps)
-        plan, moved, computed = self._plan, self._moved, self._computed
+            swaps = self._moves.done()
+        plan, moves, computed = self._plan, self._moves, self._computed
         failed = computed.failures
         counts = plan.samples.astype(np.int64)
         counts[[*failed, *(c.index for c in computed.candidates)]] = 0
@@ -131,9 +118,9 @@ class Underway:
             counts,
             computed.tokens[counts > 0],
             tuple(Failure(i, message) for i, message in failed.items()),
-            moved.mapped,
-            moved.unmapped,
-            moved.refused,
+            moves.mapped,
+            moves.unmapped,
+            moves.refused,
             lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in swaps)]),
             swapped=sum(swap.num_timed for swap in swaps),
             swap_s=sum(swap.seconds for swap in swaps),
@@ -166,6 +153,7 @@ class Runner:
         self.sampler = sampler
         self.overlaps = overlaps
         self.graphs: DecodeGraphs | None = None
+        self._mover = Mover(storage, arena, host)
         self._askers = Askers(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         geometry = storage.geometry
@@ -200,9 +188,9 @@ class Runner:
         """
         with torch.inference_mode():
             self._follow(plan)
-            moved = _Moved(NO_EXTENTS, NO_EXTENTS)
+            moves = Moves()
             try:
-                self._move_memory(plan, moved)
+                self._mover.begin(plan, moves)
                 watch = Stopwatch(self._device)
                 work, changes = self._work(plan, np.arange(len(plan.rows))), self._rows.changes(plan)
                 there = self._upload.put([*work.arrays, *changes])
@@ -213,21 +201,21 @@ class Runner:
                     log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(plan.rows))
                     computed = self._one_by_one(plan, error)
                 watch.stop()
-                for copies in moved.swaps:
-                    copies.fence()
+                moves.fence()
             except BaseException:
-                _done(moved.swaps)
+                moves.done()
                 raise
-        return Underway(self, plan, moved, computed, watch)
+        return Underway(self, plan, moves, computed, watch)
 
     def close(self) -> None:
         """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
         Idempotent.
         """
-        self._fence()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("model", "storage", "arena", "kernel", "graphs", "_layers", "_rows", "_upload"):
+        for name in ("model", "storage", "arena", "kernel", "graphs", "_mover", "_layers", "_rows", "_upload"):
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:
@@ -243,51 +231,6 @@ class Runner:
         if plan.given is not None:
             self._tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
             self.sampler.took(plan.given.rows, plan.given.tokens)
-
-    def _move_memory(self, plan: Plan, moved: _Moved) -> None:
-        """Map, swap out what the chunks depend on, copy, unmap, as the plan says; begin the swaps that go beside the chunks.
-
-        The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
-        """
-        resize, arena, swaps = plan.resize, self.arena, plan.swaps
-        if resize and arena is None:
-            raise BlockMisuse("a runner without an arena cannot resize the pool")
-        if arena is not None and len(resize.map):
-            self._fence()
-            moved.refused = _refusal(arena.map, resize.map)
-            moved.mapped = NO_EXTENTS if moved.refused else resize.map
-        if swaps is not None:
-            self._swap_before(swaps, moved)
-        if plan.copies is not None:
-            self.storage.copy(plan.copies.sources, plan.copies.targets)
-        if arena is not None and len(resize.unmap):
-            self._fence()  # the copies read there
-            moved.refused = _refusal(arena.unmap, resize.unmap) or moved.refused
-            moved.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
-        if swaps is not None and swaps.any_beside:
-            self._begin_swaps(swaps, slice(swaps.num_before, None), moved, swaps.in_slots, swaps.in_blocks)
-
-    def _swap_before(self, swaps: Swaps, moved: _Moved) -> None:
-        """Copy out what has to leave first, and what is wanted again already to its new place."""
-        if self.host is None:
-            raise BlockMisuse("a runner without a host tier cannot swap")
-        if swaps.num_before:
-            self._begin_swaps(swaps, slice(swaps.num_before), moved)
-            moved.swaps[-1].fence()
-        if swaps.back is not None:
-            self.storage.copy(swaps.back.sources, swaps.back.targets)
-
-    def _begin_swaps(
-        self, swaps: Swaps, out: slice, moved: _Moved, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS
-    ) -> None:
-        assert self.host is not None
-        of = swaps.out_blocks[out], swaps.out_slots[out]
-        moved.swaps.append(self.host.begin(self.storage, *of, in_slots, in_blocks))
-
-    def _fence(self) -> None:
-        """Wait until everything queued on the device is done. A CPU has done it."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _work(self, plan: Plan, chunks: Index) -> _Work:
         """How the given chunks are computed as one batch."""
@@ -474,31 +417,3 @@ def _not_finite(position: int) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _done(swaps: Sequence[Copies]) -> list[Swapped]:
-    """What became of copies, all of which are waited for, whatever one of them raises."""
-    swapped: list[Swapped] = []
-    with ExitStack() as each:
-        for copies in reversed(swaps):
-            each.callback(_wait, copies, swapped)
-    return swapped
-
-
-def _wait(copies: Copies, swapped: list[Swapped]) -> None:
-    swapped.append(copies.wait())
-
-
-def _refusal(change: Callable[[list[int]], None], extents: Index) -> str | None:
-    """Let the arena map or unmap `extents`. Returns what the device said against it; None when it was done.
-
-    Raises BlockMisuse: then the scheduler's books differ from what is mapped, and no step can be right.
-    """
-    try:
-        change(extents.tolist())
-    except BlockMisuse:
-        raise
-    except Exception as error:
-        log.warning("the device refused to %s %d extents: %s", change.__name__, len(extents), _told(error))
-        return _told(error)
-    return None

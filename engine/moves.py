@@ -1,0 +1,122 @@
+"""What a plan does to the pool's memory before and beside its chunks: extents come and go, blocks are copied and swapped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..allocator.arena import Arena
+from ..allocator.errors import BlockMisuse
+from ..cache.block_table import Index, Int32
+from ..cache.host_tier import Swaps
+from ..cache.storage import Storage
+from ..scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
+from .host_pool import Copies, HostPool, Swapped
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Moves:
+    """What became of a plan's part about memory, as far as it is known. Mutated until `done`."""
+
+    mapped: Index = field(default_factory=lambda: NO_EXTENTS)
+    unmapped: Index = field(default_factory=lambda: NO_EXTENTS)
+    refused: str | None = None
+    swaps: list[Copies] = field(default_factory=list)  # to and from the host tier, under way
+
+    def fence(self) -> None:
+        """Put the swaps before whatever is queued on the device from here on."""
+        for copies in self.swaps:
+            copies.fence()
+
+    def done(self) -> list[Swapped]:
+        """What became of the swaps, all of which are waited for, whatever one of them raises."""
+        swapped: list[Swapped] = []
+        with ExitStack() as each:
+            for copies in reversed(self.swaps):
+                each.callback(_wait, copies, swapped)
+        return swapped
+
+
+class Mover:
+    """Carries out what plans say about memory: extents mapped, blocks swapped out and copied, extents unmapped, in that order.
+
+    Without `arena`, what `storage` was built over, no plan may resize the pool; without `host` none may swap.
+    """
+
+    def __init__(self, storage: Storage, arena: Arena | None, host: HostPool | None) -> None:
+        self._storage = storage
+        self._arena = arena
+        self._host = host
+
+    def begin(self, plan: Plan, moves: Moves) -> None:
+        """Do what the plan's chunks depend on; begin the swaps that go beside them. What is done stands in `moves`, also where
+        this raises.
+
+        The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
+        """
+        resize, arena, swaps = plan.resize, self._arena, plan.swaps
+        if resize and arena is None:
+            raise BlockMisuse("a runner without an arena cannot resize the pool")
+        if swaps is not None and self._host is None:
+            raise BlockMisuse("a runner without a host tier cannot swap")
+        if arena is not None and len(resize.map):
+            self._wait_for_device()
+            moves.refused = _refusal(arena.map, resize.map)
+            moves.mapped = NO_EXTENTS if moves.refused else resize.map
+        if swaps is not None:
+            self._swap_before(swaps, moves)
+        if plan.copies is not None:
+            self._storage.copy(plan.copies.sources, plan.copies.targets)
+        if arena is not None and len(resize.unmap):
+            self._wait_for_device()  # the copies read there
+            moves.refused = _refusal(arena.unmap, resize.unmap) or moves.refused
+            moves.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
+        if swaps is not None and swaps.any_beside:
+            self._swap(swaps, slice(swaps.num_before, None), moves, swaps.in_slots, swaps.in_blocks)
+
+    def _swap_before(self, swaps: Swaps, moves: Moves) -> None:
+        """Copy out what has to leave first, and what is wanted again already to its new place."""
+        if swaps.num_before:
+            self._swap(swaps, slice(swaps.num_before), moves)
+            moves.swaps[-1].fence()
+        if swaps.back is not None:
+            self._storage.copy(swaps.back.sources, swaps.back.targets)
+
+    def _swap(
+        self, swaps: Swaps, out: slice, moves: Moves, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS
+    ) -> None:
+        assert self._host is not None
+        of = swaps.out_blocks[out], swaps.out_slots[out]
+        moves.swaps.append(self._host.begin(self._storage, *of, in_slots, in_blocks))
+
+    def _wait_for_device(self) -> None:
+        """Until everything queued on it is done. A CPU has done it."""
+        if self._storage.device.type == "cuda":
+            torch.cuda.synchronize(self._storage.device)
+
+
+def _wait(copies: Copies, swapped: list[Swapped]) -> None:
+    swapped.append(copies.wait())
+
+
+def _refusal(change: Callable[[Sequence[int]], None], extents: Index) -> str | None:
+    """Let the arena map or unmap `extents`. Returns what the device said against it; None when it was done.
+
+    Raises BlockMisuse: then the scheduler's books differ from what is mapped, and no step can be right.
+    """
+    try:
+        change(extents.tolist())
+    except BlockMisuse:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        log.warning("the device refused to %s %d extents: %s", change.__name__, len(extents), told)
+        return told
+    return None
