@@ -1,4 +1,4 @@
-"""Paged attention by Triton kernels: what a step's launches need is put on the device once, and layers share it.
+"""Paged attention by Triton kernels: what a step's launches need is made on the device once, and layers share it.
 
 Needs the package triton (ImportError says how to get it) and a CUDA device; with TRITON_INTERPRET=1 in the environment before
 the first import it runs on a CPU, slowly, for tests.
@@ -98,7 +98,7 @@ class TritonKernel:
             cut = self._prefill_tiling or tiling(PREFILL_TILINGS, itemsize, max(head_dim, v_dim))
             size = queries_per_tile(cut, num_heads // cache.key.shape[2])
             if size not in plan.tiles:
-                plan.tiles[size] = torch.from_numpy(list_tiles(step, size)).to(query.device, non_blocking=True)
+                plan.tiles[size] = list_tiles(step, size)
             prefill(query, cache, table, plan.tiles[size], out, scores, cut)
         return out
 

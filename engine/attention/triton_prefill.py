@@ -1,14 +1,13 @@
 """Paged attention of chunks of several tokens: variable lengths, causal behind what each sequence has already.
 
 A program attends with a tile of a chunk's queries, all query heads of one KV head together, to the keys that they see. All K
-and V, the chunk's own too, are read through the block table. The host lists the tiles, those with most keys first, so that no
-program idles and none begins late that takes long.
+and V, the chunk's own too, are read through the block table. Tiles are listed once a step, those with most keys first, so that
+no program idles and none begins late that takes long.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .context import LayerCache, StepContext
@@ -20,17 +19,23 @@ def queries_per_tile(tiling: Tiling, group: int) -> int:
     return max(1, tiling.rows // group)
 
 
-def list_tiles(step: StepContext, size: int) -> npt.NDArray[np.int32]:
-    """[tiles, 4]: chunk, first token in the batch, its position in the sequence, queries (at most `size`)."""
-    q_lens = np.asarray(step.q_lens[step.num_decodes :], np.int64)
-    counts = -(-q_lens // size)
-    chunk = np.repeat(np.arange(len(q_lens)), counts)
-    skipped = (np.arange(len(chunk)) - (np.cumsum(counts) - counts)[chunk]) * size
-    queries = np.minimum(size, q_lens[chunk] - skipped)
-    chunk += step.num_decodes
-    positions = step.kv_lens[chunk] - step.q_lens[chunk] + skipped
-    tiles = np.stack((chunk, step.q_starts[chunk] + skipped, positions, queries), axis=1).astype(np.int32)
-    return tiles[np.argsort(-(positions + queries), kind="stable")]
+def list_tiles(step: StepContext, size: int) -> torch.Tensor:
+    """int32 [tiles, 4] on the device: chunk, first token in the batch, its position in the sequence, queries (at most `size`).
+
+    Made there of what the step has there; the host knows how many there are.
+    """
+    low = step.num_decodes
+    num_tiles = int((-(-np.asarray(step.q_lens[low:], np.int64) // size)).sum())
+    lens, starts = step.lens[low:], step.bounds[low:-1]
+    q_lens = step.bounds[low + 1 :] - starts
+    counts = (q_lens + (size - 1)) // size
+    chunk = torch.repeat_interleave(counts, output_size=num_tiles)
+    within = torch.arange(num_tiles, device=lens.device) - (counts.cumsum(0) - counts)[chunk]
+    skipped = within * size
+    queries = (q_lens[chunk] - skipped).clamp(max=size)
+    positions = (lens - q_lens)[chunk] + skipped
+    tiles = torch.stack((chunk + low, starts[chunk] + skipped, positions, queries), 1)
+    return tiles[torch.argsort(positions + queries, descending=True, stable=True)].int()
 
 
 def prefill(

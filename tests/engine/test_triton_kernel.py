@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,10 +31,11 @@ from triton_checks import (
     check_write,
 )
 
-from pagetide.engine.attention import triton_base, triton_decode
-from pagetide.engine.attention.context import Kernel
+from pagetide.engine.attention import triton_base, triton_decode, triton_kernel, triton_prefill
+from pagetide.engine.attention.context import Kernel, lengths_on
 from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, Scores, Tiling, tiling
 from pagetide.engine.attention.triton_kernel import TritonKernel
+from pagetide.engine.graphs import CaptureCheck
 from pagetide.scheduler.request import Sampling
 
 SMALL = Tiling(16, 16, 4, 3)
@@ -134,16 +136,44 @@ def test_rows_that_are_split_beside_longer_chunks() -> None:
     assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
 
 
-def test_what_a_step_has_in_common_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_has_in_common_is_made_once_and_of_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = small_kernel()
     built = build(Case(((1, 9), (4, 8)), aliased=True))
-    uploads = []
-    real = torch.from_numpy
-    monkeypatch.setattr(torch, "from_numpy", lambda array: uploads.append(array.shape) or real(array))
-    for window in (None, 3, None, 3):
-        options = {**built.options, "sliding_window": window}
-        kernel.attend(built.query, built.key, built.value, built.cache, built.step, **options)
-    assert uploads == [(1, 4)], "one tile of queries"
+    made, real = [], triton_kernel.list_tiles
+    monkeypatch.setattr(triton_kernel, "list_tiles", lambda step, size: made.append(real(step, size)) or made[-1])
+    with CaptureCheck():  # asks the device nothing, and sends it nothing
+        for window in (None, 3, None, 3):
+            options = {**built.options, "sliding_window": window}
+            kernel.attend(built.query, built.key, built.value, built.cache, built.step, **options)
+    assert [tiles.tolist() for tiles in made] == [[[1, 1, 4, 4]]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 50), max_size=3),
+    st.lists(st.tuples(st.integers(2, 40), st.integers(0, 60)), min_size=1, max_size=5),
+    st.integers(1, 17),
+)
+def test_tiles_are_all_queries_once_those_with_most_keys_first(decodes, prefills, size) -> None:
+    q_lens = np.array([1] * len(decodes) + [n for n, _ in prefills])
+    kv_lens = np.array(decodes + [n + before for n, before in prefills])
+    starts = np.cumsum(q_lens) - q_lens
+    step = SimpleNamespace(num_decodes=len(decodes), q_lens=q_lens, **lengths_on("cpu", q_lens, kv_lens))
+    tiles = triton_prefill.list_tiles(step, size)
+    assert tiles.dtype == torch.int32
+    listed = [
+        (chunk, token - starts[chunk] + i, position + i)
+        for chunk, token, position, queries in tiles.tolist()
+        for i in range(queries)
+        if 1 <= queries <= size
+    ]
+    assert sorted(listed) == [
+        (chunk, i, kv_lens[chunk] - q_lens[chunk] + i)
+        for chunk in range(len(decodes), len(q_lens))
+        for i in range(q_lens[chunk])
+    ]
+    keys = (tiles[:, 2] + tiles[:, 3]).tolist()
+    assert keys == sorted(keys, reverse=True)
 
 
 def test_what_is_launched_depends_on_bounds_and_the_lengths_are_read_on_the_device() -> None:
