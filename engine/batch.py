@@ -94,12 +94,18 @@ class DeviceRows:
             table.index_put_((rows, slots), blocks)
 
     def context(
-        self, batch: Batch, there: Sequence[torch.Tensor], width: int, layers: Sequence[LayerCache], kernel: Kernel
+        self,
+        batch: Batch,
+        there: Sequence[torch.Tensor],
+        width: int,
+        layers: Sequence[LayerCache],
+        kernel: Kernel,
+        bounded: bool = False,
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """What attention is told, input ids [T] and positions [T], out of a batch whose arrays are `there`.
 
         Waits for nothing, and reads nothing of the host: so it can be captured. `width` is the slots of the longest chunk's
-        table, or more.
+        table, or more; `bounded` tells that the batch's lengths are bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
         slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # others are stale
@@ -117,6 +123,7 @@ class DeviceRows:
             write_blocks=tuple(table[owners, positions // self._block_size] for table in tables),
             write_offsets=positions % self._block_size,
             block_size=self._block_size,
+            bounded=bounded,
         )
         ids = torch.where(ids == ON_ITS_WAY, self.newest[rows][owners], ids)
         return step, ids, positions

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -96,8 +95,7 @@ class EngineCore:
             if self.memory is not None:
                 self.memory.settle(waited_for=ahead)
         except BaseException as error:  # half a change may have been made: go on with an empty scheduler
-            trouble = error
-            self._wait_for_all()
+            trouble = self._wait_for_all() or error
             self.scheduler, emissions = self.scheduler.renewed(_told(error), self.runner.mapped_extents)
             if isinstance(error, Exception):
                 log.exception("the bookkeeping broke; all %d requests end", len(emissions.finished))
@@ -135,11 +133,19 @@ class EngineCore:
         except BaseException as error:
             return plan, _failure(plan, error), error
 
-    def _wait_for_all(self) -> None:
-        """Let what is under way end, whatever comes of it: nothing may be written after it that is another's then."""
+    def _wait_for_all(self) -> BaseException | None:
+        """Let what is under way end, whatever comes of it: nothing may be written after it that is another's then. Returns an
+        interrupt that came meanwhile.
+        """
+        interrupt: BaseException | None = None
         while self._out:
-            with suppress(Exception):
+            try:
                 self._out.popleft()[1].wait()
+            except Exception as error:
+                log.debug("a step that nobody wants any more failed", exc_info=error)
+            except BaseException as error:
+                interrupt = error
+        return interrupt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -261,9 +261,9 @@ class Desk:
     def step_for(self, ticket: Ticket) -> None:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
         with self.lock:
-            if ticket.completion is not None:
+            engine = self.open() if ticket.completion is None else None
+            if engine is None or self._end_lost(engine, [ticket]):
                 return
-            engine = self.open()
             self._advance(engine)
         self._wait_if_starving(engine)
 
@@ -275,9 +275,27 @@ class Desk:
             if (chunk := ready_chunk(tickets, interval)) is not None:
                 return chunk
             engine = self.open()
+            if self._end_lost(engine, tickets):
+                return None
             self._advance(engine)
         self._wait_if_starving(engine)
         return None
+
+    def _end_lost(self, engine: Engine, tickets: Iterable[Ticket]) -> bool:
+        """Whether nothing is left that could end these: an interrupt came between their end and them. They end here, then.
+
+        Under the lock.
+        """
+        if engine.core.has_work or self._undelivered or self._abandoned:
+            return False
+        for ticket in tickets:
+            if ticket.completion is None:
+                name = ticket.request.request_id
+                self.tickets.pop(name, None)
+                self.searches.pop(name, None)
+                what = "an interrupt came between the request's end and whoever waited for it"
+                ticket.finish(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
+        return True
 
     def settle(self, engine: Engine) -> None:
         """Have nothing under way, and all that came of steps with whom it belongs to. Under the lock."""
@@ -292,7 +310,7 @@ class Desk:
                 return
             for ticket in left:
                 self._abort(self.engine, ticket)
-            while any(t.completion is None for t in left):
+            while any(t.completion is None for t in left) and not self._end_lost(self.engine, left):
                 self._advance(self.engine)
 
     def abandon(self, tickets: Iterable[Ticket]) -> None:

@@ -12,13 +12,16 @@ from types import TracebackType
 
 
 class FairLock:
-    """As `threading.Lock`, first come first served. Not reentrant."""
+    """As `threading.Lock`, first come first served. Not reentrant.
+
+    A thread that has it asks again only where an interrupt has kept it from releasing it: it goes on with it then.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()  # of the fields below; held for moments
         self.barred: int | None = None  # a thread that has it, and would wait for itself if it asked again
-        self._held = False
-        self._waiting: deque[threading.Lock] = deque()  # each locked, until it is its turn
+        self._owner: int | None = None  # the thread that has it
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()  # each locked, until it is its thread's turn
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was. Raises
@@ -29,8 +32,8 @@ class FairLock:
         if not self._mutex.acquire(blocking):
             return False
         try:
-            if not self._held:
-                self._held = True
+            if self._owner is None:
+                self._owner = threading.get_ident()
                 return True
             if not blocking:
                 return False
@@ -39,9 +42,11 @@ class FairLock:
                     "the engine was called from the middle of one of its own steps, such as by a logits processor: it would "
                     "wait for itself"
                 )
+            if self._owner == threading.get_ident():
+                return True
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append(turn)
+            self._waiting.append((turn, threading.get_ident()))
         finally:
             self._mutex.release()
         try:
@@ -54,15 +59,17 @@ class FairLock:
         """Hand the lock to the next in line."""
         with self._mutex:
             if self._waiting:
-                self._waiting.popleft().release()  # held still, by the next one
+                turn, self._owner = self._waiting.popleft()
+                turn.release()
             else:
-                self._held = False
+                self._owner = None
 
     def _give_up(self, turn: threading.Lock) -> None:
         with self._mutex:
-            waits = turn in self._waiting
+            entry = turn, threading.get_ident()
+            waits = entry in self._waiting
             if waits:
-                self._waiting.remove(turn)
+                self._waiting.remove(entry)
         if not waits:
             self.release()
 

@@ -6,8 +6,10 @@ move: so it serves whatever rows decode, whatever extents came or went since. St
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows; padding costs little: weights are read in any case
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of the largest logit
 _WARM_UPS = 2
-_ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
-_COPIES = ("_to_copy", "copy_")
+_ASKS = (
+    "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim", "unique_consecutive",
+    "bincount",
+)  # fmt: skip
+_MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
+_COPIES = ("_to_copy", "copy_", "lift_fresh")
 
 Work = Callable[[], None]
 Record = Callable[[Work], Work]  # does some work, in a way that what is returned can do again
@@ -43,7 +49,10 @@ class CaptureCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _ASKS or (name == "index" and any(_is_mask(part) for part in args[1])):
+        waits = name in _ASKS or (name in _MASKED and any(_is_mask(part) for part in args[1]))
+        if name == "repeat_interleave" and func._overloadname != "self_int":
+            waits = (kwargs or {}).get("output_size") is None
+        if waits or (name == "_grouped_mm" and _waits_in_groups(args[0])):
             raise CannotBeCaptured(f"{func} waits for a value on the device")
         out = func(*args, **(kwargs or {}))
         if name in _COPIES:
@@ -75,7 +84,11 @@ class DecodeGraphs:
         Raises CannotBeCaptured for a model that asks the device, and what `record` raises.
         """
         if self._logits is None:
-            with CaptureCheck():
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                CaptureCheck(),
+            ):  # in inference mode it would see no details
                 self._logits = torch.empty_like(self._forward(size))
         logits = self._logits[:size]
         self._replays[size] = self._record(lambda: _fill(logits, self._forward(size)))
@@ -116,6 +129,13 @@ def _is_mask(part: object) -> bool:
     return isinstance(part, torch.Tensor) and part.dtype == torch.bool
 
 
+def _waits_in_groups(x: torch.Tensor) -> bool:
+    """Whether torch's matrix product of groups, of experts say, reads their sizes on the host: it does but for one kernel."""
+    if not x.is_cuda:
+        return False
+    return x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
+
+
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
@@ -135,7 +155,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # libraries keep a workspace for each they have seen
-        self._pool: Any = None
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         current = torch.cuda.current_stream(self._device)
@@ -146,8 +167,23 @@ class CudaRecorder:
                     work()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads, of the pool's extents say, may call what this one must not.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                work()
-        self._pool = self._pool or graph.pool()
+            collects = gc.isenabled()
+            gc.collect()
+            gc.disable()  # what is collected in a capture may call the driver
+            try:
+                # Other threads, of the pool's extents say, may call what this one must not.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                self._clean_up(current)
+                raise
+            finally:
+                if collects:
+                    gc.enable()
         return graph.replay
+
+    def _clean_up(self, current: torch.cuda.Stream) -> None:
+        """After a capture that failed, of which torch leaves the stream current and its allocator waiting for the end."""
+        torch.cuda.set_stream(current)
+        with suppress(Exception):  # it has ended already
+            torch._C._cuda_endAllocateToPool(current.device_index, self._pool)

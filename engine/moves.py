@@ -97,9 +97,13 @@ class Mover:
         moves.swaps.append(self._host.begin(self._storage, *of, in_slots, in_blocks))
 
     def _wait_for_device(self) -> None:
-        """Until everything queued on it is done. A CPU has done it."""
+        """Until all is done that may touch the arena: what is queued on the current stream, swaps behind their fence. A CPU has
+        done it.
+
+        Not for the device as a whole: others may be at work there, and a capture that another engine makes would break.
+        """
         if self._storage.device.type == "cuda":
-            torch.cuda.synchronize(self._storage.device)
+            torch.cuda.current_stream(self._storage.device).synchronize()
 
 
 def _wait(copies: Copies, swapped: list[Swapped]) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +105,11 @@ class Underway:
         Raises what the device or a copy raises that was not noticed before; then nobody knows what of the plan was done.
         """
         swaps: list[Swapped] = []
-        try:
-            with torch.inference_mode():
+        with self._runner.at_work():
+            try:
                 self._runner._take_in(self._computed)
-        finally:
-            swaps = self._moves.done()
+            finally:
+                swaps = self._moves.done()
         plan, moves, computed = self._plan, self._moves, self._computed
         failed = computed.failures
         counts = plan.samples.astype(np.int64)
@@ -159,6 +160,7 @@ class Runner:
         geometry = storage.geometry
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
+        self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
         self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
@@ -171,10 +173,19 @@ class Runner:
         """The pool's extents that have memory; None without an arena."""
         return None if self.arena is None else self.arena.mapped_extents
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is queued on the device goes to the stream that the runner was made on, whichever is the caller's.
+
+        So all steps stand in one order.
+        """
+        with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
     def record(self, sizes: Sequence[int], record: Record) -> None:
         """Have decode steps of these sizes recorded. Raises what speaks against it; nothing is recorded then."""
         graphs = DecodeGraphs(self._decode, record)
-        with torch.inference_mode():
+        with self.at_work():
             for size in sorted(sizes, reverse=True):
                 self._upload.put(self._padding(size).arrays)
                 graphs.add(size)
@@ -186,7 +197,7 @@ class Runner:
         When the batch raises, each chunk is tried alone: what a chunk writes lies in its own sequence's blocks and is the
         same however often it is written. An arena that refuses to map or unmap stops nothing else: the result says so.
         """
-        with torch.inference_mode():
+        with self.at_work():
             self._follow(plan)
             moves = Moves()
             try:
@@ -211,8 +222,8 @@ class Runner:
         """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
         Idempotent.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._stream is not None:
+            self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
         for name in ("model", "storage", "arena", "kernel", "graphs", "_mover", "_layers", "_rows", "_upload"):
@@ -280,11 +291,12 @@ class Runner:
         assert work.settings is not None
         rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
-        self._rows.newest.index_copy_(0, rows, found.tokens)
-        seated = work.rows[work.sampling]
-        self._tokens[seated, work.at] = ON_ITS_WAY
-        chunks = work.chunks[work.sampling]
+        seated, chunks = work.rows[work.sampling], work.chunks[work.sampling]
         computed.drawn = _Drawn(work.sampling, chunks, seated, work.at, Download(found.packed))
+        self._rows.newest.index_copy_(
+            0, rows, found.tokens
+        )  # last: what raised before it is tried again, with these as inputs
+        self._tokens[seated, work.at] = ON_ITS_WAY
 
     def _take_in(self, computed: _Computed) -> None:
         """Wait for tokens that are on their way."""
@@ -401,7 +413,9 @@ class Runner:
         batch = self._padding(size)
         there = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
-        step, ids, positions = self._rows.context(batch, there, self._rows.num_slots, self._layers, self.kernel)
+        step, ids, positions = self._rows.context(
+            batch, there, self._rows.num_slots, self._layers, self.kernel, bounded=True
+        )
         with running(step):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)
         logits: torch.Tensor = output.logits[0]

@@ -33,7 +33,7 @@ class Upload:
     CUDA the host's side is pinned, and `put` waits for nothing but what was put three times before.
 
     Args:
-        num_bytes: Of the buffer. What is more goes, now and then, into memory of its own.
+        num_bytes: Of the buffer. Arrays that do not fit any more, behind those that do, go into memory of their own.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -53,22 +53,32 @@ class Upload:
     def put(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """The arrays on the device, as views of its buffer."""
         places, end = _places(arrays)
+        fitting, rest = arrays, arrays[:0]
         if end > len(self._there):
-            return self._apart(arrays, places, end)
+            count = sum(place + array.nbytes <= len(self._there) for place, array in zip(places, arrays, strict=True))
+            fitting, rest = arrays[:count], arrays[count:]
+            places, end = _places(fitting)
         stage, memory = self._stages[self._turn]
         if (sent := self._sent[self._turn]) is not None:
             sent.synchronize()
-        _pack(arrays, places, memory)
+        _pack(fitting, places, memory)
         if not self._on_host:
             self._there[:end].copy_(stage[:end], non_blocking=True)
             self._sent[self._turn] = sent = sent or torch.cuda.Event()
             sent.record(torch.cuda.current_stream(self._device))
             self._turn = (self._turn + 1) % _NUM_STAGES
-        return [self._view(*where) for where in zip(places, arrays, strict=True)]
+        there = [self._view(*where) for where in zip(places, fitting, strict=True)]
+        return there + self._apart(rest) if rest else there
 
     def like(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """The views that `put` gives of arrays of these shapes. Nothing is put there."""
-        return [self._view(*where) for where in zip(_places(arrays)[0], arrays, strict=True)]
+        """The views that `put` gives of arrays of these shapes, whatever follows them. Nothing is put there.
+
+        Raises ValueError where they do not fit the buffer.
+        """
+        places, end = _places(arrays)
+        if end > len(self._there):
+            raise ValueError(f"{end:,} bytes do not fit a buffer of {len(self._there):,}")
+        return [self._view(*where) for where in zip(places, arrays, strict=True)]
 
     def _view(self, place: int, array: Array) -> torch.Tensor:
         key = (place, array.shape, array.dtype)
@@ -79,8 +89,9 @@ class Upload:
             view = self._views[key] = _cut(self._there, place, array)
         return view
 
-    def _apart(self, arrays: Sequence[Array], places: list[int], num_bytes: int) -> list[torch.Tensor]:
-        memory = np.empty(num_bytes, np.uint8)
+    def _apart(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        places, end = _places(arrays)
+        memory = np.empty(end, np.uint8)
         _pack(arrays, places, memory)
         there = torch.from_numpy(memory).to(self._device)
         return [_cut(there, *where) for where in zip(places, arrays, strict=True)]

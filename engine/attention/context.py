@@ -39,9 +39,10 @@ class StepContext:
     write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
+    bounded: bool = False  # `kv_lens` are bounds
 
 
-def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) -> dict[str, torch.Tensor]:
+def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) -> dict[str, Any]:
     """`lens` and `bounds` of a step whose chunks lie behind each other."""
     both = np.concatenate((kv_lens, [0], np.cumsum(q_lens))).astype(np.int32)
     there = torch.from_numpy(both).to(device)

@@ -22,8 +22,24 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = (
-    "DECODE_TILINGS", "DEFAULT_NUM_SMS", "LEAST_SPLIT_TILES", "LOG2_E", "MAX_DIM", "PREFILL_TILINGS", "PROGRAMS_PER_SM",
-    "Scores", "Tiling", "logits", "on_device", "padded", "product", "tiling", "tl", "triton",
+    "DECODE_TILINGS",
+    "DEFAULT_NUM_SMS",
+    "LEAST_SPLIT_TILES",
+    "LOG2_E",
+    "MAX_DIM",
+    "PREFILL_TILINGS",
+    "PROGRAMS_PER_SM",
+    "UNKNOWN_SPLITS",
+    "UNKNOWN_SPLIT_KEYS",
+    "Scores",
+    "Tiling",
+    "logits",
+    "on_device",
+    "padded",
+    "product",
+    "tiling",
+    "tl",
+    "triton",
 )  # fmt: skip
 
 LOG2_E = tl.constexpr(math.log2(math.e))  # weights are powers of two: so are logits in here
@@ -55,6 +71,8 @@ PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {
 }
 PROGRAMS_PER_SM = 4  # decode programs that fill a multiprocessor's memory pipes: where there are fewer, rows are split
 LEAST_SPLIT_TILES = 4  # of keys: below that, writing and merging partial results costs more than it wins
+UNKNOWN_SPLITS = 8  # of rows that fill the card together, where nobody knows whether one of them is much longer ...
+UNKNOWN_SPLIT_KEYS = 2048  # ... for which shorter ones are not split
 DEFAULT_NUM_SMS = 132  # of what is no CUDA device; an H100 or H200 has as many
 MAX_DIM = 512
 

@@ -19,6 +19,8 @@ from .triton_base import (
     LEAST_SPLIT_TILES,
     LOG2_E,
     PROGRAMS_PER_SM,
+    UNKNOWN_SPLIT_KEYS,
+    UNKNOWN_SPLITS,
     Scores,
     Tiling,
     logits,
@@ -46,6 +48,20 @@ def choose_splits(seen: npt.NDArray[np.int64], num_kv_heads: int, tiling: Tiling
     return max(1, min(most, round(int(seen.max(initial=0)) / share)))
 
 
+def splits_of_unknown(
+    num_rows: int, reach: int, num_kv_heads: int, tiling: Tiling, num_sms: int, most: int
+) -> tuple[int, int]:
+    """(parts, tiles that a part has at least) of rows whose lengths nobody knows but that they see at most `reach` keys.
+
+    A batch that fills the card when all rows are alike is split a little, so that one long row among short ones does not keep
+    few programs busy for long; short rows stay whole.
+    """
+    alike = choose_splits(np.full(num_rows, reach), num_kv_heads, tiling, num_sms, most)
+    if alike >= UNKNOWN_SPLITS or reach <= UNKNOWN_SPLIT_KEYS or most < UNKNOWN_SPLITS:
+        return alike, 1
+    return UNKNOWN_SPLITS, max(1, UNKNOWN_SPLIT_KEYS // tiling.keys) if alike == 1 else LEAST_SPLIT_TILES
+
+
 def num_warps(tiling: Tiling, group: int) -> int:
     """Warps of a program; more than the table says where many query heads share a KV head, whose results lie in registers."""
     return max(tiling.warps, padded(group) // 16)
@@ -61,6 +77,7 @@ def decode(
     num_splits: int,
     scores: Scores,
     tiling: Tiling,
+    least_tiles: int = 1,  # of a split
 ) -> None:
     """Fill the rows' places in `out`."""
     num_rows, num_heads = len(lens), query.shape[1]
@@ -75,32 +92,34 @@ def decode(
         _decode[(num_kv_heads, num_rows, num_splits)](
             target, sums, query, cache.key, cache.value, table, lens, scores.sinks,
             *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
-            table.stride(0), num_splits, scores.reach, scores.inner, scores.outer,
+            table.stride(0), num_splits, least_tiles, scores.reach, scores.inner, scores.outer,
             GROUP=group, GROUP_PAD=padded(group), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
             BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.softcap is not None,
             num_warps=num_warps(tiling, group), num_stages=tiling.stages,
         )  # fmt: skip
         if sums is not None:
             _merge[(num_heads, num_rows)](
-                out, target, sums, lens, scores.sinks, num_splits, scores.reach,
+                out, target, sums, lens, scores.sinks, num_splits, least_tiles, scores.reach,
                 V_DIM=v_dim, V_DIM_PAD=padded(v_dim), KEYS=tiling.keys, SPLITS=MERGED_AT_ONCE, num_warps=4,
             )  # fmt: skip
 
 
 @triton.jit
-def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+def _keys_per_split(
+    num_keys: tl.tensor, num_splits: tl.tensor, least_tiles: tl.tensor, KEYS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
     """Whole tiles: a short row has fewer splits than there are."""
-    return tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits) * KEYS
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits), least_tiles) * KEYS
 
 
-@triton.jit(do_not_specialize=["table_row", "num_splits", "reach"])
+@triton.jit(do_not_specialize=["table_row", "num_splits", "least_tiles", "reach"])
 def _decode(
     out: tl.tensor, sums: tl.tensor,
     query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
     query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
     key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
     value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, table_row: tl.tensor,
-    num_splits: tl.tensor, reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    num_splits: tl.tensor, least_tiles: tl.tensor, reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -110,7 +129,7 @@ def _decode(
     last = tl.load(lens + row)
     first = tl.maximum(last - reach, 0)
     if sums is not None:
-        share = _keys_per_split(last - first, num_splits, KEYS)
+        share = _keys_per_split(last - first, num_splits, least_tiles, KEYS)
         first += tl.program_id(2) * share
         last = tl.minimum(first + share, last)
         if first >= last:
@@ -169,17 +188,17 @@ def _decode(
     tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
 
 
-@triton.jit(do_not_specialize=["num_splits", "reach"])
+@triton.jit(do_not_specialize=["num_splits", "least_tiles", "reach"])
 def _merge(
     out: tl.tensor, partials: tl.tensor, sums: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
-    num_splits: tl.tensor, reach: tl.tensor,
+    num_splits: tl.tensor, least_tiles: tl.tensor, reach: tl.tensor,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program: one head of one row. Reads the splits that were written, no others."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     num_keys = tl.minimum(tl.load(lens + row), reach)
-    used = tl.cdiv(num_keys, tl.maximum(_keys_per_split(num_keys, num_splits, KEYS), 1))
+    used = tl.cdiv(num_keys, _keys_per_split(num_keys, num_splits, least_tiles, KEYS))
     place = row * tl.num_programs(0) + head
     dims = tl.arange(0, V_DIM_PAD)
     highest = tl.full((), float("-inf"), tl.float32)

@@ -13,7 +13,7 @@ import torch
 
 from .context import LayerCache, StepContext
 from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, Scores, Tiling, tiling
-from .triton_decode import choose_splits, decode, partial_items
+from .triton_decode import choose_splits, decode, partial_items, splits_of_unknown
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
 
@@ -27,7 +27,8 @@ class _Plan:
     step: StepContext
     is_full: bool  # no padding behind the chunks
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # by queries per tile: int32 [tiles, 4]
-    splits: dict[tuple[int, int, int, int], int] = field(default_factory=dict)  # by heads, KV heads, width of V, reach
+    # By heads, KV heads, width of V and reach: parts, and tiles that one has at least.
+    splits: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class TritonKernel:
@@ -88,12 +89,14 @@ class TritonKernel:
         out = (query.new_empty if plan.is_full else query.new_zeros)(num_tokens, num_heads, v_dim)
         if step.num_decodes:
             cut = self._decode_tiling or tiling(DECODE_TILINGS, itemsize, max(head_dim, v_dim))
-            num_splits = self._splits(plan, num_heads, cache, scores.reach, cut)
+            num_splits, least_tiles = self._splits(plan, num_heads, cache, scores.reach, cut)
             partials = None
             if num_splits > 1:
                 items = num_splits * partial_items(step.num_decodes, num_heads, v_dim)
                 partials = torch.empty(items, dtype=torch.float32, device=query.device)
-            decode(query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut)
+            decode(
+                query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut, least_tiles
+            )
         if step.num_decodes < len(step.q_lens):
             cut = self._prefill_tiling or tiling(PREFILL_TILINGS, itemsize, max(head_dim, v_dim))
             size = queries_per_tile(cut, num_heads // cache.key.shape[2])
@@ -102,14 +105,18 @@ class TritonKernel:
             prefill(query, cache, table, plan.tiles[size], out, scores, cut)
         return out
 
-    def _splits(self, plan: _Plan, num_heads: int, cache: LayerCache, reach: int, cut: Tiling) -> int:
-        """Parts that the rows' keys are cut into, for layers of this shape."""
+    def _splits(self, plan: _Plan, num_heads: int, cache: LayerCache, reach: int, cut: Tiling) -> tuple[int, int]:
+        """Parts that the rows' keys are cut into, for layers of this shape, and tiles that one has at least."""
         num_kv_heads, v_dim = cache.value.shape[2:]
         shape = (num_heads, num_kv_heads, v_dim, reach)
         if shape not in plan.splits:
-            seen = np.minimum(plan.step.kv_lens[: plan.step.num_decodes], reach).astype(np.int64)
+            step, sms = plan.step, self._sms(plan.step.lens.device)
+            seen = np.minimum(step.kv_lens[: step.num_decodes], reach).astype(np.int64)
             most = PARTIAL_BYTES // (4 * partial_items(len(seen), num_heads, v_dim))
-            plan.splits[shape] = choose_splits(seen, num_kv_heads, cut, self._sms(plan.step.lens.device), most)
+            if step.bounded:
+                plan.splits[shape] = splits_of_unknown(len(seen), int(seen.max()), num_kv_heads, cut, sms, most)
+            else:
+                plan.splits[shape] = choose_splits(seen, num_kv_heads, cut, sms, most), 1
         return plan.splits[shape]
 
     def _sms(self, device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from monitors import wait_until
@@ -24,6 +25,26 @@ def asking(lock: FairLock, name: int, order: list[int]) -> threading.Thread:
     thread.start()
     wait_until(lambda: len(lock._waiting) == before + 1, "a thread to wait")
     return thread
+
+
+def held_elsewhere(lock: FairLock) -> Callable[[], None]:
+    """Have another thread take the lock. What is returned has it release it, and waits for that."""
+    taken, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+
+    def release() -> None:
+        go.set()
+        thread.join()
+
+    return release
 
 
 def test_who_asked_first_is_served_first() -> None:
@@ -66,12 +87,12 @@ def test_one_at_a_time_under_contention() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert total == 12_000 and not lock._held and not lock._waiting
+    assert total == 12_000 and lock._owner is None and not lock._waiting
 
 
 def test_an_interrupt_while_waiting_leaves_the_line() -> None:
     lock, order = FairLock(), []
-    lock.acquire()
+    release = held_elsewhere(lock)
 
     def interrupt() -> None:
         wait_until(lambda: len(lock._waiting) == 1, "the main thread to wait")
@@ -86,14 +107,14 @@ def test_an_interrupt_while_waiting_leaves_the_line() -> None:
     thread.join()
     assert not lock._waiting
     late = asking(lock, 1, order)
-    lock.release()
+    release()
     late.join()
     assert order == [1]
 
 
 def test_a_turn_that_came_with_the_interrupt_goes_on_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, order = FairLock(), []
-    lock.acquire()
+    release = held_elsewhere(lock)
     next_one = []
 
     class Turn:
@@ -107,7 +128,7 @@ def test_a_turn_that_came_with_the_interrupt_goes_on_to_the_next(monkeypatch: py
             if self.calls == 2:
                 monkeypatch.undo()
                 next_one.append(asking(lock, 1, order))
-                lock.release()
+                release()
                 raise KeyboardInterrupt
             return True
 
@@ -138,3 +159,16 @@ def test_a_thread_that_is_barred_is_told_and_does_not_wait() -> None:
         lock.barred = None
     with lock:
         pass
+
+
+def test_what_an_interrupt_left_locked_its_thread_goes_on_with() -> None:
+    """The interrupt comes at the entry of the release, or right behind the acquisition; others still come one at a time."""
+    lock, order = FairLock(), []
+    lock.acquire()  # and it is not released
+    thread = asking(lock, 1, order)
+    assert not lock.acquire(blocking=False), "a collector in the middle of it finds it locked"
+    with lock:
+        order.append(0)
+        assert not lock.acquire(blocking=False)
+    thread.join()
+    assert order == [0, 1] and lock._owner is None

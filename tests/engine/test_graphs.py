@@ -12,6 +12,7 @@ from families import FAMILIES, VOCAB, tiny
 from tape import Tape, recorder
 
 from pagetide.engine.graphs import SIZES, CannotBeCaptured, DecodeGraphs, sizes_for
+from pagetide.engine.transfers import Upload
 from pagetide.scheduler.request import Sampling
 
 GREEDY = Sampling(12)
@@ -76,18 +77,51 @@ def test_a_row_that_is_not_finite_ends_alone_and_is_no_reason_to_distrust() -> N
     assert ends["r1"].token_ids.tolist() == right[1]
 
 
-def test_models_that_ask_the_device_are_not_recorded() -> None:
+ASKS = {
+    "bool": lambda x: bool((x == 7).any()),
+    "item": lambda x: x.sum().item(),
+    "another device": lambda x: x.to("meta"),
+    "a mask that is read": lambda x: x[x > 9],
+    "a mask that is written": lambda x: x.clone().__setitem__(x > 9, 0.0),
+    "places": lambda x: torch.where(x > 9),
+    "repeats": lambda x: x[0, 0].repeat_interleave(x[0, 0].long().clamp(0, 2)),
+    "counts": lambda x: torch.bincount(x[0, 0].long().abs()),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_models_that_ask_the_device_are_not_recorded(ask: str) -> None:
     model = tiny("llama")
     engine = TinyEngine(model, usable=20, block_size=4)
     engine.core.runner.kernel = DenseKernel()
-    layer = model.model.layers[0]
-    handle = layer.register_forward_hook(lambda module, given, out: out if bool((out == 7).any()) else None)
+    handle = model.model.layers[0].register_forward_hook(lambda module, given, out: (ASKS[ask](out), None)[1])
     try:
-        with pytest.raises(CannotBeCaptured, match=r"is_nonzero\.default waits for a value on the device"):
-            engine.core.runner.record([2], recorder([]))
+        with pytest.raises(CannotBeCaptured, match=r"^aten\..* (waits for a value|copies between)"):
+            engine.core.runner.record([2], lambda work: work)
     finally:
         handle.remove()
     assert engine.core.runner.graphs is None
+
+
+def test_table_entries_beyond_the_upload_leave_the_inputs_of_a_graph_in_their_place() -> None:
+    """As of a long prompt that is found, and decodes at once beside others: its table alone is more than the buffer."""
+    tokens, buffer = [], 2400  # bytes; the entries of 100 blocks are as many
+    for sizes in ((), (1, 2, 4, 8)):
+        engine = TinyEngine(tiny("llama"), usable=900, block_size=4, max_seqs=8, max_model_len=480, caching=True)
+        runner = engine.core.runner
+        runner.kernel, runner._upload = DenseKernel(), Upload(torch.device("cpu"), buffer)
+        if sizes:
+            runner.record(sizes, recorder([]))
+        (long,) = prompts([401], VOCAB)
+        engine.generate([long], Sampling(4))
+        for i, prompt in enumerate(prompts([5] * 7, VOCAB, 1)):
+            engine.add(f"s{i}", prompt, Sampling(30), arrival=100.0 + i)
+        for _ in range(6):
+            engine.core.step()
+        engine.add("s7", long, Sampling(20), arrival=200.0)
+        ends = engine.run()
+        tokens.append([ends[f"s{i}"].token_ids.tolist() for i in range(8)])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,6 +34,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, EngineClosed, NotEnoughMemory
+from pagetide.engine.tickets import Ticket
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 VOCAB = 320  # more than the tokenizer has, as in many real models
@@ -1084,6 +1085,28 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
     outputs = [c.output for c in later if c.output]
     assert [o.finish_reason for o in outputs] == ["error", "length"]
     assert outputs[1].token_ids == plain((8,))
+    assert is_idle(llm)
+
+
+def test_an_interrupt_between_an_end_and_who_waits_for_it_leaves_nobody_waiting(saved, load, monkeypatch):
+    llm = load(saved)
+    finish, broken = Ticket.finish, iter([True, False])
+
+    def interrupted(ticket: Any, *how: Any) -> None:
+        if next(broken, False):
+            raise KeyboardInterrupt
+        finish(ticket, *how)
+
+    monkeypatch.setattr(Ticket, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5], [6]], up_to(3))
+    assert is_idle(llm)
+    stream = llm.stream([5], up_to(3))
+    next(stream)
+    broken = iter([True])
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert llm.generate([7], up_to(4))[0].token_ids == plain((7,))[:4]
     assert is_idle(llm)
 
 

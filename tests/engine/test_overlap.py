@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -178,6 +179,8 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
 class Raises:
     """In place of a runner whose device fails."""
 
+    at_work = nullcontext
+
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
@@ -218,6 +221,25 @@ def test_chunks_are_tried_one_by_one_behind_a_step_that_is_under_way() -> None:
     right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(20))
     assert ends["r1"].reason == "error" and engine.ahead
     assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
+
+
+def test_a_batch_that_fails_with_its_tokens_drawn_is_tried_again_with_the_same_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where no pinned memory is to be had for a moment."""
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(12))
+    made = Download.__init__
+    for failing in range(1, 7):
+        numbers = iter(range(10**6))
+
+        def broken(self: Download, tensor: Any, numbers: Any = numbers, failing: int = failing) -> None:
+            if next(numbers) == failing:
+                raise RuntimeError("no memory")
+            made(self, tensor)
+
+        monkeypatch.setattr(Download, "__init__", broken)
+        engine = Watched(tiny("llama"), usable=100, overlaps=True)
+        assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead
 
 
 # -- behind the doors --------------------------------------------------------------------------------------------------

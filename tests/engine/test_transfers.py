@@ -46,11 +46,17 @@ def test_arrays_of_the_same_shapes_lie_where_they_lay_whatever_follows() -> None
     assert all(t.data_ptr() % 16 == 0 for t in again)
 
 
-def test_what_does_not_fit_disturbs_nothing() -> None:
-    upload = Upload(CPU, 64)
-    (kept,) = upload.put([np.arange(8)])
-    (apart,) = upload.put([np.arange(100)])
-    assert kept.tolist() == list(range(8)) and apart.tolist() == list(range(100))
+def test_what_does_not_fit_is_sent_apart_and_what_comes_first_stays_in_its_place() -> None:
+    upload = Upload(CPU, 100)
+    kept = upload.put([np.arange(8), np.arange(2)])
+    again = upload.put([np.arange(8, 16), np.arange(100), np.arange(3)])
+    assert again[0].data_ptr() == kept[0].data_ptr()
+    assert [t.tolist() for t in again] == [list(range(8, 16)), list(range(100)), list(range(3))]
+    assert upload.like([np.empty(8, np.int64)])[0].tolist() == list(range(8, 16))
+    (apart,) = upload.put([np.arange(50)])
+    assert apart.tolist() == list(range(50)) and kept[0].tolist() == list(range(8, 16))
+    with pytest.raises(ValueError, match="816 bytes do not fit a buffer of 112"):
+        upload.like([np.empty(101, np.int64)])
 
 
 def test_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_are_split_beside_longer_chunks() -> None:
     for chunks in (((1, 200), (1, 70)), ((1, 150),), ((1, 200), (2, 5))):
         built = build(Case(chunks, aliased=True))
         assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
-        assert max(kernel._plan.splits.values()) > 1
+        assert max(kernel._plan.splits.values())[0] > 1
     kernel.release_buffers()
     assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
 
@@ -180,10 +180,36 @@ def test_what_is_launched_depends_on_bounds_and_the_lengths_are_read_on_the_devi
     """As replays of a captured graph need it: the host says how long rows may be, not how long they are."""
     kernel = small_kernel(num_sms=132)
     built = build(Case(((1, 77), (1, 0), (1, 16)), kv_heads=1, aliased=True))
-    bounded = replace(built.step, kv_lens=np.full(3, 320))
-    out = kernel.attend(built.query, built.key, built.value, built.cache, bounded, **built.options)
-    assert max(kernel._plan.splits.values()) > 4
+    for bounded in (False, True):
+        step = replace(built.step, kv_lens=np.full(3, 320), bounded=bounded)
+        out = kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options)
+        assert max(kernel._plan.splits.values())[0] > 4
+        assert_near(out, built)
+
+
+def test_a_long_row_among_short_ones_is_split_where_nobody_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a captured step has to: rows that fill the card together, for which there is no other reason to be split."""
+    monkeypatch.setattr(triton_decode, "UNKNOWN_SPLIT_KEYS", 64)
+    kernel = small_kernel(num_sms=1)
+    built = build(Case(((1, 500), (1, 3), (1, 64), (1, 65), (1, 0), (1, 129)), kv_heads=1, aliased=True, sinks=True))
+    step = replace(built.step, kv_lens=np.full(6, 600), bounded=True)
+    out = kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options)
+    assert list(kernel._plan.splits.values()) == [(8, 4)]
     assert_near(out, built)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reach", "most", "expected"),
+    [
+        (1, 100_000, 1000, (66, 1)),  # does not fill the card
+        (64, 131_072, 31, (8, 32)),
+        (64, 2048, 31, (1, 1)),
+        (256, 131_072, 7, (1, 1)),  # no room for partial results
+        (16, 131_072, 100, (8, 4)),
+    ],
+)
+def test_splits_of_rows_whose_lengths_nobody_knows(rows: int, reach: int, most: int, expected: tuple[int, int]) -> None:
+    assert triton_decode.splits_of_unknown(rows, reach, 8, Tiling(64, 16, 4, 3), 132, most) == expected
 
 
 @pytest.mark.parametrize(
