@@ -204,6 +204,11 @@ class BeamTickets:
         """Its requests that have not ended; none once it is settled what comes of it."""
         return [] if self._end is not None or self.search.over else list(self._running)
 
+    @property
+    def left(self) -> list[str]:
+        """Its requests that have not ended, whatever comes of it."""
+        return list(self._running)
+
     def take(self, request_id: str, candidates: Candidates) -> tuple[list[Move], list[str]]:
         """What a beam tells. Returns how the beams go on, once all have told, and the requests of those that do not."""
         if self._end is not None or self.search.over:

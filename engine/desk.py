@@ -377,8 +377,9 @@ class Desk:
         return [ticket.request.request_id] if search is None else search.running
 
     def _abort(self, engine: Engine, ticket: Ticket) -> None:
-        """End what has not ended before the next step."""
-        for name in self._names(ticket):
+        """End what has not ended before the next step; of a search that is over too, whose beams an interrupt may have left."""
+        search = self._search_of(ticket)
+        for name in [ticket.request.request_id] if search is None else search.left:
             engine.core.abort(name)
 
     def _search_on(self, engine: Engine, request_id: str, event: object, now: float) -> Sequence[Ticket]:

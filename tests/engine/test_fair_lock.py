@@ -164,7 +164,11 @@ def test_a_thread_that_is_barred_is_told_and_does_not_wait() -> None:
 def test_what_an_interrupt_left_locked_its_thread_goes_on_with() -> None:
     """The interrupt comes at the entry of the release, or right behind the acquisition; others still come one at a time."""
     lock, order = FairLock(), []
-    lock.acquire()  # and it is not released
+
+    def interrupted() -> None:
+        lock.acquire()  # and it is not released
+
+    interrupted()
     thread = asking(lock, 1, order)
     assert not lock.acquire(blocking=False), "a collector in the middle of it finds it locked"
     with lock:
@@ -172,3 +176,61 @@ def test_what_an_interrupt_left_locked_its_thread_goes_on_with() -> None:
         assert not lock.acquire(blocking=False)
     thread.join()
     assert order == [0, 1] and lock._owner is None
+
+
+def test_a_call_in_the_middle_of_a_call_is_refused_and_lets_nobody_in() -> None:
+    """As from a signal's handler."""
+    lock, order = FairLock(), []
+    with lock:
+        threads = [asking(lock, i, order) for i in range(2)]
+        for ask in (lock.acquire, lock.__enter__):
+            with pytest.raises(RuntimeError, match="would wait for itself"):
+                ask()
+        assert order == [] and len(lock._waiting) == 2
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1]
+
+
+def test_nobody_releases_what_another_thread_has() -> None:
+    lock = FairLock()
+    release = held_elsewhere(lock)
+    lock.release()
+    assert not lock.acquire(blocking=False)
+    release()
+    assert lock.acquire(blocking=False)
+
+
+def test_a_storm_of_interrupts_leaves_nobody_waiting() -> None:
+    lock, done, stop = FairLock(), [0, 0], threading.Event()
+
+    def work(number: int) -> None:
+        while not stop.is_set():
+            with lock:
+                done[number] += 1
+
+    def once() -> None:
+        with lock:
+            pass
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while True:
+                    once()
+            except KeyboardInterrupt:
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    once()
+    before = list(done)
+    wait_until(lambda: all(now > then for now, then in zip(done, before, strict=True)), "both to go on")
+    stop.set()
+    for thread in threads:
+        thread.join()
