@@ -27,6 +27,8 @@ _ASKS = (
 _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "lift_fresh")
 
+_failed: list[Any] = []  # captures: torch's allocator of pinned memory may still look at them
+
 Work = Callable[[], None]
 Record = Callable[[Work], Work]  # does some work, in a way that what is returned can do again
 
@@ -175,6 +177,7 @@ class CudaRecorder:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
+                _failed.append(graph)
                 self._clean_up(current)
                 raise
             finally:
@@ -187,3 +190,4 @@ class CudaRecorder:
         torch.cuda.set_stream(current)
         with suppress(Exception):  # it has ended already
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            torch._C._cuda_releasePool(current.device_index, self._pool)
