@@ -74,11 +74,12 @@ class Storage:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
-        self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
-        self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
-        elements = memory.view(_DTYPES[geometry.dtype])
-        self._layers = tuple(self._views(elements, layer) for layer in range(len(geometry.layers)))
+        with torch.inference_mode(False):  # they are written in that mode and out of it
+            memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
+            self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
+            self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
+            elements = memory.view(_DTYPES[geometry.dtype])
+            self._layers = tuple(self._views(elements, layer) for layer in range(len(geometry.layers)))
 
     def layer(self, layer: int) -> LayerCache:
         """The views of one layer. A layer that shares another's K and V has the same memory, and `aliased` set."""
@@ -278,7 +279,8 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu" and num_bytes > (free := free_host_bytes()):
         raise OutOfDeviceMemory(num_bytes, free, "host memory")  # else the kernel would promise it, and kill us later
     try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         free, _ = torch.cuda.mem_get_info(device)
         raise OutOfDeviceMemory(num_bytes, free, f"memory on {device}") from error

@@ -53,7 +53,6 @@ class _Work:
     sampling: Index  # places of those chunks that sample
     at: Index  # where the tokens will stand that they sample
     prompts: list[Stretch]  # to be scored
-    samples: list[Stretch]
     keep: Index  # tokens of the batch whose logits are wanted
     settings: Settings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
     graph: int | None  # the size of the recorded step that does it
@@ -249,9 +248,7 @@ class Runner:
         sampling = np.flatnonzero(plan.samples[chunks])
         seated, at = rows[sampling], (starts + lengths)[sampling]
         prompts = self._askers.of_prompts(rows, starts, lengths)
-        samples = self._askers.of_samples(seated, at)
-        plain = self.overlaps and len(sampling) and not samples and not self._steered[seated].any()
-        settings = self.sampler.settings(seated, at) if plain and self.sampler.plain(seated, at) else None
+        settings = self.sampler.settings(seated, at) if self.overlaps and self._plain(seated, at) else None
         graph = None
         if self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
             graph = self.graphs.size_for(len(rows))
@@ -260,7 +257,13 @@ class Runner:
         if prompts:
             behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
-        return _Work(chunks, rows, starts, lengths, batch, sampling, at, prompts, samples, keep, settings, graph)
+        return _Work(chunks, rows, starts, lengths, batch, sampling, at, prompts, keep, settings, graph)
+
+    def _plain(self, rows: Index, at: Index) -> bool:
+        """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
+        if not len(rows) or self._steered[rows].any() or self._askers.of_samples(rows, at):
+            return False
+        return self.sampler.plain(rows, at)
 
     def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> _Computed:
         """Run a batch whose arrays are `there` on the device."""

@@ -129,6 +129,13 @@ def test_no_family_asks_the_device_in_a_step_of_decodes(family: str) -> None:
     assert recorded(tiny(family), sizes=[2])[0].core.runner.graphs is not None
 
 
+def test_a_pool_made_in_inference_mode_is_no_obstacle() -> None:
+    """As where a caller has it on around all that it does."""
+    with torch.inference_mode():
+        engine, _ = recorded(tiny("llama"), sizes=[2])
+    assert engine.core.runner.graphs is not None
+
+
 def test_sizes() -> None:
     assert sizes_for(1) == (1,) and sizes_for(2) == (1, 2) and sizes_for(3) == (1, 2, 4) and sizes_for(256) == SIZES
     assert sizes_for(5000) == SIZES and sizes_for(100) == (*SIZES[:10], 128)
