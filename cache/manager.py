@@ -365,6 +365,26 @@ class CacheManager:
         self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
         self._committed[self.tables[0].lengths == 0] = 0
 
+    def rows_with(self, blocks: Int32) -> Index:
+        """Rows whose tables name one of `blocks`, lowest first. Read-only."""
+        found = []
+        for table in self.tables:
+            rows, slots = table.entries(np.flatnonzero(table.lengths))
+            found.append(rows[np.isin(table.blocks[rows, slots], blocks)])
+        return np.unique(np.concatenate(found))
+
+    def forget(self, blocks: Int32) -> None:
+        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there."""
+        if self.index is None:
+            return
+        findable = np.unique(blocks[self.index.findable(blocks)])
+        if not len(findable):
+            return
+        if self.swapping is None:
+            self._evict(self.index, findable)
+        else:
+            self.swapping.forget(findable)
+
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
 
@@ -413,6 +433,11 @@ class CacheManager:
     def take_swaps(self, alone: bool = True) -> Swaps | None:
         """The copies from and to the host tier that the plan which is being made must do; `alone`: it moves nothing else."""
         return None if self.swapping is None else self.swapping.host.take_swaps(alone)
+
+    def forget_slots(self, slots: Int32) -> None:
+        """A copy to `slots` has failed: nothing can be found there, or kept."""
+        if self.swapping is not None:
+            self.swapping.forget_slots(slots)
 
     def lost(self, slots: Int32) -> None:
         """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""

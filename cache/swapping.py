@@ -149,11 +149,19 @@ class Swapping:
         self._drop_tails()
         self.host.rest()
 
-    def lost(self, slots: Int32) -> None:
-        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+    def forget(self, blocks: BlockIds) -> None:
+        """Let nothing be found in `blocks`, findable and without references, nor behind what lies there."""
+        self._evict(blocks)
+
+    def forget_slots(self, slots: Int32) -> None:
+        """Let nothing be found in `slots`, to which a plan was to copy, nor be kept there."""
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
             self._drop_tail(name)
         self._forget_slots(np.intersect1d(slots, self._index.used_slots))
+
+    def lost(self, slots: Int32) -> None:
+        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+        self.forget_slots(slots)
         self.host.retire(slots)
 
     def check_invariants(self, findable: BlockIds) -> None:

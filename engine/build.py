@@ -42,9 +42,10 @@ from .loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .memory import READY_LIMIT_BYTES, EngineMemory
 from .planning import MemoryPlan, plan_memory
 from .probe import probe
+from .process_memory import trim
 from .runner import Runner
 from .sampler import Sampler
-from .sharing import HEAP_BYTES, Occupant, Sharing, join, trim
+from .sharing import HEAP_BYTES, Occupant, Sharing, join
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's

@@ -87,6 +87,8 @@ class EngineCore:
             plan, result, error = self._take_in()
             trouble = trouble or error
             emissions = told = self.scheduler.apply(plan, result)
+            if self.memory is not None and len(result.deferred):
+                self.memory.relieve()
             if self._out and not self.scheduler.num_running:  # what goes on is of those alone who ended
                 plan, result, error = self._take_in()
                 trouble = trouble or error

@@ -144,6 +144,7 @@ class EngineMemory:
         self._told_held = arena.held  # of the arena, when it was reported
         self._needed_at = self._used_at = clock()  # when all that is mapped was needed last; when a request was here
         self._in_use = False  # by a request, in the step that is prepared
+        self._relieving = False  # in the next plan
         self._began_at = self._settled_at = -math.inf  # of the last step
         self._alone = True  # nobody made steps before the one that is prepared
         self._plain_s: deque[float] = deque(maxlen=16)  # what the last steps took that had nothing to copy or map
@@ -173,6 +174,13 @@ class EngineMemory:
         self._in_use = _in_use(scheduler)
         if self._host_idle(scheduler):
             self._rest_host(scheduler)
+        if self._relieving:
+            self._relieving = False
+            self._grow_at = self._ready_at = now + _REFUSED_S
+            spare = min(self._spare(scheduler), scheduler.num_extents - self._min_extents)
+            scheduler.give_back(max(0, spare))
+            self._make_ready(0)
+            return
         if self._recalled(scheduler) or self._shed_excess(scheduler):
             self._make_ready(0)
             return
@@ -183,13 +191,17 @@ class EngineMemory:
             self._look_at = now + _LOOK_S
             self._rest(scheduler, now)
 
+    def relieve(self) -> None:
+        """A step could not be computed, perhaps for want of memory: the next plan gives back what no request needs now."""
+        self._relieving = True
+
     @property
     def wants_turn(self) -> bool:
         """Whether `prepare` has something to do before another step is planned. Takes in what the broker says."""
         self._listen()
         scheduler, now = self._scheduler(), self._clock()
         self._limit(scheduler)
-        if self._over_recall(scheduler) > 0 or self._host_idle(scheduler):
+        if self._relieving or self._over_recall(scheduler) > 0 or self._host_idle(scheduler):
             return True
         if self._excess(scheduler) > 0 and scheduler.idle_extents:
             return True
@@ -321,8 +333,12 @@ class EngineMemory:
             outgrown = (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes
             excess = max(excess, min(outgrown, scheduler.num_extents - self._min_extents))
         if excess and scheduler.num_running:
-            excess = min(excess, scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks()))
+            excess = min(excess, self._spare(scheduler))
         return excess
+
+    def _spare(self, scheduler: Scheduler) -> int:
+        """Extents that requests which run are not forecast to need; below 0 where they need more than there are."""
+        return scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks())
 
     def _map_slice(self, scheduler: Scheduler) -> int:
         """Extents that may be mapped in the next step: all, where nobody waits for its end."""

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +23,14 @@ import torch
 from ..allocator.arena import Arena
 from ..cache.block_table import Index, Int32
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
+from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
-from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
+from .batch import ON_ITS_WAY, Batch, DeviceRows, pack, padded_size
 from .graphs import DecodeGraphs, Record
-from .host_pool import HostPool, Swapped
-from .moves import Mover, Moves
+from .host_pool import HostPool
+from .moves import Mover, Moves, joined
+from .parts import Computed, Drawn, Part
+from .process_memory import trim
 from .sampler import Sampler
 from .scoring import Askers, Stretch, score
 from .transfers import Array, Download, Stopwatch, Upload
@@ -43,12 +45,9 @@ _UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """Some chunks of a plan, as they are to be computed."""
+    """A part of a plan as it is to be computed."""
 
-    chunks: Index  # of the plan
-    rows: Index
-    starts: Index
-    lengths: Index
+    part: Part
     batch: Batch
     sampling: Index  # places of those chunks that sample
     at: Index  # where the tokens will stand that they sample
@@ -60,32 +59,8 @@ class _Work:
     @property
     def arrays(self) -> list[Array]:
         """What it needs on the device; the batch first, so that it lies where recorded steps read it."""
-        return [
-            *self.batch.arrays, self.keep, self.rows[self.sampling], *(() if self.settings is None else self.settings.arrays)
-        ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Drawn:
-    """Tokens that are on their way from the device: those `at` of `rows`, sampled by the chunks at `places`."""
-
-    places: Index  # of the chunks computed together
-    chunks: Index  # of the plan
-    rows: Index
-    at: Index
-    found: Download
-
-
-@dataclass(slots=True)
-class _Computed:
-    """What some chunks of a plan gave. Mutated while they are computed."""
-
-    tokens: Int32  # one for each chunk; what has no sample is 0
-    failures: dict[int, str] = field(default_factory=dict)  # by chunk of the plan
-    scores: list[Scores] = field(default_factory=list)
-    candidates: list[Candidates] = field(default_factory=list)
-    complete: list[int] = field(default_factory=list)  # chunks of the plan
-    drawn: _Drawn | None = None  # tokens that are yet to come
+        draws = () if self.settings is None else self.settings.arrays
+        return [*self.batch.arrays, self.keep, self.part.rows[self.sampling], *draws]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,24 +70,23 @@ class Underway:
     _runner: Runner
     _plan: Plan
     _moves: Moves
-    _computed: _Computed
+    _computed: Computed
     _watch: Stopwatch
 
     def wait(self) -> Result:
-        """What came of it, once it is done. Once, and of several plans in the order they were begun.
+        """Wait for the plan's result. Call it once; of several plans, in the order they were begun.
 
-        Raises what the device or a copy raises that was not noticed before; then nobody knows what of the plan was done.
+        Chunks whose tokens cannot be had from the device are computed again, as in `Runner.begin`.
         """
-        swaps: list[Swapped] = []
+        plan, moves = self._plan, self._moves
         with self._runner.at_work():
             try:
-                self._runner._take_in(self._computed)
+                computed = self._runner._collected(plan, self._computed)
             finally:
-                swaps = self._moves.done()
-        plan, moves, computed = self._plan, self._moves, self._computed
-        failed = computed.failures
+                swaps = moves.done()
+        failed, deferred = computed.failures, sorted(computed.deferred)
         counts = plan.samples.astype(np.int64)
-        counts[[*failed, *(c.index for c in computed.candidates)]] = 0
+        counts[[*failed, *deferred, *(c.index for c in computed.candidates)]] = 0
         return Result(
             plan.step_id,
             counts,
@@ -122,6 +96,9 @@ class Underway:
             moves.unmapped,
             moves.refused,
             lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in swaps)]),
+            failed_slots=joined(moves.failed_slots),
+            failed_blocks=joined(moves.failed_blocks),
+            deferred=np.array(deferred, np.int64),
             swapped=sum(swap.num_timed for swap in swaps),
             swap_s=sum(swap.seconds for swap in swaps),
             compute_s=self._watch.seconds(),
@@ -156,6 +133,9 @@ class Runner:
         self._mover = Mover(storage, arena, host)
         self._askers = Askers(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
+        self._admitted: dict[int, Admission] = {}  # by row, the last one
+        self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
+        self._struck: dict[int, int] = {}  # by row: the start of the chunk that was deferred, and not computed since
         geometry = storage.geometry
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
@@ -166,6 +146,8 @@ class Runner:
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
         self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._most_tokens = max_step_tokens
+        self._pads = self._device.type == "cpu" and torch.backends.mkldnn.is_available()
 
     @property
     def mapped_extents(self) -> frozenset[int] | None:
@@ -193,8 +175,10 @@ class Runner:
     def begin(self, plan: Plan) -> Underway:
         """Have `plan` executed. A chunk that cannot be computed is a failure in the result; the others have their tokens.
 
-        When the batch raises, each chunk is tried alone: what a chunk writes lies in its own sequence's blocks and is the
-        same however often it is written. An arena that refuses to map or unmap stops nothing else: the result says so.
+        A step that raises is repeated in halves, down to single tokens: what a chunk writes lies in its own sequence's blocks
+        and is the same however often it is written. A single token that raises is deferred, to be planned again; when that
+        raises too its chunk fails. Copies that raise are repeated once, and reported as failed if they raise again. An arena
+        that refuses to map or unmap stops nothing else. What still raises here is a fault of the bookkeeping, or an interrupt.
         """
         with self.at_work():
             self._follow(plan)
@@ -202,14 +186,7 @@ class Runner:
             try:
                 self._mover.begin(plan, moves)
                 watch = Stopwatch(self._device)
-                work, changes = self._work(plan, np.arange(len(plan.rows))), self._rows.changes(plan)
-                there = self._upload.put([*work.arrays, *changes])
-                self._rows.follow(plan, there[len(there) - len(changes) :])
-                try:
-                    computed = self._compute(work, there)
-                except Exception as error:
-                    log.exception("step %d raised; trying its %d chunks one by one", plan.step_id, len(plan.rows))
-                    computed = self._one_by_one(plan, error)
+                computed = self._computed(plan)
                 watch.stop()
                 moves.fence()
             except BaseException:
@@ -233,31 +210,164 @@ class Runner:
         if len(plan.released):
             self.sampler.release(plan.released)
             self._askers.release(plan.released)
+            self._forget(plan.released.tolist())
         for new in plan.admitted:
             self._tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt)
             self._askers.admit(new.row, new.sampling, new.num_prompt)
             self._steered[new.row] = new.sampling.num_candidates > 0
-        if plan.given is not None:
-            self._tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
-            self.sampler.took(plan.given.rows, plan.given.tokens)
+            self._forget([new.row])
+            self._admitted[new.row] = new
+            self._start_sampling(new.row, len(new.token_ids))
+        if (given := plan.given) is not None:
+            self._tokens[given.rows, given.positions] = given.tokens
+            try:
+                self.sampler.took(given.rows, given.tokens)
+            except Exception:
+                log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
+                for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
+                    self._start_sampling(row, position + 1)
 
-    def _work(self, plan: Plan, chunks: Index) -> _Work:
-        """How the given chunks are computed as one batch."""
-        rows, starts, lengths = plan.rows[chunks], plan.starts[chunks], plan.lengths[chunks]
-        sampling = np.flatnonzero(plan.samples[chunks])
+    def _start_sampling(self, row: int, known: int) -> None:
+        """(Re)start what the sampler keeps of `row`, from its first `known` tokens. Where that raises twice its chunks fail."""
+        new = self._admitted[row]
+        for _ in range(2):
+            try:
+                self.sampler.admit(row, new.sampling, self._tokens[row, :known], new.num_prompt)
+                return
+            except Exception as error:
+                log.exception("request %s: its sampling could not be started", new.request_id)
+                failure = _told(error)
+        self._broken[row] = failure
+
+    def _forget(self, rows: list[int]) -> None:
+        """Nobody runs in `rows`: what went wrong there is over."""
+        for row in rows:
+            self._admitted.pop(row, None)
+            self._broken.pop(row, None)
+            self._struck.pop(row, None)
+
+    def _computed(self, plan: Plan) -> Computed:
+        """What the chunks of `plan` give, some of it perhaps on its way still."""
+        whole = Part.of(plan, np.arange(len(plan.rows)))
+        if self._broken or self._struck:
+            return self._in_parts(plan, [whole])
+        changes = self._rows.changes(plan)
+        try:
+            work = self._work(whole)
+            there = self._upload.put([*work.arrays, *changes])
+            self._rows.follow(plan, there[len(there) - len(changes) :])
+            return self._compute(work, there)
+        except Exception:
+            log.exception("step %d raised; repeating it in parts", plan.step_id)
+            self._recover(whole)
+            return self._in_parts(plan, list(whole.halves()) or [whole])
+
+    def _collected(self, plan: Plan, computed: Computed) -> Computed:
+        """`computed` with the tokens that were on their way. Where they cannot be had all chunks are computed again."""
+        try:
+            self._take_in(computed)
+            return computed
+        except Exception:
+            log.exception(
+                "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
+            )
+        newest = self._rows.newest.clone()  # of the step behind, which has begun
+        whole = Part.of(plan, np.arange(len(plan.rows)))
+        self._recover(whole)
+        computed = self._in_parts(plan, [whole])
+        self._rows.newest.copy_(newest)
+        return computed
+
+    def _in_parts(self, plan: Plan, parts: list[Part]) -> Computed:
+        """What the chunks of `plan` give, part by part; a part that raises is divided further."""
+        total = Computed(np.zeros(len(plan.rows), np.int32))
+        self._follow_tables(plan)
+        parts.reverse()
+        while parts:
+            part = self._sound(plan, parts.pop(), total)
+            if not len(part):
+                continue
+            try:
+                work = self._work(part, recorded=False)
+                computed = self._compute(work, self._upload.put(work.arrays))
+                self._take_in(computed)
+                total.add(part, computed)
+            except Exception as error:
+                self._recover(part)
+                if halves := part.halves():
+                    parts += reversed(halves)
+                else:
+                    self._give_up(plan, int(part.chunks[0]), error, total)
+        for chunk, row in enumerate(plan.rows.tolist()):
+            if chunk not in total.deferred:
+                self._struck.pop(row, None)
+        return total
+
+    def _follow_tables(self, plan: Plan) -> None:
+        """Put the plan's new table entries on the device. Where that raises twice, chunks of their rows fail."""
+        for _ in range(2):
+            try:
+                self._rows.follow(plan, self._upload.put(self._rows.changes(plan)))
+                return
+            except Exception as error:
+                log.exception("the block tables of step %d could not be changed", plan.step_id)
+                failure = _told(error)
+        for update in plan.tables:
+            self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
+
+    def _sound(self, plan: Plan, part: Part, total: Computed) -> Part:
+        """`part` without chunks that have failed or are deferred. Chunks of broken rows fail now, and those that were planned
+        behind one that was deferred are deferred too.
+        """
+        for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
+            if row in self._broken:
+                total.failures[chunk] = self._broken[row]
+            elif plan.starts[chunk] > self._struck.get(row, plan.starts[chunk]):
+                total.deferred.add(chunk)
+        given_up = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
+        return part[~np.array(given_up)] if any(given_up) else part
+
+    def _give_up(self, plan: Plan, chunk: int, error: Exception, total: Computed) -> None:
+        """A single token of `chunk` could not be computed: it is deferred the first time, and fails the second time."""
+        row = int(plan.rows[chunk])
+        total.drop(chunk)
+        if row in self._struck:
+            log.error("request %s ends: its smallest step failed twice", self._admitted[row].request_id, exc_info=error)
+            total.failures[chunk] = _told(error)
+        else:
+            self._struck[row] = int(plan.starts[chunk])
+            total.deferred.add(chunk)
+
+    def _recover(self, part: Part) -> None:
+        """Before `part` is computed again: free what can be had again, and undo what sampling has advanced."""
+        self.kernel.release_buffers()
+        trim(self._device)
+        ends = part.starts + part.lengths
+        for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
+            self._start_sampling(row, known)
+
+    def _work(self, part: Part, recorded: bool = True) -> _Work:
+        """How `part` is computed as one batch; unless `recorded`, without graphs."""
+        rows, starts, lengths = part.rows, part.starts, part.lengths
+        sampling = np.flatnonzero(part.samples)
         seated, at = rows[sampling], (starts + lengths)[sampling]
         prompts = self._askers.of_prompts(rows, starts, lengths)
         settings = self.sampler.settings(seated, at) if self.overlaps and self._plain(seated, at) else None
         graph = None
-        if self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
+        if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
             graph = self.graphs.size_for(len(rows))
-        batch = pack(self._tokens, rows, starts, lengths, graph or 0)
+        padding = {"num_tokens": self._padded(int(lengths.sum()))} if graph is None else {"num_chunks": graph}
+        batch = pack(self._tokens, rows, starts, lengths, **padding)
         keep = (batch.q_starts[: len(rows)] + lengths - 1)[sampling]
         if prompts:
             behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
-        return _Work(chunks, rows, starts, lengths, batch, sampling, at, prompts, keep, settings, graph)
+        keep = np.append(keep, np.repeat(keep[-1:], self._padded(len(keep)) - len(keep)))
+        return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
+
+    def _padded(self, count: int) -> int:
+        """The number of tokens, or of logits, that a step with `count` of them computes."""
+        return max(count, min(padded_size(count), self._most_tokens)) if self._pads else count
 
     def _plain(self, rows: Index, at: Index) -> bool:
         """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
@@ -265,10 +375,10 @@ class Runner:
             return False
         return self.sampler.plain(rows, at)
 
-    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> _Computed:
+    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> Computed:
         """Run a batch whose arrays are `there` on the device."""
-        computed = _Computed(np.zeros(len(work.chunks), np.int32))
-        if not len(work.chunks):
+        part, computed = work.part, Computed(np.zeros(len(work.part), np.int32))
+        if not len(part):
             return computed
         num_sampling = len(work.sampling)
         if work.graph is not None and self.graphs is not None:
@@ -280,28 +390,27 @@ class Runner:
             logits = self._forward(*step, there[len(inputs)] if len(work.keep) else None)
         if work.prompts:
             told = np.concatenate(
-                [self._tokens[work.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
+                [self._tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
             )
-            self._score(computed, work.chunks, work.prompts, logits[num_sampling:], told)
+            self._score(computed, part.chunks, work.prompts, logits[num_sampling : num_sampling + len(told)], told)
         if num_sampling and work.settings is not None:
             self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
         elif num_sampling:
             self._sample(computed, work, logits[:num_sampling])
         return computed
 
-    def _draw(self, computed: _Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
+    def _draw(self, computed: Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
         """Have tokens drawn on the device, and wait for none of them. `there` are the rows, and what the draws need."""
         assert work.settings is not None
         rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
-        seated, chunks = work.rows[work.sampling], work.chunks[work.sampling]
-        computed.drawn = _Drawn(work.sampling, chunks, seated, work.at, Download(found.packed))
-        self._rows.newest.index_copy_(
-            0, rows, found.tokens
-        )  # last: what raised before it is tried again, with these as inputs
+        seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
+        computed.drawn = Drawn(work.sampling, chunks, seated, work.at, Download(found.packed))
+        # Last: what raised before it is computed again, with these as inputs.
+        self._rows.newest.index_copy_(0, rows, found.tokens)
         self._tokens[seated, work.at] = ON_ITS_WAY
 
-    def _take_in(self, computed: _Computed) -> None:
+    def _take_in(self, computed: Computed) -> None:
         """Wait for tokens that are on their way."""
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
@@ -312,9 +421,9 @@ class Runner:
             why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
             computed.failures.setdefault(int(drawn.chunks[i]), why)
 
-    def _sample(self, computed: _Computed, work: _Work, logits: torch.Tensor) -> None:
+    def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
         """Draw the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, which may be overwritten, and score it."""
-        chunks, rows, sampling, at = work.chunks, work.rows, work.sampling, work.at
+        chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
         steered = self._steered[rows[sampling]]
         if np.count_nonzero(steered):
             self._tell(
@@ -336,14 +445,10 @@ class Runner:
                 why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
                 computed.failures.setdefault(int(chunks[sampling[i]]), why)
         if raw is not None:
-            try:
-                self._score(computed, chunks[sampling], samples, raw, sampled[asked])
-            except Exception as error:  # what is drawn is remembered by the sampler: nobody may draw a second time
-                log.exception("the log-probabilities of %d tokens raised; their requests end", len(samples))
-                computed.failures.update({int(chunks[sampling[i]]): _told(error) for i in asked})
+            self._score(computed, chunks[sampling], samples, raw, sampled[asked])
 
     def _tell(
-        self, computed: _Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
+        self, computed: Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
     ) -> None:
         """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, out of `logits[i]`."""
         whole = self.sampler.complete(rows[sampling])
@@ -357,7 +462,7 @@ class Runner:
                 computed.candidates.append(Candidates(chunk, *found))
 
     def _score(
-        self, computed: _Computed, chunks: Index, stretches: list[Stretch], logits: torch.Tensor, tokens: Int32
+        self, computed: Computed, chunks: Index, stretches: list[Stretch], logits: torch.Tensor, tokens: Int32
     ) -> None:
         """Add the scores of `tokens`, which are those of the stretches one behind the other, like `logits`."""
         scored = score(logits, tokens, max(s.k for s in stretches))
@@ -370,26 +475,6 @@ class Runner:
                 continue
             ids, logprobs = scored.token_ids[begin:end, : 1 + s.k], scored.logprobs[begin:end, : 1 + s.k]
             computed.scores.append(Scores(int(chunks[s.place]), s.first, ids, logprobs, scored.ranks[begin:end]))
-
-    def _one_by_one(self, plan: Plan, error: Exception) -> _Computed:
-        n = len(plan.rows)
-        if n == 1:
-            return _Computed(np.zeros(1, np.int32), {0: _told(error)})
-        all_of_it = _Computed(np.zeros(n, np.int32))
-        for i in range(n):
-            try:
-                work = self._work(plan, np.array([i]))
-                one = self._compute(work, self._upload.put(work.arrays))
-                self._take_in(one)
-            except Exception as own:
-                all_of_it.failures[i] = _told(own)
-                continue
-            all_of_it.tokens[i] = one.tokens[0]
-            all_of_it.failures |= one.failures
-            all_of_it.scores += one.scores
-            all_of_it.candidates += one.candidates
-            all_of_it.complete += one.complete
-        return all_of_it
 
     def _forward(
         self, step: StepContext, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
@@ -409,7 +494,7 @@ class Runner:
     def _padding(self, size: int) -> Batch:
         """A batch of decodes that are nobody's."""
         none = np.empty(0, np.int64)
-        return pack(self._tokens, none, none, none, size)
+        return pack(self._tokens, none, none, none, num_chunks=size)
 
     def _decode(self, size: int) -> torch.Tensor:
         """Logits [size, vocab] of the batch of decodes that was put on the device last, whatever rows and lengths it has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import os
@@ -10,7 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import psutil
 import torch
 
 from ..allocator.arena import Arena
@@ -26,6 +24,7 @@ from .config import EngineConfig
 from .errors import NotEnoughMemory
 from .host_pool import HostPool
 from .planning import MemoryPlan
+from .process_memory import process_bytes
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count(1)  # of the engines of this process
@@ -35,7 +34,6 @@ _LOADING_LOOK_S = 0.25
 _LONGEST_NAME = 80
 HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides the reserve
 _LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code that is read late, heaps with holes
-_CUDA_CONTEXT_BYTES = 512 * MIB
 
 
 class Occupant:
@@ -179,19 +177,3 @@ def _device(watched: Watch, device: torch.device) -> DeviceInfo:
         return find_device(infos, uuid=str(properties.uuid))
     hosts = [info for info in infos if info.kind is DeviceKind.HOST]
     return hosts[0] if hosts else find_device(infos, uuid="host")
-
-
-def trim(device: torch.device) -> None:
-    """Give back what is kept for later: torch's free segments, or the free pages of the heap (malloc_trim, glibc)."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        malloc_trim(0)
-
-
-def process_bytes(device: torch.device) -> int:
-    """What this process holds of the device: its resident set, or torch's segments and the context."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0
-        return reserved + _CUDA_CONTEXT_BYTES
-    return int(psutil.Process().memory_info().rss)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache.block_table import Index
-from .plan import Plan
+from .plan import NO_ROWS, Plan
 from .rows import Rows
 from .running import Running
 
@@ -24,19 +24,22 @@ from .running import Running
 class PlansOut:
     """Whose results are not in: no plan, the `first`, or that one and the one `behind` it. The scheduler mutates it.
 
-    `is_ahead` says whether the first was behind another one when it was planned.
+    `is_ahead` says whether the first was behind another one when it was planned. Rows in `stale` have a chunk in the first that
+    was planned behind one which gave nothing.
     """
 
-    __slots__ = ("behind", "first", "is_ahead")
+    __slots__ = ("behind", "first", "is_ahead", "stale")
 
     def __init__(self) -> None:
         self.first: Plan | None = None
         self.behind: Plan | None = None
         self.is_ahead = False
+        self.stale = NO_ROWS
 
-    def shift(self) -> None:
-        """The result of the first is in."""
+    def shift(self, without: Index) -> None:
+        """The result of the first is in; the chunks of the rows `without` gave nothing."""
         self.first, self.behind, self.is_ahead = self.behind, None, self.behind is not None
+        self.stale = without if self.is_ahead else NO_ROWS
 
     def names(self, row: int) -> bool:
         """Whether a plan that is out computes something of `row`. Read-only."""

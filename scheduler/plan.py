@@ -14,7 +14,7 @@ begin with the tokens that the runner sampled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -156,24 +156,44 @@ class Result:
     """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`.
     Chunks of rows that somebody else chooses for give candidates instead; some give scores besides.
 
+    Chunks that are `deferred` gave nothing, and are to be planned again. Those that failed end their requests.
+
     Of the plan's resize, `mapped` (all of `resize.map`, or none) and `unmapped` were really done; `refused` says why the rest
-    was not. Of its swaps all were done, but those out to `lost_slots`, for which the host had no memory. `swap_s` is the
-    time that `swapped` copies of them took, `compute_s` that of the chunks; 0 where nobody measured.
+    was not. Of its swaps all were done, but those out to `lost_slots`, for which the host had no memory. Copies that raised
+    leave `failed_slots` and `failed_blocks`: what lies there is unknown, and so is what chunks computed from it. `swap_s` is
+    the time that `swapped` copies took, `compute_s` that of the chunks; 0 where nobody measured.
     """
 
     step_id: int
-    counts: Index  # [n]; 0 for chunks without a sample, failed ones, and those with candidates
+    counts: Index  # [n]; 0 for chunks without a sample, failed and deferred ones, and those with candidates
     tokens: Int32  # [sum of counts]
     failures: tuple[Failure, ...] = ()
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)
     unmapped: Index = field(default_factory=lambda: NO_EXTENTS)
     refused: str | None = None
     lost_slots: Int32 = field(default_factory=lambda: NO_TOKENS)
+    failed_slots: Int32 = field(default_factory=lambda: NO_TOKENS)
+    failed_blocks: Int32 = field(default_factory=lambda: NO_TOKENS)
+    deferred: Index = field(default_factory=lambda: NO_ROWS)
     swapped: int = 0
     swap_s: float = 0.0
     compute_s: float = 0.0
     scores: tuple[Scores, ...] = ()
     candidates: tuple[Candidates, ...] = ()
-    complete: Index = field(
-        default_factory=lambda: NO_ROWS
-    )  # chunks with whose token an output has the form it was to have
+    # Chunks whose token completes the form that was asked of the output.
+    complete: Index = field(default_factory=lambda: NO_ROWS)
+
+    def deferring(self, chunks: Index) -> Result:
+        """This result with `chunks` deferred, whatever they gave."""
+        kept = np.ones(len(self.counts), np.bool_)
+        kept[chunks] = False
+        return replace(
+            self,
+            counts=np.where(kept, self.counts, 0),
+            tokens=self.tokens[np.repeat(kept, self.counts)],
+            failures=tuple(failure for failure in self.failures if kept[failure.index]),
+            deferred=np.union1d(self.deferred, chunks),
+            scores=tuple(scores for scores in self.scores if kept[scores.index]),
+            candidates=tuple(candidates for candidates in self.candidates if kept[candidates.index]),
+            complete=self.complete[kept[self.complete]],
+        )

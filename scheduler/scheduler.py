@@ -38,7 +38,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..cache.block_table import Index
+from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
 from .admission import Door, Start, check_request
 from .ahead import PlansOut, continuation
@@ -312,7 +312,9 @@ class Scheduler:
         out = self._out.first
         if out is None or self._out.behind is not None:
             raise OutOfTurn("a step is planned ahead of the result of one plan: none is out, or two are")
-        if self._marked or (self._door.has_candidates and (self.rows.num_free or self._running.leaving)):
+        if self._marked or len(self._out.stale):
+            return None
+        if self._door.has_candidates and (self.rows.num_free or self._running.leaving):
             return None
         if (decided := continuation(out, self.rows, self._running)) is None:
             return None
@@ -332,6 +334,8 @@ class Scheduler:
         """
         if plan is not self._out.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
             raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out first")
+        if len(self._out.stale) or len(result.failed_blocks):
+            result = self._deferring(plan, result)
         sampled, tokens = self._sampled_rows(plan, result), result.tokens
         if plan.moves_memory:
             self._settle(plan, result)
@@ -344,12 +348,12 @@ class Scheduler:
         if leaving:  # who has ended gets nothing of this plan
             stays = ~np.isin(sampled, list(leaving))
             sampled, tokens = sampled[stays], tokens[stays]
-        rows.computed[plan.rows] = plan.starts + plan.lengths
+        deferred = self._advance(plan, result)
         ended = rows.append(sampled, tokens) >= rows.limit[sampled]
         ended |= rows.may_stop(tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
         told = tuple([self._scored(plan, scores) for scores in result.scores])
-        self._out.shift()
+        self._out.shift(deferred)
         prefilled = self._running.prefilling
         if prefilled:
             self._release_forks(self._running.promote())
@@ -372,6 +376,8 @@ class Scheduler:
             self._running.commit(sequence)
         if done := [row for row in leaving if not self._out.names(row)]:
             self._running.vacate(done)
+        if len(result.failed_blocks):
+            self._compute_again(result.failed_blocks)
         finished, self._finished = tuple(self._finished), []
         return Emissions(plan.step_id, request_ids, tokens.tolist(), finished, told, candidates)
 
@@ -379,15 +385,18 @@ class Scheduler:
         """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
-    def steer(self, moves: Iterable[Move]) -> None:
+    def steer(self, moves: Iterable[Move], spare: Iterable[str] = ()) -> None:
         """Say how sequences go on that somebody else chooses for: all of a family that are held, or are still to be seated.
 
-        One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own.
+        One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own. Those that
+        are `spare` give up their rows and blocks, and wait until a later move names them.
         """
         self._check_turn(0)
         moves = sorted(moves, key=lambda move: move.request_id == move.source_id)  # sources last: as they are till then
         for move in moves:
             self._steering.move(self._sequences[move.request_id], self._sequences[move.source_id], move.token)
+        for request_id in spare:
+            self._steering.set_aside(self._sequences[request_id])
         self._door.look_again()
 
     def explain(self) -> list[Decision]:
@@ -513,12 +522,30 @@ class Scheduler:
         got = result.counts == 1
         if np.count_nonzero(got) == len(got) == np.count_nonzero(plan.samples):  # a third of what `all` takes
             return plan.rows
-        failed = np.zeros(len(got), np.bool_)
-        failed[[f.index for f in result.failures]] = True
-        expected: Bool = plan.samples & ~failed & ~self.rows.steered[plan.rows]
+        without = np.zeros(len(got), np.bool_)
+        without[[f.index for f in result.failures]] = True
+        without[result.deferred] = True
+        expected: Bool = plan.samples & ~without & ~self.rows.steered[plan.rows]
         if (result.counts != expected).any():
             raise OutOfTurn(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
         return plan.rows[expected]
+
+    def _advance(self, plan: Plan, result: Result) -> Index:
+        """The chunks of `plan` are computed, but those deferred. Returns the rows of these."""
+        computed = self.rows.computed
+        if not len(result.deferred):
+            computed[plan.rows] = plan.starts + plan.lengths
+            return NO_ROWS
+        deferred = plan.rows[result.deferred]
+        before = computed[deferred]
+        computed[plan.rows] = plan.starts + plan.lengths
+        computed[deferred] = before
+        return deferred
+
+    def _deferring(self, plan: Plan, result: Result) -> Result:
+        """`result` without what chunks gave that a plan before them, or a copy, had left without what they begin with."""
+        unsound = np.append(self._out.stale, self.cache.rows_with(result.failed_blocks))
+        return result.deferring(np.flatnonzero(np.isin(plan.rows, unsound)))
 
     def _scored(self, plan: Plan, scores: Scores) -> tuple[str, Scores]:
         """Whose `scores` are, which takes down how much of its prompt they are out of."""
@@ -532,6 +559,8 @@ class Scheduler:
         self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
             self.cache.lost(result.lost_slots)
+        if len(result.failed_slots):
+            self.cache.forget_slots(result.failed_slots)
         self._door.look_again()
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
@@ -550,12 +579,24 @@ class Scheduler:
         self._victims.explain(victims, self.stats.steps, self.decisions)
         for sequence in victims:
             sequence.preemptions += 1
+        self._requeue(victims, keep_tails=True)
+
+    def _compute_again(self, blocks: Int32) -> None:
+        """Nobody knows what lies in `blocks`: sequences that hold one start again, with their tokens, and none finds one."""
+        rows = self.cache.rows_with(blocks).tolist()
+        if rows:
+            self._requeue([self._running.by_row[row] for row in rows], computed=False)
+        self.cache.forget(blocks)
+
+    def _requeue(self, sequences: list[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
+        """Take rows and blocks back; the sequences wait at their old places. What was `computed` can be found."""
+        for sequence in sequences:
             sequence.refused = False
             sequence.computed = int(self.rows.computed[sequence.row])
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
-        self._running.leave(victims, keep_tails=True)
+        self._running.leave(sequences, computed, keep_tails)
         self._door.look_again()
-        for sequence in victims:
+        for sequence in sequences:
             if sequence.held:
                 self._waiting.hold(sequence)
             else:

@@ -29,6 +29,17 @@ class Steering:
         if sequence.held:
             self._waiting.let_go(sequence)
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Let `sequence` wait, without a row, until a move names it."""
+        if sequence.row is not None:
+            self._running.leave([sequence])
+        elif sequence.held:
+            return
+        else:
+            self._waiting.remove(sequence)
+        sequence.held = True
+        self._waiting.hold(sequence)
+
     def _follow(self, sequence: Sequence, source: Sequence) -> None:
         """It waits for a row, and the blocks of `source`."""
         if sequence.row is not None:

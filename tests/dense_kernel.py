@@ -23,7 +23,8 @@ class DenseKernel(TorchKernel):
                 query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap,
                 sinks=sinks,
             )  # fmt: skip
-        table = step.tables[cache.group]
+        out = query.new_zeros(*query.shape[:2], cache.value.shape[-1])
+        query, table = query[: len(step.q_lens)], step.tables[cache.group]
         at = torch.arange(table.shape[1] * step.block_size)
         seen = at < step.lens[:, None]
         if sliding_window is not None:
@@ -40,4 +41,5 @@ class DenseKernel(TorchKernel):
         if sinks is not None:
             scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), -1)
         weights = torch.nan_to_num(scores.softmax(-1))[..., : len(at)]  # padding sees nothing
-        return torch.einsum("nhk,nkhd->nhd", weights, v)
+        out[: len(query)] = torch.einsum("nhk,nkhd->nhd", weights, v)
+        return out

@@ -56,7 +56,8 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
 
 class FakeRunner:
     """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail; with `refuses_map` or
-    `refuses_unmap` the device says no; with `refuses_slots` the host has no memory for slots that were never written.
+    `refuses_unmap` the device says no; with `refuses_slots` the host has no memory for slots that were never written. With
+    `faults` some chunks are deferred, and some copies fail, which leaves garbage in their targets.
 
     Plans can be begun before the results of others are waited for. They are executed one after the other, of what the runner
     was told by plans alone: at once, or, while it is `lazy`, when a result is waited for.
@@ -83,6 +84,9 @@ class FakeRunner:
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
         self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
         self.fail: set[str] = set()
+        self.faults: np.random.Generator | None = None
+        self.failed_blocks: list[int] = []  # by the plan that is executed
+        self.failed_slots: list[int] = []
         self.lazy = False
         self._begun: deque[Underway] = deque()  # and not executed
         self.asks: dict[
@@ -104,6 +108,7 @@ class FakeRunner:
 
     def execute(self, plan: Plan) -> Result:
         mapped = self._map(plan)
+        self.failed_blocks, self.failed_slots = [], []
         lost = self._swap_before(plan)
         for row in plan.released:
             del self.owner[int(row)]
@@ -138,7 +143,20 @@ class FakeRunner:
         refused = mapped["refused"] or moved["refused"]
         result = self._compute(plan)
         lost = np.append(lost, self._swap_beside(plan))  # as late as can be
-        return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost})
+        failed = {
+            "failed_blocks": np.array(self.failed_blocks, np.int32), "failed_slots": np.array(self.failed_slots, np.int32)
+        }  # fmt: skip
+        return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost, **failed})
+
+    def _fails(self) -> bool:
+        return self.faults is not None and bool(self.faults.random() < 0.2)
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """From block to block."""
+        self.pool[targets] = self.pool[sources]
+        if self._fails():
+            self.pool[targets] = POISON
+            self.failed_blocks += targets.tolist()
 
     def _fresh(self, extents: np.ndarray) -> None:
         """Nothing was written in `extents`."""
@@ -164,7 +182,7 @@ class FakeRunner:
         lost = self._swap_out(swaps.out_blocks[: swaps.num_before], swaps.out_slots[: swaps.num_before])
         if swaps.back is not None:
             assert len(set(swaps.back.targets.tolist())) == len(swaps.back.targets), "two copies to one block"
-            self.pool[swaps.back.targets] = self.pool[swaps.back.sources]
+            self._copy(swaps.back.sources, swaps.back.targets)
         return lost
 
     def _swap_out(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -173,6 +191,9 @@ class FakeRunner:
         done = ~np.isin(slots, lost)
         self.host[slots[done]] = self.pool[blocks[done]]
         self.on_host |= set(slots[done].tolist())
+        if done.any() and self._fails():
+            self.host[slots[done]] = POISON
+            self.failed_slots += slots[done].tolist()
         return lost
 
     def _swap_beside(self, plan: Plan) -> np.ndarray:
@@ -186,6 +207,9 @@ class FakeRunner:
         assert len(set(blocks.tolist())) == len(blocks), "two copies to one block"
         assert UNMAPPED not in self.pool[blocks], "a copy to memory that is not there"
         self.pool[blocks] = self.host[slots]
+        if len(blocks) and self._fails():
+            self.pool[blocks] = POISON
+            self.failed_blocks += blocks.tolist()
         return lost
 
     def _move_memory(self, plan: Plan) -> dict:
@@ -196,7 +220,7 @@ class FakeRunner:
             assert len(set(targets.tolist())) == len(targets), "two copies to one block"
             assert UNMAPPED not in self.pool[sources], "a copy from memory that is gone"
             assert UNMAPPED not in self.pool[targets], "a copy to memory that is not there"
-            self.pool[targets] = self.pool[sources]
+            self._copy(sources, targets)
         refused = None
         if len(unmapped) and self.refuses_unmap:
             unmapped, refused = unmapped[:-1], "planted"
@@ -206,12 +230,19 @@ class FakeRunner:
         return {"unmapped": unmapped, "refused": refused}
 
     def _compute(self, plan: Plan) -> Result:
-        sampled, failures, scores, candidates = [], [], [], []
+        sampled, failures, scores, candidates, deferred = [], [], [], [], []
         counts = plan.samples.astype(np.int32)
         for i, (row, start, length) in enumerate(zip(plan.rows, plan.starts, plan.lengths, strict=True)):
             if self.owner[int(row)] in self.fail:
                 counts[i] = 0
                 failures.append(Failure(i, "planted"))
+                continue
+            if self._fails():
+                counts[i] = 0
+                deferred.append(i)
+                continue
+            if start > self.written[row]:  # behind a chunk that was deferred: garbage, to be thrown away
+                sampled += [0] * int(counts[i])
                 continue
             for position in range(start, start + length):
                 block, offset = self.tables[row, position // self.block_size], position % self.block_size
@@ -219,9 +250,12 @@ class FakeRunner:
                 assert self.pool[block, offset] != UNMAPPED, "wrote to memory that is gone"
                 self.pool[block, offset] = self.tokens[row, position]
             self.written[row] = start + length
-            read = self.pool[self.tables[row, : -(-(start + length) // self.block_size)]].ravel()[: start + length]
+            blocks = self.tables[row, : -(-(start + length) // self.block_size)]
+            read = self.pool[blocks].ravel()[: start + length]
             scores += self._scores(i, int(row), start, read, bool(plan.samples[i]))
             if plan.samples[i]:
+                if np.isin(self.failed_blocks, blocks).any():
+                    read = np.zeros(start + length, np.int32)  # garbage, which the scheduler is to throw away
                 assert POISON not in read, "read what was never written"
                 assert UNMAPPED not in read, "read memory that is gone"
                 if count := self.asks[int(row)][0].num_candidates:
@@ -234,7 +268,10 @@ class FakeRunner:
                 self.tokens[row, start + length] = token
                 sampled.append(token)
         tokens = np.array(sampled, np.int32)
-        return Result(plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates))
+        return Result(
+            plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates),
+            deferred=np.array(deferred, np.int64),
+        )  # fmt: skip
 
     def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[Scores]:
         """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""

@@ -3,7 +3,7 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
 go is swapped out and in; now and then swapping is not worth it, or the host has no memory. Ahead, a step is mostly planned
-while the one before is out, and anything may happen in between.
+while the one before is out, and anything may happen in between. With faults some chunks are deferred and some copies fail.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import OutOfTurn, PromptTooLong, RequestRejected
 
 
-def walk(seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False) -> World:
+def walk(
+    seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False, faults: bool = False
+) -> World:  # fmt: skip
     """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
     rng = np.random.default_rng(seed)
     usable = int(rng.integers(2, 24))
-    return _walk(rng, events, usable=usable, caching=caching or host, host_slots=_slots(rng, host), ahead=ahead)
+    return _walk(
+        rng, events, usable=usable, caching=caching or host, host_slots=_slots(rng, host), ahead=ahead, faults=faults
+    )
 
 
-def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False) -> World:
+def elastic_walk(
+    seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False, faults: bool = False
+) -> World:  # fmt: skip
     """The same over a pool of extents that come and go; in the end all of it is mapped."""
     rng = np.random.default_rng(seed)
     slots = _slots(rng, host)
@@ -33,7 +39,7 @@ def elastic_walk(seed: int, events: int, caching: bool = False, host: bool = Fal
     return _walk(
         rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
         blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching or host,
-        host_slots=slots, ahead=ahead,
+        host_slots=slots, ahead=ahead, faults=faults,
     )  # fmt: skip
 
 
@@ -41,7 +47,9 @@ def _slots(rng: np.random.Generator, host: bool) -> int:
     return int(rng.integers(1, 13)) if host else 0
 
 
-def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, **pool) -> World:
+def _walk(
+    rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, **pool
+) -> World:  # fmt: skip
     block_size = int(rng.choice([1, 3, 4, 16]))
     world = World(
         usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
@@ -50,6 +58,7 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
         cost=Whim(1, block_size), **pool,
     )  # fmt: skip
     world.rng = rng
+    world.runner.faults = np.random.default_rng(rng.integers(1 << 30)) if faults else None
     capacity = world.cache.capacity * block_size
     least = world.cache.capacity  # the lowest limit there was
     for n in range(events):
@@ -109,6 +118,7 @@ def _walk(rng: np.random.Generator, events: int, usable: int, tides: float = 0.0
             world.finish(plan)
     end_step(world)
     world.runner.refuses_map = world.runner.refuses_unmap = False
+    world.runner.faults = None
     world.scheduler.limit_blocks = world.cache.capacity
     world.scheduler.grow(world.cache.capacity)
     world.run()

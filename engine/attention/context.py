@@ -24,7 +24,8 @@ class StepContext:
     Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence that has
     `kv_lens[i]` tokens with them: token j of the chunk stands at position `kv_lens[i] - q_lens[i] + j`. The first
     `num_decodes` chunks have one token each. Host arrays are for planning, tensors lie on the device. Of a step that is
-    captured in a CUDA graph the host's `kv_lens` are bounds, and a chunk whose length on the device is 0 is padding.
+    captured in a CUDA graph the host's `kv_lens` are bounds, and a chunk whose length on the device is 0 is padding. On a CPU
+    some tokens behind the last chunk are padding: they belong to no chunk, and their K and V go to the null block.
     """
 
     layers: Sequence[LayerCache]
@@ -85,7 +86,10 @@ class Kernel(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,  # [num_heads]
     ) -> torch.Tensor:  # [T, num_heads, v_head_dim]
-        """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only."""
+        """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only.
+
+        Tokens behind the last chunk get zeros.
+        """
         ...
 
     def release_buffers(self) -> None:

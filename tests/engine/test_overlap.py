@@ -151,10 +151,7 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
         if breaks and when == "as it is begun":
             raise error
         step = begin(plan)
-        if breaks:
-            step._runner._take_in(step._computed)
-            object.__setattr__(step, "_runner", Raises(error))
-        return step
+        return Breaks(step, error) if breaks else step
 
     runner.begin = broken  # type: ignore[method-assign]
     for i, prompt in enumerate(INPUTS[:6]):
@@ -176,15 +173,15 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
     assert engine.core.scheduler.cache.counts().live == 0
 
 
-class Raises:
-    """In place of a runner whose device fails."""
+class Breaks:
+    """A step whose result is lost once it is there."""
 
-    at_work = nullcontext
-
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, step: Any, error: BaseException) -> None:
+        self._step = step
         self._error = error
 
-    def _take_in(self, computed: Any) -> None:
+    def wait(self) -> Any:
+        self._step.wait()
         raise self._error
 
 
@@ -204,12 +201,12 @@ def test_bookkeeping_that_breaks_with_a_step_under_way_ends_all_once() -> None:
     assert engine.generate(INPUTS[:2], Sampling(9)) == right
 
 
-def test_chunks_are_tried_one_by_one_behind_a_step_that_is_under_way() -> None:
+def test_a_step_is_repeated_in_parts_behind_one_that_is_under_way() -> None:
     engine = Watched(tiny("llama"), usable=100, overlaps=True)
     compute = engine.core.runner._compute
 
     def broken(work: Any, there: Any) -> Any:
-        ids = engine.core.scheduler.rows.request_ids[work.rows]
+        ids = engine.core.scheduler.rows.request_ids[work.part.rows]
         if "r1" in ids and work.at.max(initial=0) > 25:
             raise RuntimeError("no")
         return compute(work, there)

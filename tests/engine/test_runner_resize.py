@@ -251,20 +251,33 @@ def test_what_the_device_refuses_is_told_and_stops_nothing():
     assert tokens(engine.run()) == expected("llama", Sampling(NEW))
 
 
-@pytest.mark.parametrize("what", ["the copies fail", "books and arena differ", "an interrupt"])
+@pytest.mark.parametrize("always", [False, True])
+def test_copies_that_fail_cost_nobody_a_token(always, monkeypatch, caplog):
+    """They are made again once; after that, who had a block of them is computed again."""
+    engine = half_done()
+    assert engine.scheduler.give_back(3) > 0
+    results, copy = watch_results(engine), engine.core.runner.storage.copy
+    planted = iter([RuntimeError("planted")] * (10**6 if always else 1))
+    monkeypatch.setattr(engine.core.runner.storage, "copy", lambda *a: raise_once(planted) or copy(*a))
+    engine.core.step()
+    assert bool(len(results[-1].failed_blocks)) == always and len(results[-1].unmapped) == 3
+    engine.scheduler.grow(ALL)
+    assert tokens(engine.run()) == expected("llama", Sampling(NEW))
+    engine.check_memory()
+
+
+@pytest.mark.parametrize("what", ["books and arena differ", "an interrupt"])
 def test_a_step_that_breaks_while_it_moves_memory_ends_all_and_the_engine_goes_on(what, monkeypatch, caplog):
     engine = half_done()
     assert engine.scheduler.give_back(3) > 0
     assert engine.scheduler.grow(5) > 0
-    error = {"the copies fail": RuntimeError, "an interrupt": KeyboardInterrupt}.get(what, BlockMisuse)
     if what == "books and arena differ":
         engine.arena.map([15])
         engine.scheduler.grow(ALL)
     else:
-        planted = iter([error("planted")])
+        planted = iter([KeyboardInterrupt("planted")])
         copy = engine.core.runner.storage.copy
         monkeypatch.setattr(engine.core.runner.storage, "copy", lambda *a: raise_once(planted) or copy(*a))
-    if what == "an interrupt":
         with pytest.raises(KeyboardInterrupt):
             engine.core.step()
     finished = engine.core.step().finished

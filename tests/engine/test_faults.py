@@ -1,0 +1,238 @@
+"""One request never ends another: a fault at any call of a step ends the requests it concerns, and no other.
+
+A mixed load (greedy and drawn, penalties, a processor, log-probabilities, forks, beams, a regular expression, stop strings; a pool
+so small that requests are preempted and swapped) is served while one function raises: once, or at every call. Without the
+fault the outputs are the oracle: in float32 the requests that a fault does not concern have the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
+from pagetide.cache.storage import Storage
+from pagetide.cli import main
+from pagetide.engine import runner as runner_module
+from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.beams import BeamSearch
+from pagetide.engine.build import Engine
+from pagetide.engine.constraints import Constraints
+from pagetide.engine.host_pool import HostPool
+from pagetide.engine.sampler import Sampler
+from pagetide.engine.text import Detokenizer
+from pagetide.engine.transfers import Download, Upload
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
+    "block_size": 4, "host_kv_memory": "4MiB", "max_seqs": 12, "max_step_tokens": 64, "max_model_len": 96, "idle_s": 0.02,
+}  # fmt: skip
+NEW = 16
+CAUSE = "planted"
+EVERYBODY = "everybody"
+
+
+def shift(input_ids: Any, scores: Any) -> Any:
+    """A logits processor."""
+    return scores.roll(1, -1)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of the load, and what of the engine it needs that not all need."""
+
+    prompt: str
+    sampling: dict[str, Any]
+    needs: frozenset[str]
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling)
+
+
+def ask(prompt: str, *needs: str, **sampling: Any) -> Ask:
+    settings = {"max_new_tokens": NEW, "temperature": 0.0, "ignore_eos": True, "seed": 3}
+    return Ask(prompt, settings | sampling, frozenset({EVERYBODY, *needs}))
+
+
+LOAD = [
+    ask("The tide comes in and the tide goes out, and what it leaves behind is read again", "draws"),
+    ask("The tide comes in and the tide goes out, and nobody", "draws", temperature=0.9),
+    ask("A page", "draws", repetition_penalty=1.3, frequency_penalty=0.4, temperature=0.7),
+    ask("Call me", "draws", "processor", logits_processors=[shift]),
+    ask("It was the best", "draws", "scores", logprobs=2, prompt_logprobs=1),
+    ask("She said", "draws", n=3, temperature=1.1),
+    ask("He went", "beams", num_beams=3, n=2),
+    ask("Answer:", "draws", "constraint", regex="[a-d]{3,8}x", ignore_eos=False),
+    ask("The whale", "draws", stop=["zzzz"], temperature=0.5),
+    ask("Down by the sea there was a house with many rooms, and in each of them", "draws"),
+]
+PLAIN = [one for one in LOAD if "processor" not in one.needs]  # what can be written to a file
+
+
+@dataclass(frozen=True)
+class Point:
+    """A call that raises: `name` of what `owner` gives. `once` and `always` name whom it may end when it does so."""
+
+    owner: Callable[[Engine], Any]
+    name: str
+    once: str | None = None
+    always: str | None = EVERYBODY
+
+
+POINTS = {
+    "model": Point(lambda engine: engine.core.runner, "model"),
+    "kernel, attention": Point(lambda engine: TorchKernel, "attend"),
+    "kernel, writing": Point(lambda engine: TorchKernel, "write"),
+    "kernel, buffers": Point(lambda engine: TorchKernel, "release_buffers", always=None),
+    "upload": Point(lambda engine: Upload, "put"),
+    "sampler, start of a row": Point(lambda engine: Sampler, "admit"),
+    "sampler, drawing": Point(lambda engine: Sampler, "sample", always="draws"),
+    "sampler, histories": Point(lambda engine: Sampler, "took", always="draws"),
+    "sampler, candidates": Point(lambda engine: Sampler, "candidates", always="beams"),
+    "sampler, ends of forms": Point(lambda engine: Sampler, "complete"),
+    "log-probabilities": Point(lambda engine: runner_module, "score", always="scores"),
+    "beams, candidates": Point(lambda engine: BeamSearch, "tell", "beams", "beams"),
+    "beams, choice": Point(lambda engine: BeamSearch, "choose", "beams", "beams"),
+    "constraint, masks": Point(lambda engine: Constraints, "masks", always="constraint"),
+    "constraint, matcher": Point(lambda engine: Constraints, "matcher", always="constraint"),
+    "host copies": Point(lambda engine: HostPool, "_copy", always=None),
+    "host copies, beginning": Point(lambda engine: HostPool, "begin", always=None),
+    "copies of blocks": Point(lambda engine: Storage, "copy", always=None),
+    "map": Point(lambda engine: engine.arena, "map", always=None),
+    "unmap": Point(lambda engine: engine.arena, "unmap", always=None),
+    "text": Point(lambda engine: Detokenizer, "push", EVERYBODY),
+}
+
+
+class Fault:
+    """Raises in the place of a function: at its call number `first`, and at all later ones where it does so `always`."""
+
+    def __init__(self, inner: Callable[..., Any], first: int, always: bool) -> None:
+        self.num_calls = self.num_raised = 0
+        self._inner, self._first, self._always = inner, first, always
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self._first or (self._always and self.num_calls > self._first):
+            self.num_raised += 1
+            raise RuntimeError(CAUSE)
+        return self._inner(*args, **kwargs)
+
+
+@contextmanager
+def planted(owner: Any, name: str, first: int, always: bool) -> Iterator[Fault]:
+    """`owner.name` raises within the block."""
+    inner = getattr(owner, name)
+    fault = Fault(inner, first, always)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return fault(*args, **kwargs)
+
+    method.__name__ = name
+    own = name in vars(owner)
+    setattr(owner, name, method)
+    try:
+        yield fault
+    finally:
+        setattr(owner, name, inner) if own else delattr(owner, name)
+
+
+def served(llm: LLM, load: list[Ask]) -> list[RequestOutput]:
+    return llm.generate([one.prompt for one in load], [one.params for one in load], progress=False)
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.completions]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **ENGINE) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> dict[str, RequestOutput]:
+    outputs = served(llm, LOAD)
+    stats = llm.stats()
+    assert stats["preemptions"] and stats["host_tier"]["swapped_in_bytes"], "the load is too light"
+    return {one.prompt: output for one, output in zip(LOAD, outputs, strict=True)}
+
+
+def check(outputs: list[RequestOutput], load: list[Ask], expected: dict[str, RequestOutput], concerns: str | None) -> int:
+    """Only requests that need what the fault `concerns` may end with it. Returns how many did."""
+    num_ended = 0
+    for one, output in zip(load, outputs, strict=True):
+        right = expected[one.prompt]
+        for mine, own in zip(output.completions, right.completions, strict=True):
+            if mine.finish_reason == "error":
+                assert concerns in one.needs, f"{one.prompt!r} ended: {mine.error}"
+                assert CAUSE in (mine.error or ""), mine.error
+                num_ended += 1
+            else:
+                assert (mine.token_ids, mine.text) == (own.token_ids, own.text), one.prompt
+                assert [entry.logprob for entry in mine.logprobs or ()] == pytest.approx(
+                    [entry.logprob for entry in own.logprobs or ()], abs=1e-4
+                )
+    return num_ended
+
+
+def check_clean(llm: LLM, expected: dict[str, RequestOutput]) -> None:
+    """All blocks are back, and the engine goes on."""
+    scheduler = llm._desk.open().core.scheduler
+    scheduler.check_invariants()
+    counts = scheduler.cache.counts()
+    assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
+    assert not llm._desk.tickets and not llm._desk.searches
+    assert check(served(llm, LOAD[1:3]), LOAD[1:3], expected, None) == 0
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+def test_a_fault_that_comes_once(llm: LLM, expected, point: Point, caplog) -> None:
+    llm.reset_prefix_cache()
+    with planted(point.owner(llm._desk.open()), point.name, 1, always=False) as fault:
+        outputs = served(llm, LOAD)
+    assert fault.num_raised or point.name == "release_buffers", "the load does not come by"
+    # A fault concerns one request: one output, or the two of a beam search.
+    assert check(outputs, LOAD, expected, point.once) <= 2
+    check_clean(llm, expected)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("first", range(1, 60, 4))
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+def test_a_fault_at_any_call(llm: LLM, expected, point: Point, first: int, caplog) -> None:
+    llm.reset_prefix_cache()
+    with planted(point.owner(llm._desk.open()), point.name, first, always=False):
+        outputs = served(llm, LOAD)
+    assert check(outputs, LOAD, expected, point.once) <= 2
+    check_clean(llm, expected)
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
+    llm.reset_prefix_cache()
+    with planted(point.owner(llm._desk.open()), point.name, 1, always=True) as fault:
+        outputs = served(llm, LOAD)
+    assert fault.num_raised or point.name == "release_buffers"
+    assert bool(check(outputs, LOAD, expected, point.always)) == (point.always is not None)
+    check_clean(llm, expected)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_processor_that_raises_ends_its_own_request(llm: LLM, expected, always: bool, caplog) -> None:
+    fault = Fault(shift, 3, always)
+    load = [
+        replace(one, sampling=one.sampling | {"logits_processors": [fault]}) if "processor" in one.needs else one
+        for one in LOAD
+    ]
+    assert check(served(llm, load), load, expected, "processor") == 1
+    check_clean(llm, expected)
