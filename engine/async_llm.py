@@ -178,7 +178,10 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, Any]:
         """What the engine holds and did: see `LLM.stats`."""
-        return await _ask(self._stepper.ask, lambda engine: engine.stats())
+        self._desk.check_process()
+        with suppress(EngineClosed):
+            return self._desk.stats()
+        raise self._stepper.closed()
 
     async def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short: see `LLM.explain`."""
@@ -187,7 +190,7 @@ class AsyncLLM:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Make no step until `resume`. Returns when none is running. Raises EngineClosed.
+        """Make no step until `resume` was called once for each pause. Returns when none is running. Raises EngineClosed.
 
         Whoever runs keeps its blocks and goes on later as if nothing had been; calls are taken in and wait. Aborts take effect
         with the next step. What others demand of the memory waits too: make it short where engines share a device. Cancelled
@@ -202,7 +205,7 @@ class AsyncLLM:
             raise
 
     def resume(self) -> None:
-        """Make steps again, however often it was paused. Raises EngineClosed."""
+        """End one pause, the oldest. Steps are made again when none is left. Raises EngineClosed."""
         self._stepper.resume()
 
     async def drain(self) -> None:

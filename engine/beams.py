@@ -3,11 +3,14 @@
 business: docs/decisions/0024-beams.md.
 
 Each step chooses among the candidates of all beams those with the highest sum of log-probabilities. The best that do not end go
-on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty.
+on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty. Where
+there are fewer candidates than beams, some requests are spare, until a later step has a use for them.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -20,7 +23,10 @@ from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
 from .tickets import Ticket
 
+log = logging.getLogger(__name__)
+
 DEFAULT_LENGTH_PENALTY = 1.0
+_FLOAT32 = np.finfo(np.float32)
 
 
 class Hypothesis(NamedTuple):
@@ -88,6 +94,7 @@ class BeamSearch:
         self.rules = rules
         self.over = False
         self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
+        self._spare: list[str] = []  # requests that no beam goes on in
         self._told: dict[str, Candidates] = {}
         self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
 
@@ -105,11 +112,14 @@ class BeamSearch:
         return self._ended + left[:missing]
 
     def tell(self, request_id: str, candidates: Candidates) -> None:
-        """What a beam could go on with."""
-        self._told[request_id] = candidates
+        """What a beam could go on with. A spare request has no say."""
+        if request_id not in self._spare:
+            self._told[request_id] = candidates
 
     def choose(self) -> list[Move]:
-        """Decide how the beams go on; those that no move names go on no more. No move at all: the search is `over`."""
+        """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
+        the search is `over`.
+        """
         taken = self._taken()
         length = self._length + 1
         self._keep_ended(taken)
@@ -159,27 +169,40 @@ class BeamSearch:
         if rules.early_stopping is True:
             return True
         reaches = rules.longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length
-        return not best / np.float32(reaches**rules.length_penalty) > self._ended[-1].score
+        return not self._score(best, reaches) > self._ended[-1].score
 
     def _go_on(self, going: list[_Next]) -> list[Move]:
-        """Each beam keeps its place with the first that continues it; the others take the places of beams that end."""
+        """Each beam keeps its place with the first that continues it; the others take the places of beams that end, and those
+        that are spare.
+        """
         first = not self._length
         names = [beam.request_id for beam in self._beams]
         kept = {} if first else {one.beam: None for one in going}
-        spare = iter([name for place, name in enumerate(names) if place not in kept])
+        spare = [name for place, name in enumerate(names) if place not in kept] + self._spare
+        spare.reverse()
         beams, moves = [], []
         for one in going:
             stays = kept.pop(one.beam, 0) is None
-            name = names[one.beam] if stays else next(spare)
+            name = names[one.beam] if stays else spare.pop()
             source = name if first else names[one.beam]
             moves.append(Move(name, source, one.token))
             beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
-        self._beams, self._told = beams, {}
+        self._beams, self._told, self._spare = beams, {}, spare[::-1]
         return moves
 
     def _hypothesis(self, tokens: list[int], logprob: np.float32) -> Hypothesis:
-        score = logprob / np.float32(len(tokens) ** self.rules.length_penalty)
+        score = self._score(logprob, len(tokens))
         return Hypothesis(score, tokens, "stop" if tokens[-1] in self.rules.end_ids else "length", float(logprob))
+
+    def _score(self, logprob: np.float32, length: int) -> np.float32:
+        """The sum `logprob` over `length` to the power of the penalty, both within what a float32 can say."""
+        try:
+            divisor = length**self.rules.length_penalty
+        except OverflowError:
+            divisor = math.inf
+        divisor = min(max(divisor, float(_FLOAT32.tiny)), float(_FLOAT32.max))
+        with np.errstate(over="ignore"):
+            return np.float32(logprob / np.float32(divisor))
 
 
 class BeamTickets:
@@ -210,18 +233,21 @@ class BeamTickets:
         return list(self._running)
 
     def take(self, request_id: str, candidates: Candidates) -> tuple[list[Move], list[str]]:
-        """What a beam tells. Returns how the beams go on, once all have told, and the requests of those that do not."""
+        """What a beam tells. Returns how the beams go on, once all have told, and the requests that no move names.
+
+        These are spare; or, where there is no move, none of them is needed any more.
+        """
         if self._end is not None or self.search.over:
             return [], []
         self.search.tell(request_id, candidates)
         if not self.search.ready:
             return [], []
         moves = self.search.choose()
-        return moves, list(self._running - {move.request_id for move in moves})
+        return moves, sorted(self._running - {move.request_id for move in moves})
 
-    def fail(self, error: str) -> list[str]:
+    def fail(self, error: BaseException) -> list[str]:
         """It cannot go on. Returns the requests to be ended."""
-        self._end, self._error = "error", error
+        self._end, self._error = "error", f"{type(error).__name__}: {error}"
         return list(self._running)
 
     def finish(self, finished: Finished, now: float) -> list[str]:
@@ -238,7 +264,12 @@ class BeamTickets:
         return [] if dropped else list(self._running)
 
     def _tell(self, now: float) -> None:
-        best = self.search.best
+        best: list[Hypothesis] = []
+        try:
+            best = self.search.best
+        except Exception as error:
+            log.exception("a beam search cannot say what it found")
+            self.fail(error)
         for place, ticket in enumerate(self.tickets):
             found = best[place] if place < len(best) else None
             tokens = found.token_ids if found is not None else []

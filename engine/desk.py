@@ -6,6 +6,7 @@ goes to the tickets of those it belongs to: docs/decisions/0023-doors.md.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..allocator.errors import LeaseClosed
@@ -22,20 +24,25 @@ from ..scheduler.outcome import Finished
 from ..scheduler.plan import NO_TOKENS, Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
 from .asking import Asked, Prompt, checked_priority, conversations, encoded, together
+from .background import BackgroundThread
 from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build
 from .config import EngineConfig
 from .errors import EngineClosed
 from .fair_lock import FairLock
+from .fork import MakerProcess
 from .handover import Handover
 from .outputs import RequestOutput, StreamChunk, refused
 from .tickets import Answer, Ticket
 
 log = logging.getLogger(__name__)
 
+Event = int | Scores | Finished | Candidates  # what a step gave a request; an int is a token
+
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
 KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
+STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
 
 
 class Desk:
@@ -45,6 +52,7 @@ class Desk:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
         self.paused = False  # nobody is to make a step, not even for the memory's sake
@@ -53,34 +61,71 @@ class Desk:
         # Told after a step, under the lock, whose tickets have news.
         self.on_news: Callable[[list[Ticket]], None] | None = None
         # What came of the last step: empty, but for an interrupt.
-        self._undelivered: deque[tuple[str, int | Scores | Finished | Candidates]] = deque()
+        self._undelivered: deque[tuple[str, Event]] = deque()
         self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
-        self._keeper = threading.Thread(
-            target=_keep_memory, args=(weakref.ref(self),), name="pagetide-memory", daemon=True
-        )
+        self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
+        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
         self._keeper.start()
 
     def open(self) -> Engine:
-        """The engine. Raises EngineClosed once it is closed."""
+        """The engine. Raises EngineClosed once it is closed, and in a forked child."""
+        self._maker.check()
         if self.engine is None:
             raise EngineClosed("this LLM is closed: make a new one")
         return self.engine
 
-    def close(self) -> None:
-        """End what runs (as aborted), give all memory back. Idempotent."""
+    def check_process(self) -> None:
+        """Raise EngineClosed in a forked child."""
+        self._maker.check()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child, whose parent has the engine."""
+        return self._maker.is_current
+
+    def close(self, cause: BaseException | None = None) -> None:
+        """End what runs, as aborted, or with the error `cause`; give all memory back. Idempotent.
+
+        Raises EngineClosed in a forked child: the engine is its parent's.
+        """
         with self.lock:
             engine, self.engine = self.engine, None
             if engine is None:
                 return
-            for request_id in [*self.tickets, *self.searches]:
-                engine.core.abort(request_id)
             try:
-                while engine.core.has_work or self._undelivered:
-                    self._advance(engine)
+                self._end_all(engine, cause)
             finally:
                 engine.close()
         self._keeper.join()
+
+    def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
+        """Every ticket ends, whatever the engine raises meanwhile."""
+        if cause is not None:
+            for ticket in self.tickets.values():
+                ticket.fail(cause)
+            for search in self.searches.values():
+                search.fail(cause)
+        try:
+            for request_id in [*self.tickets, *self.searches]:
+                engine.core.abort(request_id, "aborted" if cause is None else "error")
+            while engine.core.has_work or self._undelivered:
+                self._advance(engine)
+        finally:
+            self._end_lost(engine, [*self.tickets.values(), *(t for s in self.searches.values() for t in s.tickets)])
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine holds and did. While a step runs, as it was STATS_S before, at most: nobody waits for the step."""
+        self.open()
+        if self.lock.acquire(blocking=False):
+            try:
+                self._stats = self._counted(self.open())
+            finally:
+                self.lock.release()
+        return copy.deepcopy(self._stats)
+
+    def _counted(self, engine: Engine) -> dict[str, Any]:
+        return {**engine.stats(), "threads": {self._keeper.name: self._keeper.to_dict()}}
 
     # -- requests in ---------------------------------------------------------------------------------------------
 
@@ -286,14 +331,14 @@ class Desk:
 
         Under the lock.
         """
-        if engine.core.has_work or self._undelivered or self._abandoned:
+        if self.engine is not None and (engine.core.has_work or self._undelivered or self._abandoned):
             return False
         for ticket in tickets:
             if ticket.completion is None:
                 name = ticket.request.request_id
                 self.tickets.pop(name, None)
                 self.searches.pop(name, None)
-                what = "an interrupt came between the request's end and whoever waited for it"
+                what = "the request's end was lost, as a step was interrupted or broke"
                 ticket.finish(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
         return True
 
@@ -320,7 +365,7 @@ class Desk:
     def forget(self, tickets: list[Ticket]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
         self.abandon(tickets)
-        if self._abandoned and self.lock.acquire(blocking=False):
+        if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
             try:
                 while self.engine is not None and self._abandoned:
                     self._advance(self.engine)
@@ -346,27 +391,37 @@ class Desk:
             events.extend((finished.request_id, finished) for finished in emissions.finished)
             events.extend(emissions.candidates)  # of beams that are still there
         now = engine.core.clock()
+        if now - self._stats_at >= STATS_S:
+            self._stats, self._stats_at = self._counted(engine), now
         news: list[Ticket] = []
         try:
             while events:
                 request_id, event = events.popleft()
-                ticket = self.tickets.get(request_id)
-                if ticket is None:
-                    news += self._search_on(engine, request_id, event, now)
-                    continue
-                news.append(ticket)
-                if isinstance(event, Finished):
-                    del self.tickets[request_id]
-                    ticket.finish(event, now)
-                elif isinstance(event, Scores):
-                    ticket.score(event)
-                elif isinstance(event, Candidates):
-                    pass  # of a beam whose search is gone
-                elif (reason := ticket.push(event, now)) is not None:
-                    engine.core.abort(request_id, reason)
+                if (ticket := self.tickets.get(request_id)) is not None:
+                    news.append(ticket)
+                    self._ticket_on(engine, ticket, event, now)
+                elif (search := self.searches.get(request_id)) is not None:
+                    news += self._search_on(engine, search, request_id, event, now)
         finally:
             if self.on_news is not None and news:
                 self.on_news(news)
+
+    def _ticket_on(self, engine: Engine, ticket: Ticket, event: Event, now: float) -> None:
+        """Hand an event to its ticket. One that cannot take it in ends with that error."""
+        name = ticket.request.request_id
+        if isinstance(event, Finished):
+            del self.tickets[name]
+            ticket.finish(event, now)
+            return
+        try:
+            if isinstance(event, Scores):
+                ticket.score(event)
+            elif isinstance(event, int) and (reason := ticket.push(event, now)) is not None:
+                engine.core.abort(name, reason)
+        except Exception as error:
+            log.exception("request %s ends: what a step gave cannot be taken in", name)
+            ticket.fail(error)
+            engine.core.abort(name, "error")
 
     def _search_of(self, ticket: Ticket) -> BeamTickets | None:
         return next((search for search in self.searches.values() if ticket in search.tickets), None)
@@ -382,28 +437,29 @@ class Desk:
         for name in [ticket.request.request_id] if search is None else search.left:
             engine.core.abort(name)
 
-    def _search_on(self, engine: Engine, request_id: str, event: object, now: float) -> Sequence[Ticket]:
+    def _search_on(
+        self, engine: Engine, search: BeamTickets, request_id: str, event: Event, now: float
+    ) -> Sequence[Ticket]:
         """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
-        search = self.searches.get(request_id)
-        if search is None:
-            return ()
         if isinstance(event, Finished):
             del self.searches[request_id]
             for other in search.finish(event, now):
                 engine.core.abort(other)
             return search.tickets
         if isinstance(event, Candidates):
+            others: list[str] = []
             try:
-                moves, dropped = search.take(request_id, event)
+                moves, others = search.take(request_id, event)
                 if moves:
-                    engine.core.scheduler.steer(moves)
+                    engine.core.scheduler.steer(moves, spare=others)
+                    others = []
             except BaseException as error:  # nobody knows how far it came
-                dropped = search.fail(f"{type(error).__name__}: {error}")
+                others = search.fail(error)
                 if not isinstance(error, Exception):
                     raise
                 log.exception("the beams of request %s cannot go on; they end", request_id)
             finally:
-                for other in dropped:
+                for other in others:
                     engine.core.abort(other, "stop")
         return ()
 
@@ -429,25 +485,20 @@ class Desk:
             return KEEPER_WAIT_S
 
 
-def _keep_memory(reference: weakref.ref[Desk]) -> None:
-    """Until the engine is closed or forgotten: wait for its lease to say something, then let it be served."""
-    while (desk := reference()) is not None:
-        engine = desk.engine
-        if engine is None or engine.core.memory is None:
-            return
-        memory = engine.core.memory
-        wait_s: float | None = KEEPER_WAIT_S
-        try:
-            wait_s = desk._serve_memory()
-        except Exception:
-            log.exception("the engine's memory could not be moved; tried again in %g s", KEEPER_WAIT_S)
-        if wait_s is None:
-            return
-        del desk, engine  # while it waits, nothing but its users keeps the engine alive
-        try:
-            memory.wait(wait_s)
-        except LeaseClosed:
-            return
+def _keep_memory(reference: weakref.ref[Desk]) -> bool:
+    """Serve the engine's memory once, and wait for its lease to say something. False once it is closed or forgotten."""
+    desk = reference()
+    if desk is None or desk.engine is None or (memory := desk.engine.core.memory) is None:
+        return False
+    wait_s = desk._serve_memory()
+    if wait_s is None:
+        return False
+    del desk  # while it waits, nothing but its users keeps the engine alive
+    try:
+        memory.wait(wait_s)
+    except LeaseClosed:
+        return False
+    return True
 
 
 def ready_chunk(tickets: list[Ticket], interval: int) -> StreamChunk | None:

@@ -11,26 +11,28 @@ import threading
 from collections import deque
 from types import FrameType, TracebackType
 
+from .fork import MakerProcess
+
 
 class FairLock:
     """As `threading.Lock`, first come first served. Not reentrant, and released by the thread that has it alone.
 
     An interrupt may keep a thread from releasing it. When that thread asks again, and what had taken it runs no more, it goes
-    on with it.
+    on with it. In a forked child nobody gets it: whoever had it there is no more.
     """
 
     def __init__(self) -> None:
+        self._maker = MakerProcess()
         self._mutex = threading.Lock()  # of the fields below; held for moments
         self.barred: int | None = None  # a thread that has it, and would wait for itself if it asked again
         self._owner: int | None = None  # the thread that has it
         self._holder: FrameType | None = None  # the call that has it; None while it is handed over
-        self._waiting: deque[tuple[threading.Lock, int]] = (
-            deque()
-        )  # turns, each locked until it comes, and their threads
+        # Turns, each locked until it comes, and their threads.
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was. Raises
-        RuntimeError in the middle of a call of the same thread that has it.
+        RuntimeError in the middle of a call of the same thread that has it, EngineClosed in a forked child.
 
         The latter may be called in the middle of any other call, as a collector does.
         """
@@ -50,6 +52,7 @@ class FairLock:
         self.release()
 
     def _acquire(self, holder: FrameType, blocking: bool) -> bool:
+        self._maker.check()
         me = threading.get_ident()
         if not blocking:
             taken = False

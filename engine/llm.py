@@ -246,9 +246,11 @@ class LLM:
             self._desk.open().core.scheduler.cache.reset()
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did: requests, blocks, bytes, counters. Plain data."""
-        with self._desk.lock:
-            return self._desk.open().stats()
+        """What the engine holds and did: requests, blocks, bytes, counters. Plain data.
+
+        Waits for nobody: while a step runs in another thread this is what was there some milliseconds before it.
+        """
+        return self._desk.stats()
 
     def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
@@ -259,7 +261,10 @@ class LLM:
             return self._desk.open().core.scheduler.explain()
 
     def close(self) -> None:
-        """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed."""
+        """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed.
+
+        A forked child has no engine of its own to close: there it raises EngineClosed.
+        """
         self._desk.close()
 
     def __enter__(self) -> LLM:
@@ -268,7 +273,8 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self._desk.is_here:
+            self.close()
 
 
 @dataclass(frozen=True, slots=True)

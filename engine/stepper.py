@@ -95,7 +95,7 @@ class Stepper(threading.Thread):
         self._calls: dict[Ticket, Call] = {}  # of tickets that have not ended
         self._ready: dict[Call, None] = {}  # that may have something for who waits
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
-        self._paused_by: Waiter | None = None  # who asked for the pause that lasts
+        self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
         self._draining = self._ending = False
         self._drained: list[Waiter] = []  # told when nothing is in flight
         self._joining: list[Waiter] = []  # told when this thread ends
@@ -143,7 +143,7 @@ class Stepper(threading.Thread):
         self._tell(partial(self._pause, waiter))
 
     def resume(self, of: Waiter | None = None) -> None:
-        """Make steps again; with `of` only if it was that one's wish to pause. Raises EngineClosed."""
+        """End the pause that `of` asked for, or the oldest. Steps are made again when none lasts. Raises EngineClosed."""
         self._tell(partial(self._resume, of))
 
     def drain(self, waiter: Waiter) -> None:
@@ -151,7 +151,11 @@ class Stepper(threading.Thread):
         self._encode(lambda: self._inbox.put(partial(self._drain, waiter)))  # behind those that are being tokenised
 
     def end(self, waiter: Waiter | None = None) -> None:
-        """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent."""
+        """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent.
+
+        Raises EngineClosed in a forked child.
+        """
+        self._desk.check_process()
         self._inbox.put(partial(self._end, waiter))
         if self.ended and waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -163,11 +167,13 @@ class Stepper(threading.Thread):
         return error
 
     def _tell(self, message: Callable[[], None]) -> None:
+        self._desk.check_process()
         self._inbox.put(message)
         if self.ended:  # perhaps nobody reads it
             raise self.closed()
 
     def _encode(self, work: Callable[[], None]) -> None:
+        self._desk.check_process()
         if self._desk.engine is None:
             raise self.closed()
         try:
@@ -203,7 +209,7 @@ class Stepper(threading.Thread):
 
     @property
     def _may_step(self) -> bool:
-        return self._desk.has_work and self._paused_by is None and not self._ending
+        return self._desk.has_work and not self._pauses and not self._ending
 
     def _step(self) -> None:
         try:
@@ -250,7 +256,7 @@ class Stepper(threading.Thread):
         try:
             while self._arrived and self._failure is None:
                 self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
-            self._desk.close()
+            self._desk.close(self._failure)
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
             self._failure = self._failure or trouble
@@ -343,24 +349,30 @@ class Stepper(threading.Thread):
         self._settle(waiter, self._tried(answer))
 
     def _pause(self, waiter: Waiter) -> None:
-        if self._paused_by is None:
-            self._set_paused(waiter)
+        if self._desk.engine is None:
+            self._settle(waiter, self.closed())
+            return
+        self._pauses[waiter] = None
+        self._apply_pauses()
         self._settle(waiter, None)
 
     def _resume(self, of: Waiter | None) -> None:
-        if of in (None, self._paused_by):
-            self._set_paused(None)
+        if of is None:
+            of = next(iter(self._pauses), None)
+        if of in self._pauses:
+            del self._pauses[of]
+            self._apply_pauses()
 
-    def _set_paused(self, by: Waiter | None) -> None:
+    def _apply_pauses(self) -> None:
         with self._desk.lock:  # a step for the memory's sake may be running
-            self._paused_by = by
-            self._desk.paused = by is not None
-            if by is not None and self._desk.engine is not None:
+            self._desk.paused = bool(self._pauses)
+            if self._pauses and self._desk.engine is not None:
                 self._desk.settle(self._desk.engine)  # nor does the device do anything then
 
     def _drain(self, waiter: Waiter) -> None:
         self._draining = True
-        self._set_paused(None)  # what is paused would never end
+        self._pauses.clear()  # what is paused would never end
+        self._apply_pauses()
         self._drained.append(waiter)
 
     def _end(self, waiter: Waiter | None) -> None:

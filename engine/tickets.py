@@ -54,12 +54,22 @@ class Ticket:
             self._read([token])
         return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
 
+    def fail(self, error: BaseException) -> None:
+        """The request is to end with `error`."""
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+
     def finish(self, finished: Finished, now: float) -> None:
-        """The request has ended: this is what became of it."""
+        """The request has ended: this is what became of it. Where that cannot be said in full, it is an error."""
         tokens = finished.token_ids.tolist()
+        logprobs, total = None, None
         try:
             if self._text is not None and self._failure is None:
                 self._read(tokens if not self._eager else [], last=True)
+            logprobs = self._logprobs(0, len(tokens))
+            total = None if self._of_output is None else self._of_output.total
+        except Exception as error:
+            log.exception("request %s: what it generated cannot be given in full", self.request.request_id)
+            self.fail(error)
         finally:
             stopped = self._text is not None and self._text.stopped
             self.completion = Completion(
@@ -69,8 +79,8 @@ class Ticket:
                 timings=self._timings(now),
                 num_preemptions=self._num_preemptions + finished.num_preemptions,
                 error=self._failure or finished.error,
-                logprobs=self._logprobs(0, len(tokens)),
-                cumulative_logprob=None if self._of_output is None else self._of_output.total,
+                logprobs=logprobs,
+                cumulative_logprob=total,
             )
 
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:

@@ -1,0 +1,43 @@
+"""Background threads that outlive their faults."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundThread(threading.Thread):
+    """A daemon thread that calls `turn` until it returns False.
+
+    A turn that raises is logged and counted, and the next one begins `pause_s` seconds later.
+    """
+
+    def __init__(self, name: str, turn: Callable[[], bool], pause_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self.num_faults = 0
+        self.last_fault: str | None = None
+        self._turn = turn
+        self._pause_s = pause_s
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        goes_on = True
+        while goes_on:
+            faults = self.num_faults
+            try:
+                goes_on = self._turn()
+            except BaseException as error:  # SystemExit too: a thread that ends by it says nothing
+                self.num_faults += 1
+                self.last_fault = f"{type(error).__name__}: {error}"
+                log.exception("the thread %s failed; it goes on in %g s", self.name, self._pause_s)
+            if self.num_faults > faults:  # not above, where the error would keep what it came through alive
+                time.sleep(self._pause_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `LLM.stats`."""
+        return {"alive": self.is_alive(), "faults": self.num_faults, "last_fault": self.last_fault}
