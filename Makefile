@@ -4,11 +4,11 @@
 #                            If it can import torch 2.10 or later already, that torch is used and not downloaded.
 #   TORCH=torch==2.13.0      the torch to install into the environment, instead of the pin in constraints.txt.
 #
-# On Linux x86-64 the default package index has torch with CUDA, several GB with its libraries. A machine without an
-# NVIDIA GPU is served by a CPU build of 200 MB: the authors of torch keep an index of those, which pip consults too once
-# PIP_EXTRA_INDEX_URL holds its address (or alone, with PIP_INDEX_URL, if it mirrors the other packages). Its builds are
-# called 2.13.0+cpu, and are preferred to a plain 2.13.0; TORCH=torch==2.13.0+cpu accepts nothing else. A folder of
-# wheels in PIP_FIND_LINKS does the same.
+# On Linux x86-64 the default package index has torch with CUDA, about 3 GB with its libraries. A machine without an NVIDIA
+# driver gets PyTorch's build for CPUs instead, about 200 MB, where PyTorch's own index of those answers within 5 s.
+# A choice of yours goes first: TORCH=torch==2.13.0 asks for the default build, on a machine that is to get a driver, say;
+# and where pip is told where packages come from (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX or the
+# same in a pip.conf), torch comes from there as everything else does, and PyTorch's index is not asked.
 
 VENV ?= .venv
 PYTHON ?=
@@ -27,7 +27,8 @@ PACKAGES := monitor allocator cache scheduler engine configs
 define setup
 @for python in $(CANDIDATES); do \
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-		PYTHON="$(PYTHON)" TORCH="$(TORCH)" exec "$$python" .ci/setup.py --venv "$(VENV)" $(addprefix --extra=,$(1)); \
+		PYTHON="$(PYTHON)" TORCH="$(TORCH)" PYTHONSAFEPATH= \
+			exec "$$python" .ci/setup.py --venv "$(VENV)" $(addprefix --extra=,$(1)); \
 	fi; \
 done; \
 echo "pagetide needs Python 3.11 or later, and found none as: $(CANDIDATES)." \

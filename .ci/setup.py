@@ -12,6 +12,10 @@ A torch that the interpreter can import already, if it is recent enough, is used
 that lies beside it; then pins hold only for what is missing there, and nothing at all is downloaded if nothing is
 missing. Otherwise every package comes as constraints.txt pins it, into the environment alone.
 
+Of torch there are builds with CUDA, several GB with their libraries, and for CPUs. On Linux x86-64 without an NVIDIA
+driver the one for CPUs is taken from PyTorch's own index, unless the user chose: by TORCH, or by telling pip where
+packages come from (cpu_torch.py; docs/decisions/0035-cpu-build-of-torch.md).
+
 An environment that is broken, or that was interrupted, is made anew. One that somebody else made is completed in place,
 and a recent torch in it stays.
 """
@@ -23,45 +27,34 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+import cpu_torch
+from cpu_torch import Machine, NoCpuBuild, Wheel
+from environment import PYTHON_VERSION, ROOT, Environment, SetupError, Stamp, normalised, say
 
-
-class SetupError(Exception):
-    """The environment cannot be made; the message is a sentence for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What an environment was made from; lies in it as `pagetide.json`."""
-
-    fingerprint: str
-    python: str  # of the environment: "3.11"
-    base: str  # prefix of the interpreter it was made with
-    extras: tuple[str, ...]
-    torch: str  # the value of TORCH, or nothing
-    reuses_base: bool  # torch and its neighbours are those that were there before
-    complete: bool = False  # False while packages are being installed
+SCRIPTS = sorted(Path(__file__).parent.glob("*.py"))
+# What is large of what is downloaded, each with those that only it needs: wheels of Linux x86-64, in MB.
+SIZES_MB = {
+    "transformers": 30,
+    "numpy": 17,
+    "triton": 200,
+    "llguidance": 10,
+    "cuda-bindings": 10,
+    "matplotlib": 25,
+    "mypy": 17,
+    "ruff": 10,
+}
 
 
 # ---- what the project asks for: pure -------------------------------------------------------------
-
-
-def normalised(name: str) -> str:
-    """The name as indexes compare it (PyPA, "Names and normalization")."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def name_of(requirement: str) -> str:
@@ -145,9 +138,12 @@ def least_release(requirement: str) -> tuple[int, ...]:
 
 
 def rebuild_reason(
-    stamp: Stamp | None, wanted: Stamp, runs_as: str | None, exists: bool, python_named: bool
+    stamp: Stamp | None, wanted: Stamp, runs_as: str | None, exists: bool, python_named: bool, has_driver: bool
 ) -> str | None:
-    """Why the environment has to be made anew, or None where it can stay. `runs_as`: its Python version, if it runs."""
+    """Why the environment has to be made anew, or None where it can stay.
+
+    `runs_as` is its Python version, if it runs. `has_driver` says whether the machine has a driver of NVIDIA's.
+    """
     if not exists:
         return "there is none yet"
     if runs_as is None:
@@ -164,88 +160,14 @@ def rebuild_reason(
         return f"PYTHON names another interpreter than {stamp.base}"
     if stamp.reuses_base and wanted.torch:
         return "TORCH asks for a torch of its own"
+    if stamp.cpu_build and wanted.torch and "+cpu" not in wanted.torch:
+        return "TORCH asks for another torch than the build for CPUs"  # which pip would take for the same version
+    if stamp.cpu_build and has_driver:
+        return "there is an NVIDIA driver now, and its torch is the build for CPUs"
     return None
 
 
 # ---- doing it ------------------------------------------------------------------------------------
-
-
-class Environment:
-    """A virtual environment on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.python = path / "bin" / "python"
-        self._stamp = path / "pagetide.json"
-
-    def stamp(self) -> Stamp | None:
-        """What it was made from; None where this script never finished creating it."""
-        with suppress(OSError, ValueError, TypeError):
-            fields = json.loads(self._stamp.read_text())
-            return Stamp(**{**fields, "extras": tuple(fields["extras"])})
-        return None
-
-    def set_stamp(self, stamp: Stamp) -> None:
-        """Replaces the stamp in one move, so that a reader never sees half of one."""
-        half = self._stamp.with_suffix(".tmp")
-        half.write_text(json.dumps(asdict(stamp), indent=2) + "\n")
-        half.replace(self._stamp)
-
-    def ask(self, code: str) -> str | None:
-        """What the environment's Python prints, or None where it does not run."""
-        try:
-            run = subprocess.run([self.python, "-P", "-c", code], capture_output=True, text=True, check=False)
-        except OSError:
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
-
-    def runs_as(self) -> str | None:
-        """Its Python version, if it runs and has pip."""
-        find = "import importlib.util as u, sys; print('%d.%d' % sys.version_info[:2] if u.find_spec('pip') else '')"
-        return self.ask(find) or None
-
-    def visible(self) -> dict[str, str]:
-        """Every distribution it can import, with its version."""
-        found = "[[d.name, d.version] for d in importlib.metadata.distributions()]"
-        code = f"import importlib.metadata, json; print(json.dumps({found}))"
-        # The first of a name is the one that is imported.
-        return {normalised(name): version for name, version in reversed(json.loads(self.ask(code) or "[]"))}
-
-    def create(self, stamp: Stamp, with_base: bool) -> None:
-        """Makes it anew, empty but for pip and the stamp; `with_base` lets it import what this interpreter can."""
-        command: list[str | Path] = [sys.executable, "-m", "venv", self.path]
-        if with_base:
-            command.append("--system-site-packages")
-        if importlib.util.find_spec("ensurepip") is None:
-            if not (with_base and importlib.util.find_spec("pip")):
-                name = f"python{PYTHON_VERSION}-venv"
-                raise SetupError(
-                    f"{sys.executable} has no ensurepip, so it cannot make an environment: install the package {name} "
-                    f"(Debian, Ubuntu: apt-get install {name}), or name another interpreter with PYTHON=..."
-                )
-            command.append("--without-pip")  # the base's own will do
-        if self.path.is_dir() and not self.path.is_symlink():
-            shutil.rmtree(self.path)
-        self.path.unlink(missing_ok=True)
-        self.path.mkdir(parents=True)
-        self.set_stamp(stamp)  # first, so that a half-made one is known by it
-        if subprocess.run(command, check=False).returncode != 0:
-            raise SetupError(f"{self.path} could not be made; the reason stands above")
-        if with_base and sys.prefix != sys.base_prefix:
-            # An environment made from an environment sees the interpreter below both, not its neighbour's packages.
-            (site_packages,) = self.path.glob("lib/python*/site-packages")
-            folders = [entry for entry in sys.path if entry.startswith(sys.prefix) and entry.endswith("site-packages")]
-            lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
-            (site_packages / "pagetide_base.pth").write_text("".join(lines))
-
-    def pip(self, *arguments: str | Path, quiet: bool = False) -> None:
-        """Runs `pip install`; raises SetupError."""
-        command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check"]
-        command += ["--quiet"] if quiet else []
-        if subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode != 0:
-            raise SetupError(
-                "pip could not install what is missing; the reason stands above. To try again, run make again"
-            )
 
 
 def torch_of_base(least: tuple[int, ...]) -> str | None:
@@ -264,35 +186,81 @@ def torch_of_base(least: tuple[int, ...]) -> str | None:
     return version
 
 
-def say(sentence: str) -> None:
-    print(f"set-up: {sentence}", flush=True)
+def announce_torch(requirement: str, settings: Mapping[str, str], machine: Machine) -> None:
+    """Says how much a torch is that comes from where pip takes everything from."""
+    either = f"about {cpu_torch.CPU_MB} MB where it is for CPUs, about {cpu_torch.CUDA_GB} GB where it brings CUDA"
+    told = cpu_torch.chosen_sources(settings)
+    if told:
+        say(f"downloads {requirement} from where pip is told to ({', '.join(told)}): {either}")
+    elif machine.system == "darwin":
+        say(f"downloads {requirement}: about {cpu_torch.MAC_MB} MB")
+    elif machine.gets_cuda and "+cpu" not in requirement:
+        say(f"downloads {requirement} with CUDA and its libraries: about {cpu_torch.CUDA_GB} GB")
+    else:
+        say(f"downloads {requirement}: {either}")
 
 
-def announce(missing: Mapping[str, str]) -> None:
-    """Says what will be downloaded."""
-    if "torch" in missing:
-        say(f"downloads {missing['torch']}: about 200 MB where the build is for CPUs, several GB where it brings CUDA")
-        linux = sys.platform == "linux" and platform.machine() == "x86_64"
-        if linux and not Path("/proc/driver/nvidia/version").exists():
-            say("no NVIDIA GPU is seen here: an index of CPU builds saves those GB (see TORCH in the Makefile)")
-    others = [requirement for name, requirement in missing.items() if name != "torch"]
+def announce_others(missing: Mapping[str, str]) -> None:
+    """Says what is downloaded besides torch."""
+    others = {name: requirement for name, requirement in missing.items() if name != "torch"}
     if others:
+        megabytes = sum(SIZES_MB.get(name, 0) for name in others)
+        size = f": about {megabytes} MB" if megabytes else ""
+        say(f"downloads {', '.join(others.values())}, and what they need{size}")
+
+
+def cpu_wheel(
+    environment: Environment, pin: str, settings: Mapping[str, str], index: str, within_s: float
+) -> Wheel | None:
+    """PyTorch's build for CPUs of the torch that is pinned; None, and said, where its index does not have it now."""
+    try:
+        python = environment.runs_as() or PYTHON_VERSION
+        return cpu_torch.find(pin.partition("==")[2], python, settings, index, within_s)
+    except NoCpuBuild as error:
+        say(f"no NVIDIA driver is seen here, but PyTorch's index of builds for CPUs is of no help: {error}")
+        return None
+
+
+def fetch_torch(
+    environment: Environment,
+    pin: str,
+    wanted: Stamp,
+    machine: Machine,
+    index: str = cpu_torch.INDEX,
+    within_s: float = cpu_torch.ANSWER_WITHIN_S,
+) -> bool:
+    """Brings the build for CPUs into the environment where that suits and is to be had; otherwise torch is announced.
+
+    It comes by itself and without what it needs, so that nothing else is taken from that index. Returns whether it came.
+    """
+    settings = environment.pip_settings()
+    wheel = None
+    chosen = wanted.torch or cpu_torch.chosen_sources(settings)
+    if not chosen and cpu_torch.is_wanted(machine, wanted.extras):
+        wheel = cpu_wheel(environment, pin, settings, index, within_s)
+    if wheel is not None:
         say(
-            f"downloads {', '.join(others)}, and what they need"
-            + (": about 70 MB" if "transformers" in missing else "")
+            f"downloads torch {wheel.version} from {index}: {wheel.size}. No NVIDIA driver is seen here; "
+            f"TORCH={pin} asks for the build with CUDA, about {cpu_torch.CUDA_GB} GB with its libraries"
         )
+        try:
+            environment.pip("--index-url", index, "--no-deps", pin)
+            return True
+        except SetupError:
+            say(f"torch could not be installed from {index}, for the reason above")
+    announce_torch(pin, settings, machine)
+    return False
 
 
-def fetch(environment: Environment, pyproject: Mapping[str, Any], pinned: Mapping[str, str], wanted: Stamp) -> None:
-    """Brings the packages that the project needs into the environment."""
-    needed = requirements(pyproject, wanted.extras)
-    visible = environment.visible()
-    missing = to_install(needed, pinned, visible, wanted.torch, wanted.reuses_base)
-    announce(missing)
-    limits = environment.path / "constraints.txt"
-    limits.write_text("\n".join(constraints(pinned, visible, wanted.torch, wanted.reuses_base)) + "\n")
-    chosen = [wanted.torch] if wanted.torch else []
-    environment.pip("-c", limits, *needed, *chosen, quiet=not missing)
+def fetch(
+    environment: Environment, needed: Sequence[str], missing: Mapping[str, str], limits: Sequence[str], torch: str
+) -> None:
+    """Brings the packages that are needed into the environment. `torch` is the user's choice, or nothing."""
+    announce_others(missing)
+    file = environment.path / "constraints.txt"
+    file.write_text("\n".join(limits) + "\n")
+    chosen = [torch] if torch else []
+    environment.pip("-c", file, *needed, *chosen, quiet=not missing)
 
 
 def install(environment: Environment) -> None:
@@ -305,7 +273,7 @@ def install(environment: Environment) -> None:
     say(f"{environment.path.name} is ready: Python {environment.runs_as()}, torch {torch}")
 
 
-def set_up(environment: Environment, extras: Collection[str], torch: str, python_named: bool) -> None:
+def set_up(environment: Environment, extras: Collection[str], torch: str, python_named: bool, machine: Machine) -> None:
     """Brings the environment to what is asked for; does nothing where it is."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     text = (ROOT / "constraints.txt").read_text()
@@ -313,7 +281,7 @@ def set_up(environment: Environment, extras: Collection[str], torch: str, python
     kept = stamp if stamp and stamp.complete else None  # what was chosen and installed before
     wanted = Stamp(
         # A copied or moved checkout is another one: scripts and links name its place.
-        fingerprint=fingerprint(pyproject, text, Path(__file__).read_text() + str(ROOT)),
+        fingerprint=fingerprint(pyproject, text, "".join(path.read_text() for path in SCRIPTS) + str(ROOT)),
         python=PYTHON_VERSION,
         base=sys.prefix,
         extras=tuple(sorted(implied(pyproject, extras) | set(kept.extras if kept else ()))),
@@ -322,7 +290,8 @@ def set_up(environment: Environment, extras: Collection[str], torch: str, python
     )
     (torch_needed,) = (r for r in pyproject["project"]["dependencies"] if name_of(r) == "torch")
     runs_as = environment.runs_as()
-    reason = rebuild_reason(stamp, wanted, runs_as, os.path.lexists(environment.path), python_named)
+    exists = os.path.lexists(environment.path)
+    reason = rebuild_reason(stamp, wanted, runs_as, exists, python_named, machine.has_driver)
     if reason is None and runs_as is not None:
         wanted = completing(environment, stamp, replace(wanted, python=runs_as), torch_needed)
         if stamp == replace(wanted, complete=True):
@@ -336,11 +305,20 @@ def set_up(environment: Environment, extras: Collection[str], torch: str, python
             say(f"torch {found} is there already and is used, with what lies beside it")
         wanted = replace(wanted, reuses_base=found is not None)
         environment.create(wanted, with_base=wanted.reuses_base)
+    pinned, visible = pins(text), environment.visible()
+    needed = requirements(pyproject, wanted.extras)
+    missing = to_install(needed, pinned, visible, wanted.torch, wanted.reuses_base)
+    limits = constraints(pinned, visible, wanted.torch, wanted.reuses_base)
     try:
-        fetch(environment, pyproject, pins(text), wanted)
+        if "torch" in missing:
+            wanted = replace(wanted, cpu_build=fetch_torch(environment, missing["torch"], wanted, machine))
+        if wanted.cpu_build:
+            missing.pop("torch", None)
+        fetch(environment, needed, missing, limits, wanted.torch)
     except SetupError:
         if reason is None and stamp:
-            environment.set_stamp(stamp)  # pip refused before it changed anything: what worked goes on working
+            # What was there goes on working: pip changes nothing where it refuses. A new torch is not taken back.
+            environment.set_stamp(replace(stamp, cpu_build=wanted.cpu_build))
         raise
     install(environment)
     environment.set_stamp(replace(wanted, complete=True))
@@ -349,7 +327,7 @@ def set_up(environment: Environment, extras: Collection[str], torch: str, python
 def completing(environment: Environment, stamp: Stamp | None, wanted: Stamp, torch_needed: str) -> Stamp:
     """What `wanted` means for an environment that stays: made of what it was made of. Read-only."""
     if stamp:
-        return replace(wanted, base=stamp.base, reuses_base=stamp.reuses_base)
+        return replace(wanted, base=stamp.base, reuses_base=stamp.reuses_base, cpu_build=stamp.cpu_build)
     # Somebody else made it. A torch that will do is left alone, unless another was named.
     version = environment.visible().get("torch", "0")
     return replace(wanted, base="", reuses_base=not wanted.torch and release(version) >= least_release(torch_needed))
@@ -383,7 +361,7 @@ def main() -> int:
         if torch and "torch" not in torch:
             raise SetupError(f"TORCH={torch} is no requirement for torch: write TORCH=torch=={torch}, say")
         with exclusive(ROOT / "build" / "setup.lock"):
-            set_up(environment, arguments.extra, torch, bool(os.environ.get("PYTHON")))
+            set_up(environment, arguments.extra, torch, bool(os.environ.get("PYTHON")), Machine.here())
     except SetupError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1

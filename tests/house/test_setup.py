@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import json
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import setup  # .ci/setup.py
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -18,18 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pagetide_setup_script", ROOT / ".ci" / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-setup = script()
 
 SMALL: dict[str, Any] = {
     "build-system": {"requires": ["setuptools>=77"]},
@@ -138,12 +125,30 @@ WANTED = replace(STAMP, complete=False)
 def test_when_an_environment_is_made_anew(
     stamp: Any, wanted: Any, runs_as: str | None, python_named: bool, reason: str | None
 ) -> None:
-    said = setup.rebuild_reason(stamp, wanted, runs_as, True, python_named)
+    said = setup.rebuild_reason(stamp, wanted, runs_as, True, python_named, has_driver=False)
     assert said is None if reason is None else reason in said
 
 
 def test_without_an_environment_one_is_made() -> None:
-    assert setup.rebuild_reason(None, WANTED, None, False, False) == "there is none yet"
+    assert setup.rebuild_reason(None, WANTED, None, False, False, False) == "there is none yet"
+
+
+@pytest.mark.parametrize(
+    ("stamp", "torch", "has_driver", "reason"),
+    [
+        (STAMP, "", True, None),  # somebody's own choice, of a build for CPUs even
+        (replace(STAMP, cpu_build=True), "", False, None),
+        (replace(STAMP, cpu_build=True), "", True, "NVIDIA driver now"),
+        (replace(STAMP, cpu_build=True), "torch==2.13.0", False, "TORCH asks for another"),
+        (replace(STAMP, cpu_build=True), "torch==2.13.0+cpu", False, None),
+    ],
+)
+def test_a_build_for_cpus_that_nobody_asked_for_gives_way(
+    stamp: Any, torch: str, has_driver: bool, reason: str | None
+) -> None:
+    wanted = replace(WANTED, torch=torch, cpu_build=stamp.cpu_build)
+    said = setup.rebuild_reason(stamp, wanted, "3.11", True, False, has_driver)
+    assert said is None if reason is None else reason in said
 
 
 def test_a_stamp_comes_back_as_it_was_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
@@ -151,6 +156,10 @@ def test_a_stamp_comes_back_as_it_was_written_and_a_torn_one_is_none(tmp_path: P
     assert environment.stamp() is None
     environment.set_stamp(STAMP)
     assert environment.stamp() == STAMP
+    (tmp_path / "pagetide.json").write_text(
+        json.dumps({**asdict(STAMP), "cpu_build": None}).replace('"cpu_build": null, ', "")
+    )
+    assert environment.stamp() == STAMP  # of a set-up that knew no builds for CPUs
     (tmp_path / "pagetide.json").write_text('{"fingerprint": "f", "pyth')
     assert environment.stamp() is None
 
