@@ -46,7 +46,7 @@ SIZES_MB = {
     "transformers": 30,
     "numpy": 17,
     "triton": 200,
-    "llguidance": 10,
+    "llguidance": 3,
     "cuda-bindings": 10,
     "matplotlib": 25,
     "mypy": 17,
