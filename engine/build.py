@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,6 +47,9 @@ from .runner import Runner
 from .sampler import Sampler
 from .sharing import HEAP_BYTES, Occupant, Sharing, join
 
+if TYPE_CHECKING:
+    from .self_check.report import Report
+
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
 
@@ -63,6 +66,7 @@ class Engine:
     sharing: Sharing | None
     sampling: SamplingParams  # of the models file over the generation config
     eos_token_ids: tuple[int, ...]
+    self_check: Report | None  # of a CUDA device
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did. Plain data."""
@@ -99,7 +103,14 @@ class Engine:
             },
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
+            "self_check": self._self_check(),
         }
+
+    def _self_check(self) -> dict[str, Any]:
+        if self.self_check is not None:
+            return self.self_check.to_dict()
+        reason = "the device is a CPU" if self.plan.device == "cpu" else "self_check=False"
+        return {"state": "not run", "reason": reason}
 
     def _host_tier(self) -> dict[str, Any] | None:
         tier, pool = self.core.scheduler.cache.host, self.core.runner.host
@@ -140,17 +151,31 @@ def build(config: EngineConfig) -> Engine:
     """
     began = time.perf_counter()
     with _loading:
+        checked = _self_check(config)  # before this process takes anything of the device
+        faults = {} if checked is None else checked.faults
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
-        check(config.attention, Site.of(device, plan.geometry), plan.geometry)
+        check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
         occupant, sharing = Occupant(device, plan.weights_bytes), None
         try:
             sharing = join(config, plan, occupant)
-            return _build(config, checkpoint, dtype, plan, occupant, sharing, began)
+            return _build(config, checkpoint, dtype, plan, occupant, sharing, checked, began)
         except BaseException:
             occupant.close()
             if sharing is not None:
                 sharing.close()
             raise
+
+
+def _self_check(config: EngineConfig) -> Report | None:
+    """What of the engine works on the device; None where that is a CPU, or nobody wants to know."""
+    device = choose_device(config.device)
+    if device.type != "cuda" or not config.self_check:
+        return None
+    from .self_check.check import say, self_check
+
+    report = self_check(torch.cuda.current_device() if device.index is None else device.index)
+    say(report)
+    return report
 
 
 def _build(
@@ -160,9 +185,11 @@ def _build(
     plan: MemoryPlan,
     occupant: Occupant,
     sharing: Sharing | None,
+    checked: Report | None,
     began: float,
 ) -> Engine:
     device = occupant.device
+    faults = {} if checked is None else checked.faults
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype)
     if device.type == "cpu":
@@ -171,11 +198,12 @@ def _build(
     probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)
-    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.calls)
-    host = _host_pool(plan, config)
-    arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease)
+    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.calls, faults=faults)
+    host = _host_pool(plan, config, pins="swaps" not in faults)
+    arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     occupant.arena, occupant.host = arena, host
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
+    config = replace(config, cuda_graphs=config.cuda_graphs and "graphs" not in faults)
     core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host, kernel)
     if not isinstance(arena, TensorArena):
         core.memory = EngineMemory(
@@ -196,7 +224,8 @@ def _build(
         plan.model, plan.dtype, plan.device, format_bytes(first), format_bytes(plan.kv_bytes), plan.num_blocks,
         plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
-    return Engine(core, encoder, plan, arena, occupant, sharing, checkpoint.default_sampling, checkpoint.eos_token_ids)
+    sampling, eos_token_ids = checkpoint.default_sampling, checkpoint.eos_token_ids
+    return Engine(core, encoder, plan, arena, occupant, sharing, sampling, eos_token_ids, checked)
 
 
 def _trim(core: EngineCore, device: torch.device) -> None:
@@ -218,13 +247,13 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None) -> tuple[Arena, int]:
+def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
     """An arena of the plan's size with its least extents mapped, and the bytes that these are.
 
     Nothing of it goes on in the background until there is an `EngineMemory`: CUDA graphs are captured before.
     """
     try:
-        arena = _arena(plan, occupant.device)
+        arena = _arena(plan, occupant.device, elastic)
         if isinstance(arena, TensorArena):  # mapped as a whole, for good
             return arena, arena.mapped_bytes
         if lease is not None:
@@ -241,12 +270,14 @@ def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None) -> tup
         raise NotEnoughMemory(error.asked_bytes, free, what, remedy) from error
 
 
-def _arena(plan: MemoryPlan, device: torch.device) -> Arena:
-    """The device's elastic arena with nothing mapped; one fixed allocation where its driver cannot be called."""
+def _arena(plan: MemoryPlan, device: torch.device, elastic: bool) -> Arena:
+    """The device's elastic arena with nothing mapped; one fixed allocation where that is unwanted, or its driver cannot be
+    called.
+    """
     shape = (plan.num_extents, plan.geometry.extent_bytes)
     if device.type == "cpu":
         return HostArena(*shape)
-    if device.type == "cuda":
+    if device.type == "cuda" and elastic:
         try:
             index = torch.cuda.current_device() if device.index is None else device.index
             return CudaArena(*shape, index, ready_limit_bytes=READY_LIMIT_BYTES)
@@ -255,7 +286,7 @@ def _arena(plan: MemoryPlan, device: torch.device) -> Arena:
     return TensorArena(*shape, device)
 
 
-def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
+def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPool | None:
     """The host tier's memory, none of it taken. Raises NotEnoughMemory where the host could not give it now; ConfigError."""
     asked = config.host_kv_memory
     if not asked:
@@ -264,7 +295,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig) -> HostPool | None:
         remedy = "ask for less host_kv_memory, or for none"
         raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
     try:
-        return HostPool(plan.geometry, asked)
+        return HostPool(plan.geometry, asked, pins=pins)
     except ValueError as error:
         raise ConfigError(f"host_kv_memory: {error}") from error
 

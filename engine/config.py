@@ -102,6 +102,7 @@ class EngineConfig:
             block size asked for.
         overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host. None: on CUDA.
         cuda_graphs: Replay decode steps from CUDA graphs, where device, model and attention have nothing against it.
+        self_check: On CUDA, use no part of the engine that fails on this device. See `engine/self_check`.
     """
 
     model: ModelSpec
@@ -120,6 +121,7 @@ class EngineConfig:
     attention: str = "auto"
     overlap: bool | None = None
     cuda_graphs: bool = True
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -130,7 +132,7 @@ class EngineConfig:
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
         check_attention(self.attention)
-        for name in ("prefix_caching", "share", "cuda_graphs"):
+        for name in ("prefix_caching", "share", "cuda_graphs", "self_check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.overlap, bool | None):
@@ -167,6 +169,7 @@ class EngineConfig:
         attention: str | None = None,
         overlap: bool | None = None,
         cuda_graphs: bool = True,
+        self_check: bool = True,
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
         and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
@@ -201,6 +204,7 @@ class EngineConfig:
             attention=check_attention(spec.attention or "auto" if attention in (None, "auto") else attention),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
+            self_check=self_check,
         )
 
     def tokens_per_block(self) -> int:

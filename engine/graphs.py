@@ -116,7 +116,7 @@ class DecodeGraphs:
             return found
         right = self._forward(size)[:num_rows].clone()
         self._replays[size]()
-        if _near(found, right):
+        if near(found, right):
             self._trusted.add(size)
             return found
         log.warning(
@@ -142,7 +142,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _near(found: torch.Tensor, right: torch.Tensor) -> bool:
+def near(found: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether logits are the same but for rounding; what is no finite number must be the same."""
     tolerance = _TOLERANCES[right.dtype]
     found, right = found.float(), right.float()

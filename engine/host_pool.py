@@ -71,10 +71,11 @@ class _Cuda:
 class HostPool:
     """As many slots as whole extents of `geometry` fit into `num_bytes`, less the null block. Not thread-safe.
 
-    It serves one device: the one of its first copies. Raises ValueError where `num_bytes` hold no slot.
+    It serves one device: the one of its first copies. With CUDA and not `pins`, its memory is not pinned and copies are torch's
+    own, one by one. Raises ValueError where `num_bytes` hold no slot.
     """
 
-    def __init__(self, geometry: Geometry, num_bytes: int) -> None:
+    def __init__(self, geometry: Geometry, num_bytes: int, *, pins: bool = True) -> None:
         least = geometry.bytes_for_blocks(2)
         if num_bytes < least:
             raise ValueError(
@@ -86,6 +87,7 @@ class HostPool:
         self._thread = ThreadPoolExecutor(1, "pagetide-swaps")  # which begins with the first copy
         self._extents = HostExtents(arena, self._storage.blocks.data_ptr(), self._thread)
         self._cuda: _Cuda | None = None
+        self._pins = pins
 
     @property
     def num_slots(self) -> int:
@@ -191,12 +193,16 @@ class HostPool:
         where = device.device
         index = torch.cuda.current_device() if where.index is None else where.index
         stream = torch.cuda.Stream(where)
+        plain = _Cuda(stream, Fastest([Runs()]), None)
+        if not self._pins:
+            self._cuda = plain
+            return plain
         try:
             driver = CudaBindings()
             context = Device(driver, index)
         except (DriverUnavailable, DriverError) as error:
             log.warning("host memory for swaps is not pinned, copies to it take longer: %s", error)
-            self._cuda = _Cuda(stream, Fastest([Runs()]), None)
+            self._cuda = plain
         else:
             self._extents.lock_for(context)
             self._cuda = _Cuda(stream, Fastest(ways_on(driver, where, index)), context)

@@ -52,6 +52,8 @@ class LLM:
         overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host: the device does
             not wait then while they are handed out. None: on CUDA.
         cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at the start, where model and attention can be.
+        self_check: On CUDA, try once for each device, driver and versions whether the elastic pool, each attention kernel, CUDA
+            graphs and swaps work there, and do without those that fail, with a warning. The result is kept. False: use all.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -81,6 +83,7 @@ class LLM:
         attention: str = "auto",
         overlap: bool | None = None,
         cuda_graphs: bool = True,
+        self_check: bool = True,
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
@@ -101,6 +104,7 @@ class LLM:
             attention=attention,
             overlap=overlap,
             cuda_graphs=cuda_graphs,
+            self_check=self_check,
         )
         self._desk = Desk(self.config)
 

@@ -94,9 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(plan, "as JSON")
     plan.set_defaults(run=_plan)
 
-    from .run import add_parser  # late, as what the other commands need
+    from . import doctor, run  # late, as what the other commands need
 
-    for command in (generate, demo, models, plan, add_parser(commands)):
+    for command in (generate, demo, models, plan, run.add_parser(commands), doctor.add_parser(commands)):
         command.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv with tracebacks")
     return parser
 
@@ -157,6 +157,10 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--no-cuda-graphs", dest="cuda_graphs", action="store_const", const=False,
         help="launch the kernels of decode steps one by one",
+    )  # fmt: skip
+    engine.add_argument(
+        "--no-self-check", dest="self_check", action="store_const", const=False,
+        help="use every part of the engine on CUDA, whether or not it works there (see `pagetide doctor`)",
     )  # fmt: skip
 
 
@@ -240,8 +244,9 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap", "cuda_graphs"
-    )
+        args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap", "cuda_graphs",
+        "self_check",
+    )  # fmt: skip
 
 
 def _generate(args: argparse.Namespace) -> int:

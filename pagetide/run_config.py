@@ -72,6 +72,7 @@ class EngineOptions:
     attention: str | None = None
     overlap: bool | None = None
     cuda_graphs: bool | None = None
+    self_check: bool | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, for `LLM`."""
@@ -110,8 +111,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 _SHORT = ("input", "output")  # a text in the place of the section is its path
 _SWITCHES = (
-    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "trust_remote_code", "ignore_eos",
-    "add_special_tokens",
+    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "trust_remote_code",
+    "ignore_eos", "add_special_tokens",
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
 _TEXTS = (
@@ -140,6 +141,7 @@ _HELP = {
     "share": "hold a lease, so that memory can move between engines (default: yes)",
     "overlap": "begin a step before the tokens of the last one are on the host (default: on CUDA)",
     "cuda_graphs": "replay decode steps from CUDA graphs, on CUDA (default: yes)",
+    "self_check": "use no part of the engine that fails on this device, on CUDA (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
     "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",

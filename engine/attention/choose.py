@@ -4,7 +4,8 @@
     asked for          it can, is installed and agrees with torch, or the engine does not start and says why
 
 A library that fails is left out with a warning; what it leaves behind on the device (an illegal access ends a CUDA context)
-cannot be undone from here. Why so: docs/decisions/0025-attention-backends.md.
+cannot be undone from here. So what the device's self-check found to fail is not tried at all (`engine/self_check`). Why so:
+docs/decisions/0025-attention-backends.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 Make = Callable[[], Kernel]  # raises ImportError where the library is not there
 Measure = Callable[[Callable[[], object]], float]  # seconds that a call takes
+NO_FAULTS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,19 @@ class WatchedKernel(TorchKernel):
         )
 
 
-def check(name: str, site: Site, geometry: Geometry) -> None:
-    """Raises ConfigError if backend `name` cannot serve the layers' shapes there, or is not installed.
+def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] = NO_FAULTS) -> None:
+    """Raises ConfigError if backend `name` cannot serve the layers' shapes there, is not installed, or is among `faults`.
 
-    Before weights are read; what layers do beyond their shapes is only known once the model runs.
+    Before weights are read; what layers do beyond their shapes is only known once the model runs. `faults` are the backends
+    that the device's self-check switched off, and why.
     """
     if name == AUTO:
         return
+    if name in faults:
+        raise ConfigError(
+            f"attention={name!r} failed in the self-check of {site.device}: {faults[name]}; use attention='auto', or repeat "
+            "the check when the reason is gone: pagetide doctor --refresh"
+        )
     shapes = {Call(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers}
     _refuse(name, site, [shape for shape in shapes if shape.num_kv_heads])
     _made(name, MAKERS)
@@ -102,12 +110,14 @@ def choose(
     site: Site,
     calls: Counter[Call],
     *,
+    faults: Mapping[str, str] = NO_FAULTS,
     makers: Mapping[str, Make] | None = None,
     measure: Measure = trial.cuda_seconds,
 ) -> Kernel:
     """The kernel of an engine whose layers attend as `calls` says, and how often.
 
     Args:
+        faults: Backends that "auto" leaves out, and why.
         makers: Of a kernel of each backend.
         measure: Of the kernels that can serve; the fastest is taken.
 
@@ -117,7 +127,8 @@ def choose(
     makers = MAKERS if makers is None else makers
     with torch.inference_mode():
         if name == AUTO:
-            kernel = TorchKernel() if site.capability is None else _fastest(site, calls, makers, measure)
+            sound = {backend: make for backend, make in makers.items() if backend not in faults}
+            kernel = TorchKernel() if site.capability is None else _fastest(site, calls, sound, measure)
         else:
             kernel = _asked_for(name, site, calls, makers)
     if site.device.type == "cuda":
@@ -174,7 +185,7 @@ def _that_agree(site: Site, calls: Counter[Call], makers: Mapping[str, Make]) ->
     """The kernels besides torch's that can serve, are installed, and give torch's results."""
     found = []
     for name, needs in BACKENDS.items():
-        if name == "torch" or needs.compiles:
+        if name == "torch" or needs.compiles or name not in makers:
             continue
         obstacle = site.obstacle(name, calls)
         if obstacle is not None:

@@ -1,0 +1,76 @@
+"""Where the results of self-checks are kept: one small file for each device and each set of versions.
+
+    $XDG_CACHE_HOME/pagetide/self-check/DIGEST.json     ~/.cache in place of a variable that is not set, or not absolute
+
+A file is replaced as a whole, so that a reader never sees half of one, and several processes may write at once: the last one's
+result stands. A file that is damaged, or of other versions, counts as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .report import Outcome
+
+log = logging.getLogger(__name__)
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of results. Makes nothing."""
+    named = environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification has relative paths ignored. Without a home the path stays relative to "~",
+    # which nobody can write to by accident: it is used only where it is absolute.
+    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
+    return base / "pagetide" / "self-check"
+
+
+class Cache:
+    """The results in a folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = cache_dir() if folder is None else folder
+
+    def file(self, identity: Mapping[str, Any]) -> Path:
+        """Where the result for this identity is, or would be."""
+        text = json.dumps(identity, sort_keys=True)
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def read(self, identity: Mapping[str, Any]) -> list[Outcome]:
+        """The outcomes that are kept for this identity; none where there is no such file, or no readable one."""
+        file = self.file(identity)
+        try:
+            kept = json.loads(file.read_text("utf-8"))
+            if kept["identity"] != identity:
+                return []
+            return [Outcome.from_dict(one) for one in kept["outcomes"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.debug("the self-check's result in %s is not used: %r", file, error)
+            return []
+
+    def write(self, identity: Mapping[str, Any], outcomes: Iterable[Outcome]) -> None:
+        """Keep these outcomes, in place of earlier ones. Raises OSError."""
+        file = self.file(identity)
+        if not file.is_absolute():
+            raise OSError("there is no home directory, and XDG_CACHE_HOME names no absolute one")
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = json.dumps({"identity": identity, "outcomes": [asdict(one) for one in outcomes]}, indent=1)
+        descriptor, name = tempfile.mkstemp(prefix=file.stem, suffix=".tmp", dir=file.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as half:
+                half.write(text + "\n")
+            os.replace(name, file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise

@@ -1,0 +1,108 @@
+"""The self-check of a device: what earlier runs found, what is tried now, and what is said of it. Imports no torch.
+
+An outcome that passed holds as long as the identity of device, driver and versions; one that failed is believed for a day and
+then tried again, since what made it fail (a compiler that was missing, another program on the device) may be gone.
+Why so: docs/decisions/0036-self-check.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .cache import Cache
+from .identity import identity_of
+from .process import try_parts
+from .report import FAILED, PARTS, UNTRIED, Outcome, Report, in_order, without
+
+log = logging.getLogger(__name__)
+
+FAILURES_HOLD_S = 24 * 3600.0
+
+Try = Callable[[Sequence[str], Mapping[str, Any]], list[Outcome]]
+
+
+def self_check(
+    index: int,
+    *,
+    again: bool = False,
+    tries: bool = True,
+    cache: Cache | None = None,
+    identify: Callable[[int], dict[str, Any]] = identity_of,
+    attempt: Try | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Report:
+    """What of the engine works on CUDA device `index`, as torch counts.
+
+    Args:
+        again: Try every part, whatever is known.
+        tries: Try what is not known; False: tell what is known.
+        cache: Where results are kept.
+        identify: What a result holds for.
+        attempt: Tries parts; None: in processes of their own.
+        clock: Seconds since 1970.
+    """
+    cache, identity = cache or Cache(), identify(index)
+    known = {} if again else {one.part: one for one in cache.read(identity) if _holds(one, clock())}
+    todo = [part for part in PARTS if part not in known] if tries else []
+    kept = True
+    if todo:
+        where = _told(f"cuda:{index}", identity)
+        log.info("self-check of %s: %d parts are tried, once for this device, driver and versions", where, len(todo))
+        found = (attempt or partial(_in_processes, index))(todo, identity)
+        known |= {one.part: one for one in found}
+        kept = _keep(cache, identity, known.values())
+    return Report(f"cuda:{index}", identity, in_order(known.values()), not todo, str(cache.file(identity)), kept)
+
+
+def say(report: Report) -> None:
+    """Log what is switched off, and what could not be tried: a warning each."""
+    where = _told(report.device, report.identity)
+    for part, reason in report.faults.items():
+        log.warning(
+            "self-check of %s: %s is switched off, as it failed: %s. Without it %s. `pagetide doctor` shows the result, "
+            "`pagetide doctor --refresh` repeats it", where, part, reason, without(part),
+        )  # fmt: skip
+    untried = report.of(UNTRIED)
+    if untried:
+        parts = ", ".join(one.part for one in untried)
+        reasons = "; ".join(dict.fromkeys(str(one.reason) for one in untried))
+        log.warning(
+            "self-check of %s: %s could not be tried (%s) and is used unchecked; the next start tries again, "
+            "self_check=False does not", where, parts, reasons,
+        )  # fmt: skip
+    if not report.faults and not untried and not report.cached:
+        log.info("self-check of %s: everything works that is there", where)
+
+
+def _holds(outcome: Outcome, now: float) -> bool:
+    """Whether an outcome that was kept is still to be believed."""
+    if outcome.part not in PARTS or outcome.state == UNTRIED:
+        return False
+    return outcome.state != FAILED or 0 <= now - outcome.at < FAILURES_HOLD_S
+
+
+def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[Outcome]) -> bool:
+    try:
+        cache.write(identity, (one for one in in_order(outcomes) if one.state != UNTRIED))
+    except OSError as error:
+        log.warning("the self-check's result cannot be kept, so the next start repeats it: %s", error)
+        return False
+    return True
+
+
+def _told(device: str, identity: Mapping[str, Any]) -> str:
+    return f"{device} ({identity['name']}, driver {identity['driver']})"
+
+
+def _in_processes(index: int, parts: Sequence[str], identity: Mapping[str, Any]) -> list[Outcome]:
+    def command(todo: Sequence[str], failed: Collection[str]) -> list[str]:
+        request = json.dumps({"device": index, "parts": list(todo), "failed": list(failed)})
+        return [sys.executable or "python3", "-P", "-m", f"{__package__}.child", request]
+
+    return try_parts(parts, command, identity)

@@ -1,0 +1,68 @@
+"""What a self-check's result holds for: the device, its driver, and the versions of everything that runs on it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+
+# Distributions whose code runs on the device, or calls its driver.
+DISTRIBUTIONS = ("torch", "triton", "cuda-bindings", "flash-attn", "flash-attn-3")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("allocator", "cache", "engine")  # the folders of what is checked
+
+
+def identity_of(index: int) -> dict[str, Any]:
+    """The identity of CUDA device `index`, as torch counts. Plain data; takes no memory of the device."""
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "device": str(getattr(found, "uuid", None) or f"{found.name} {index}"),
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "versions": versions(DISTRIBUTIONS),
+        "python": platform.python_version(),
+        "pagetide": __version__,
+        "sources": _digest(),
+    }
+
+
+def driver_version(file: Path = _DRIVER) -> str | None:
+    """The version of NVIDIA's driver, as the kernel tells; None where it does not (under WSL, say)."""
+    try:
+        found = re.search(r"\b\d+(\.\d+)+\b", file.read_text())
+    except OSError:
+        return None
+    return found.group() if found else None
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of each distribution; None where it is not there. Imports none of them."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@cache
+def _digest() -> str:
+    """Of the code that is checked, so that a checkout in which it changed is checked again."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,196 @@
+"""Parts are tried in processes of their own: what crashes, hangs or breaks the device's context there harms nobody else.
+
+One process tries them one after the other. It ends with the first part that fails, and another one goes on with the rest; the
+part that failed is tried a second time first, so that a stumble is not taken for a fault. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .report import FAILED, UNTRIED, Outcome
+
+log = logging.getLogger(__name__)
+
+# What starts a process that tries these parts, of which those others failed. See `child`.
+Command = Callable[[Sequence[str], Collection[str]], Sequence[str]]
+
+_END_S = 5.0  # for a process to be gone that has nothing to do any more, or was killed
+_SAID_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long is waited, in seconds. A start imports torch; the first use of a kernel compiles it."""
+
+    ready_s: float = 60.0
+    part_s: float = 60.0
+    total_s: float = 180.0
+
+
+def try_parts(
+    parts: Sequence[str],
+    command: Command,
+    identity: Mapping[str, Any],
+    bounds: Bounds | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Outcome]:
+    """The outcome of each part, in order. Raises nothing for what happens in a process.
+
+    What a process of another `identity` tries does not count.
+    """
+    trial = _Trial(parts, identity, bounds or Bounds(), clock)
+    while trial.todo:
+        trouble = trial.advance(command)
+        if trouble is not None:
+            return trial.found + [Outcome(part, UNTRIED, trouble, at=clock()) for part in trial.todo]
+    return trial.found
+
+
+class _Trial:
+    """Parts that are to be tried, and the outcomes so far."""
+
+    def __init__(
+        self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Bounds, clock: Callable[[], float]
+    ) -> None:
+        self.todo = list(parts)
+        self.found: list[Outcome] = []
+        self._identity = dict(identity)
+        self._bounds = bounds
+        self._clock = clock
+        self._deadline = time.monotonic() + bounds.total_s
+        self._again = False  # the part that is next failed once
+
+    def advance(self, command: Command) -> str | None:
+        """Try parts in one process, as far as it comes. Returns why the rest cannot be tried at all; None if it can."""
+        failed = [one.part for one in self.found if one.state == FAILED]
+        try:
+            child = Child(command(self.todo, failed))
+        except OSError as error:
+            return f"no process could be started: {error}"
+        with child:
+            try:
+                first = child.line(self._left_s(self._bounds.ready_s))
+            except TimeoutError:
+                return "its process was not ready in time"
+            if first is None:
+                return f"its process {child.end()}"
+            if first.get("identity") != self._identity:
+                return "its process sees another device, or other versions"
+            while self.todo and time.monotonic() < self._deadline:
+                outcome = self._next(child)
+                if outcome.state == FAILED and not self._again:
+                    log.info("self-check: %s failed and is tried again: %s", outcome.part, outcome.reason)
+                    self._again = True
+                    return None
+                self._again = False
+                self.found.append(outcome)
+                self.todo.pop(0)
+                if outcome.state == FAILED or child.is_over:
+                    return None
+        return f"other parts took all of {self._bounds.total_s:g} s" if self.todo else None
+
+    def _next(self, child: Child) -> Outcome:
+        """What becomes of the next part."""
+        part, began, limit_s = self.todo[0], time.monotonic(), self._left_s(self._bounds.part_s)
+
+        def ended(state: str, reason: str) -> Outcome:
+            return Outcome(part, state, reason, round(time.monotonic() - began, 3), self._clock())
+
+        try:
+            line = child.line(limit_s)
+        except TimeoutError:
+            return ended(FAILED, f"it did not end within {limit_s:.3g} s")
+        if line is not None:
+            return Outcome.from_dict(line)
+        how = child.end()
+        # Only others kill with that signal: the kernel that is short of memory, or an operator.
+        return ended(UNTRIED if child.status == -signal.SIGKILL else FAILED, f"its process {how}")
+
+    def _left_s(self, limit_s: float) -> float:
+        return max(0.0, min(limit_s, self._deadline - time.monotonic()))
+
+
+class Child:
+    """A process that answers JSON objects, one a line, on its standard output. Leaving the context ends it. Raises OSError."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        with ExitStack() as undo:
+            self._said = undo.enter_context(tempfile.TemporaryFile())  # its standard error
+            # Its standard input ends with this process, and then it does too.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, cwd="/"
+            )
+            undo.pop_all()
+        self.is_over = False  # it says nothing any more
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="pagetide-self-check", daemon=True).start()
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for the signal that ended it; None while it runs."""
+        return self._process.returncode
+
+    def line(self, timeout_s: float) -> dict[str, Any] | None:
+        """What it says next; None where it has ended. Raises TimeoutError, with the process killed."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            self.is_over = True
+            self._process.kill()
+            raise TimeoutError from None
+        self.is_over = line is None
+        answer: dict[str, Any] | None = None if line is None else json.loads(line)
+        return answer
+
+    def end(self) -> str:
+        """How it ended, as the end of a sentence, once `line` said that it has."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        status = self._process.returncode
+        if status is None:
+            return "closed its output"
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"{how}: {last[:_SAID_CHARS]}" if last else how
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for line in output:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        if kind is not None:
+            self._process.kill()
+        self._process.stdin.close()
+        try:  # by itself first: then the device has its memory back
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # one that the driver does not let go is left behind
+                self._process.wait(_END_S)
+        self._said.close()

@@ -1,0 +1,293 @@
+"""Which parts are tried, what is kept of it for how long, and what is said; the cache's folder in every state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagetide.engine.self_check import cache as caching
+from pagetide.engine.self_check.cache import Cache, cache_dir
+from pagetide.engine.self_check.check import FAILURES_HOLD_S, say, self_check
+from pagetide.engine.self_check.identity import driver_version, versions
+from pagetide.engine.self_check.report import (
+    ABSENT,
+    FAILED,
+    PARTS,
+    PASSED,
+    UNTRIED,
+    Outcome,
+    Report,
+    in_order,
+    without,
+)
+
+IDENTITY = {"device": "GPU-1", "name": "NVIDIA H200", "driver": "580.82.07", "versions": {"torch": "2.13.0"}}
+NOW = 1_000_000.0
+
+
+class Rig:
+    """A device whose parts are as `states` says; parts that were tried are in `tried`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cache = Cache(folder)
+        self.states = dict.fromkeys(PARTS, PASSED)
+        self.identity: dict[str, Any] = dict(IDENTITY)
+        self.now = NOW
+        self.tried: list[str] = []
+
+    def attempt(self, parts: Sequence[str], identity: Mapping[str, Any]) -> list[Outcome]:
+        assert identity == self.identity
+        self.tried += parts
+        return [
+            Outcome(part, self.states[part], None if self.states[part] == PASSED else f"no {part}", 0.1, self.now)
+            for part in parts
+        ]
+
+    def check(self, **options: Any) -> Report:
+        self.tried.clear()
+        return self_check(
+            3, cache=self.cache, identify=lambda index: self.identity, attempt=self.attempt, clock=lambda: self.now,
+            **options,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path / "self-check")
+
+
+# ---- what is tried
+
+
+def test_a_first_start_tries_everything_and_the_next_one_nothing(rig: Rig) -> None:
+    rig.states["varlen"] = ABSENT
+    first = rig.check()
+    assert (first.device, first.state, first.cached, first.kept, rig.tried) == (
+        "cuda:3",
+        PASSED,
+        False,
+        True,
+        list(PARTS),
+    )
+    second = rig.check()
+    assert second == replace(first, cached=True)
+    assert rig.tried == []
+    assert Path(second.file).is_file()
+
+
+@pytest.mark.parametrize("changed", [{"device": "GPU-2"}, {"driver": "590.1"}, {"versions": {"torch": "2.14.0"}}])
+def test_another_device_driver_or_version_is_checked_anew(rig: Rig, changed: dict[str, Any]) -> None:
+    rig.check()
+    rig.identity |= changed
+    assert rig.check().cached is False
+    assert rig.tried == list(PARTS)
+    rig.identity = dict(IDENTITY)
+    assert rig.check().cached is True
+
+
+def test_a_failure_is_believed_for_a_day_and_a_pass_for_good(rig: Rig) -> None:
+    rig.states["graphs"] = FAILED
+    assert rig.check().faults == {"graphs": "no graphs"}
+    rig.now += FAILURES_HOLD_S - 1
+    assert rig.check().faults == {"graphs": "no graphs"}
+    assert rig.tried == []
+    rig.now += 2
+    rig.states["graphs"] = PASSED
+    assert rig.check().faults == {}
+    assert rig.tried == ["graphs"]
+    rig.now += 1e9
+    assert (rig.check().state, rig.tried) == (PASSED, [])
+
+
+def test_a_failure_from_the_future_is_tried_again(rig: Rig) -> None:
+    """The clock was set back: it would be believed for ever."""
+    rig.states["pool"] = FAILED
+    rig.check()
+    rig.now -= 3600
+    rig.check()
+    assert rig.tried == ["pool"]
+
+
+def test_what_could_not_be_tried_is_tried_the_next_time_and_is_no_fault(rig: Rig) -> None:
+    rig.states |= {"swaps": UNTRIED, "triton": UNTRIED}
+    report = rig.check()
+    assert (report.state, report.faults) == (UNTRIED, {})
+    rig.states |= {"swaps": PASSED}
+    assert [one.part for one in rig.check().of(UNTRIED)] == ["triton"]
+    assert rig.tried == ["triton", "swaps"]
+
+
+def test_again_tries_everything_and_only_looking_tries_nothing(rig: Rig) -> None:
+    assert rig.check(tries=False).outcomes == ()
+    assert rig.tried == []
+    rig.states["pool"] = FAILED
+    rig.check()
+    rig.states["pool"] = PASSED
+    assert rig.check(tries=False).faults == {"pool": "no pool"}
+    assert rig.check(again=True).faults == {}
+    assert rig.tried == list(PARTS)
+    assert rig.check().faults == {}
+
+
+def test_a_report_is_plain_data(rig: Rig) -> None:
+    rig.states["pool"] = FAILED
+    told = rig.check().to_dict()
+    assert json.loads(json.dumps(told)) == told
+    assert list(told["parts"]) == list(PARTS)
+    assert told["parts"]["pool"] == {"state": FAILED, "reason": "no pool", "seconds": 0.1, "at": NOW}
+    assert (told["state"], told["cached"], told["file"]) == (FAILED, False, str(rig.cache.file(IDENTITY)))
+
+
+# ---- what is said
+
+
+def test_each_part_that_is_off_is_warned_of_by_name_each_time(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.states |= {"graphs": FAILED, "triton": FAILED}
+    for _ in range(2):
+        caplog.clear()
+        say(rig.check())
+        warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 2
+        assert "cuda:3 (NVIDIA H200, driver 580.82.07): triton is switched off, as it failed: no triton" in warnings[0]
+        assert "Without it attention is by another kernel" in warnings[0]
+        assert "Without it decode steps are launched kernel by kernel" in warnings[1]
+        assert "pagetide doctor --refresh" in warnings[1]
+
+
+def test_what_could_not_be_tried_is_said_in_one_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.states |= dict.fromkeys(PARTS, UNTRIED)
+    say(rig.check())
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{', '.join(PARTS)} could not be tried" in warning
+
+
+def test_a_check_that_passed_is_said_once_and_warns_of_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagetide")
+    say(rig.check())
+    assert "everything works that is there" in caplog.text
+    caplog.clear()
+    say(rig.check())
+    assert caplog.messages == []
+
+
+def test_every_part_says_what_comes_in_its_place() -> None:
+    assert len({without(part) for part in PARTS}) == len(PARTS)
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/var/cache/me"}, "/var/cache/me/pagetide/self-check"),
+        ({"XDG_CACHE_HOME": "caches"}, "/h/.cache/pagetide/self-check"),  # relative: to be ignored
+        ({"XDG_CACHE_HOME": ""}, "/h/.cache/pagetide/self-check"),
+        ({}, "/h/.cache/pagetide/self-check"),
+    ],
+)
+def test_the_folder_is_where_the_xdg_specification_says(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: str
+) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    assert str(cache_dir(environ)) == folder
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: text.replace("GPU-1", "GPU-7"),
+        lambda text: text.replace('"passed"', '"perhaps"', 1),
+        lambda text: text.replace('"seconds"', '"minutes"', 1),
+        lambda text: text.replace('"state": "passed"', '"state": null', 1),
+        lambda text: "\udc80",
+    ],
+)
+def test_a_damaged_file_counts_as_none_and_is_replaced(rig: Rig, damage: Any) -> None:
+    file = Path(rig.check().file)
+    file.write_bytes(damage(file.read_text()).encode(errors="surrogateescape"))
+    assert rig.check().state == PASSED
+    assert rig.tried == list(PARTS)
+    assert rig.check().cached is True
+
+
+def test_a_part_that_is_no_more_is_forgotten(rig: Rig) -> None:
+    rig.cache.write(IDENTITY, [Outcome("teleport", FAILED, "no", 0.0, NOW), Outcome("pool", PASSED, None, 0.0, NOW)])
+    report = rig.check()
+    assert [one.part for one in report.outcomes] == list(PARTS)
+    assert rig.tried == list(PARTS[1:])
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    rig = Rig(tmp_path / "file" / "self-check")
+    report = rig.check()
+    assert (report.state, report.kept, report.to_dict()["file"]) == (PASSED, False, None)
+    assert "cannot be kept, so the next start repeats it" in caplog.text
+    rig.check()
+    assert rig.tried == list(PARTS)
+
+
+def test_without_a_home_nothing_is_written_beside_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    rig = Rig(cache_dir({}))
+    assert rig.check().kept is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_result_and_no_rest(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(rig.check().file)
+    before = file.read_text()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caching.os, "replace", full)
+    assert rig.check(again=True).kept is False
+    assert file.read_text() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_several_processes_at_once_leave_one_whole_result(rig: Rig) -> None:
+    outcomes = [Outcome(part, PASSED, None, 0.0, NOW) for part in PARTS]
+    kept = (in_order(outcomes), in_order(outcomes[:2]))
+    with ThreadPoolExecutor(4) as threads:
+        writes = [threads.submit(rig.cache.write, IDENTITY, kept[i % 2]) for i in range(40)]
+        rig.cache.write(IDENTITY, kept[0])
+        for _ in range(200):
+            assert tuple(rig.cache.read(IDENTITY)) in kept
+        for write in writes:
+            write.result()
+    assert os.listdir(rig.cache.file(IDENTITY).parent) == [rig.cache.file(IDENTITY).name]
+
+
+# ---- what a result holds for
+
+
+def test_the_drivers_version_is_what_the_kernel_says(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) is None
+    file.write_text("")
+    assert driver_version(file) is None
+    line = "NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build  (dvs-builder)"
+    file.write_text(f"NVRM version: {line}\nGCC version:  gcc version 13.3.0\n")
+    assert driver_version(file) == "580.82.07"
+
+
+def test_versions_are_told_of_what_is_there() -> None:
+    assert versions(["pytest", "no-such-distribution"]) == {"pytest": pytest.__version__, "no-such-distribution": None}

@@ -1,0 +1,215 @@
+"""Parts in processes of their own: one that crashes, hangs, is killed or talks nonsense costs its part and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from pagetide.engine.self_check.process import Bounds, Child, try_parts
+from pagetide.engine.self_check.report import FAILED, PASSED, UNTRIED, Outcome
+
+IDENTITY = {"device": "GPU-1", "sources": "abc"}
+# What a child does for each part, by its name; `{before}` is done first of all.
+PROGRAM = """
+import json, os, signal, sys, time
+request = json.loads(sys.argv[1])
+def tell(line):
+    os.write(1, (json.dumps(line) + "\\n").encode())
+def passes(part):
+    tell({"part": part, "state": "passed", "reason": None, "seconds": 0.5, "at": 3.0})
+def fails(part):
+    tell({"part": part, "state": "failed", "reason": "wrong bytes", "seconds": 0.5, "at": 3.0})
+    sys.exit(0)
+def crashes(part):
+    os.kill(os.getpid(), signal.SIGSEGV)
+def aborts(part):
+    os.write(2, b"terminate called\\nCUDA error: device-side assert triggered\\n\\n")
+    os.abort()
+def is_killed(part):
+    os.kill(os.getpid(), signal.SIGKILL)
+def hangs(part):
+    time.sleep(1000)
+def ends(part):
+    sys.exit("a library called exit")
+def stumbles(part):
+    try:
+        os.close(os.open(request["folder"] + "/" + part, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        passes(part)
+    else:
+        crashes(part)
+%s
+tell({"identity": request["identity"]})
+for part in request["parts"]:
+    globals()[part.rpartition("-")[2]](part)
+"""
+
+
+class Children:
+    """Starts them, and says what each was asked for."""
+
+    def __init__(self, folder: Path, before: str = "", identity: dict[str, str] = IDENTITY) -> None:
+        self.asked: list[tuple[list[str], list[str]]] = []
+        self._folder = folder
+        self._program = PROGRAM % before
+        self._identity = identity
+
+    def __call__(self, parts: Sequence[str], failed: Collection[str]) -> list[str]:
+        self.asked.append((list(parts), list(failed)))
+        request = {"parts": list(parts), "identity": self._identity, "folder": str(self._folder)}
+        return [sys.executable, "-I", "-S", "-c", self._program, json.dumps(request)]
+
+
+def try_in(children: Children, *parts: str, **bounds: float) -> list[tuple[str, str, str | None]]:
+    found = try_parts(parts, children, IDENTITY, Bounds(**bounds), clock=lambda: 9.0)
+    return [(one.part, one.state, one.reason) for one in found]
+
+
+def test_all_parts_are_tried_in_one_process_and_told_as_they_were(tmp_path: Path) -> None:
+    children = Children(tmp_path)
+    found = try_parts(["a-passes", "b-passes"], children, IDENTITY)
+    assert found == [Outcome(part, PASSED, None, 0.5, 3.0) for part in ("a-passes", "b-passes")]
+    assert len(children.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "reason"),
+    [
+        ("fails", FAILED, "wrong bytes"),
+        ("crashes", FAILED, "its process was ended by SIGSEGV"),
+        ("aborts", FAILED, "its process was ended by SIGABRT: CUDA error: device-side assert triggered"),
+        ("ends", FAILED, "its process ended with status 1: a library called exit"),
+        ("is_killed", UNTRIED, "its process was ended by SIGKILL"),
+    ],
+)
+def test_a_part_that_fails_is_tried_twice_and_the_others_go_on_in_another_process(
+    tmp_path: Path, how: str, state: str, reason: str
+) -> None:
+    children, bad = Children(tmp_path), f"b-{how}"
+    assert try_in(children, "a-passes", bad, "c-passes", "d-passes") == [
+        ("a-passes", PASSED, None),
+        (bad, state, reason),
+        ("c-passes", PASSED, None),
+        ("d-passes", PASSED, None),
+    ]
+    rest = ["c-passes", "d-passes"]
+    first, again, others = (["a-passes", bad, *rest], []), ([bad, *rest], []), (rest, [bad] if state == FAILED else [])
+    assert children.asked == ([first, again, others] if state == FAILED else [first, others])
+
+
+def test_a_part_that_stumbles_once_has_passed(tmp_path: Path) -> None:
+    children = Children(tmp_path)
+    assert [state for _, state, _ in try_in(children, "a-stumbles", "b-passes", "c-stumbles")] == [PASSED] * 3
+    assert len(children.asked) == 3
+
+
+def test_a_part_that_hangs_fails_when_its_time_is_over(tmp_path: Path) -> None:
+    found = try_in(Children(tmp_path), "a-hangs", "b-passes", part_s=0.3)
+    assert found == [("a-hangs", FAILED, "it did not end within 0.3 s"), ("b-passes", PASSED, None)]
+
+
+def test_when_all_time_is_over_the_rest_stays_untried(tmp_path: Path) -> None:
+    (_, first, _), (_, second, reason) = try_in(Children(tmp_path), "a-hangs", "b-passes", total_s=0.3)
+    assert second == UNTRIED
+    assert reason == "its process was not ready in time" or "other parts took all" in str(reason)
+    assert first in (FAILED, UNTRIED)  # its second try came too late
+
+
+@pytest.mark.parametrize(
+    ("before", "bounds", "reason"),
+    [
+        ("sys.exit('no module named torch')", {}, "its process ended with status 1: no module named torch"),
+        ("crashes('')", {}, "its process was ended by SIGSEGV"),
+        ("hangs('')", {"ready_s": 0.3}, "its process was not ready in time"),
+    ],
+)
+def test_a_process_that_does_not_come_up_tells_nothing_of_any_part(
+    tmp_path: Path, before: str, bounds: dict[str, float], reason: str
+) -> None:
+    children = Children(tmp_path, before)
+    assert try_in(children, "a-passes", "b-passes", **bounds) == [
+        ("a-passes", UNTRIED, reason),
+        ("b-passes", UNTRIED, reason),
+    ]
+    assert len(children.asked) == 1
+
+
+def test_a_process_that_sees_another_device_does_not_count(tmp_path: Path) -> None:
+    children = Children(tmp_path, identity={**IDENTITY, "device": "GPU-2"})
+    assert try_in(children, "a-passes") == [("a-passes", UNTRIED, "its process sees another device, or other versions")]
+
+
+def test_without_an_interpreter_nothing_is_tried() -> None:
+    (outcome,) = try_parts(["a"], lambda parts, failed: ["/no/such/python"], IDENTITY)
+    assert outcome.state == UNTRIED
+    assert str(outcome.reason).startswith("no process could be started: ")
+
+
+def test_an_interrupt_ends_the_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Child] = []
+    line = Child.line
+
+    def interrupted(self: Child, timeout_s: float) -> object:
+        if started:
+            raise KeyboardInterrupt
+        started.append(self)
+        return line(self, timeout_s)
+
+    monkeypatch.setattr(Child, "line", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        try_in(Children(tmp_path), "a-hangs")
+    assert started[0].status == -signal.SIGKILL
+
+
+def test_a_process_that_was_left_behind_ends_by_itself(tmp_path: Path) -> None:
+    """The real one's way to notice: its standard input ends."""
+    program = (
+        "from pagetide.engine.self_check.child import end_with_parent\nimport sys\n"
+        "sys.stdout.write('up\\n'); sys.stdout.flush()\nend_with_parent()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.stdin.close()
+    assert process.wait(30) == 1
+    process.stdout.close()
+
+
+def test_the_real_process_answers_on_an_output_that_nobody_else_writes_to() -> None:
+    """Over host memory: all that is missing of the real one is the device."""
+    program = """
+import json, sys
+from pagetide.engine.self_check import child
+request = json.loads(sys.argv[1])
+answers = child.private_output()
+print("a library's banner", flush=True)
+sys.path.insert(0, request["tests"])
+from host_seams import seams
+child.answer(answers, {"identity": request["identity"]})
+child.serve(request["parts"], seams, answers)
+"""
+    tests = str(Path(__file__).resolve().parents[2])
+
+    def command(parts: Sequence[str], failed: Collection[str]) -> list[str]:
+        request = {"parts": list(parts), "identity": IDENTITY, "tests": tests}
+        return [sys.executable, "-P", "-c", program, json.dumps(request)]
+
+    found = try_parts(["pool", "swaps"], command, IDENTITY)
+    assert [(one.part, one.state) for one in found] == [("pool", PASSED), ("swaps", PASSED)]
+    assert abs(found[0].at - time.time()) < 600 and found[1].seconds > 0
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    try_in(Children(tmp_path), "a-crashes", "b-passes", "c-hangs", part_s=0.2)
+    assert len(os.listdir("/proc/self/fd")) == before
