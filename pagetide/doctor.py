@@ -63,6 +63,8 @@ def main(
         devices: The CUDA devices that there are, as `cuda_devices` tells them.
         check: As `self_check`.
     """
+    from .engine.self_check.identity import cuda_devices
+
     told = machine()
     try:
         there = (devices or cuda_devices)()
@@ -108,20 +110,6 @@ def machine() -> dict[str, Any]:
         "monitor": monitor,
         "self_checks": str(cache_dir()),
     }
-
-
-def cuda_devices() -> list[dict[str, Any]]:
-    """The CUDA devices that torch sees. Takes none of their memory. Raises ImportError or OSError where torch is broken."""
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        has = torch.cuda.get_device_properties(index)
-        capability = f"{has.major}.{has.minor}"
-        found.append(
-            {"device": f"cuda:{index}", "name": has.name, "capability": capability, "total_bytes": has.total_memory}
-        )
-    return found
 
 
 def _chosen(device: str | None, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

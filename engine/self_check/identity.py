@@ -1,4 +1,7 @@
-"""What a self-check's result holds for: the device, its driver, and the versions of everything that runs on it."""
+"""What a self-check's result holds for: the device, its driver, and the versions of everything that runs on it.
+
+Imports torch only where a device is looked at.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,29 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("allocator", "cache", "engine")  # the folders of what is checked
 
 
+def cuda_devices() -> list[dict[str, Any]]:
+    """The CUDA devices that torch sees: names, capabilities, sizes. Raises ImportError or OSError where torch is broken."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        has = torch.cuda.get_device_properties(index)
+        capability = f"{has.major}.{has.minor}"
+        found.append(
+            {"device": f"cuda:{index}", "name": has.name, "capability": capability, "total_bytes": has.total_memory}
+        )
+    return found
+
+
 def identity_of(index: int) -> dict[str, Any]:
     """The identity of CUDA device `index`, as torch counts. Plain data; takes no memory of the device."""
     import torch
 
-    found = torch.cuda.get_device_properties(index)
+    has = torch.cuda.get_device_properties(index)
     return {
-        "device": str(getattr(found, "uuid", None) or f"{found.name} {index}"),
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
+        "device": str(getattr(has, "uuid", f"{has.name} {index}")),
+        "name": has.name,
+        "capability": f"{has.major}.{has.minor}",
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "versions": versions(DISTRIBUTIONS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from attention_fakes import Library
 from families import tiny
 
 from pagetide import LLM
+from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention import choose as choosing
 from pagetide.engine.attention import trial
 from pagetide.engine.attention.backends import BACKENDS, NAMES, Call, block_multiple, buffer_bytes
@@ -144,6 +146,29 @@ def test_unasked_what_fails_is_left_out_with_a_warning(triton, said: str, caplog
     kernel = choose("auto", CARD, CALLS, makers=makers, measure=lambda call: call() is None or 1.0)
     assert type(kernel) is TorchKernel
     assert [record.levelname for record in caplog.records] == ["WARNING"] and said in caplog.text
+
+
+def test_what_failed_in_the_self_check_is_not_even_made(caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+
+    def noting(name: str):
+        return lambda: made.append(name) or LIBRARIES[name]()
+
+    makers = {name: noting(name) for name in BACKENDS}
+    faults = {"triton": "SIGSEGV", "pool": "no"}
+    assert choose("auto", CARD, CALLS, faults=faults, makers=makers, measure=lambda call: 1.0).name == "torch"
+    assert "triton" not in made and "flash-attn" in made
+    assert caplog.messages == []  # whoever ran the check has said it
+
+
+def test_asked_for_by_name_what_failed_in_the_self_check_is_refused_at_the_door() -> None:
+    geometry = Geometry((LayerShape(2, 16, 16),), 16, "bfloat16")
+    faults = {"triton": "its process was ended by SIGSEGV"}
+    said = "attention='triton' failed in the self-check of cpu: its process was ended by SIGSEGV; use attention='auto'"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        choosing.check("triton", CARD, geometry, faults)
+    choosing.check("auto", CARD, geometry, faults)
+    choosing.check("torch", CARD, geometry, faults)
 
 
 def test_a_broken_installation_and_a_pool_that_does_not_fit_stop_nothing(

@@ -187,6 +187,26 @@ def test_memory_that_is_not_locked_goes_by_runs(rig: Rig) -> None:
     assert "cuMemcpyBatchAsync" not in rig.driver.calls
 
 
+def test_a_pool_that_pins_nothing_leaves_the_driver_alone(rig: Rig) -> None:
+    before = list(rig.driver.calls)
+    plain = HostPool(GEOMETRY, 8 * GEOMETRY.extent_bytes, pins=False)
+    assert plain.measure(rig.storage, 20) is not None
+    rig.storage.blocks.random_(256)
+    content = rig.payloads(ids(3, 4)).copy()
+    assert not len(plain.swap(rig.storage, ids(3, 4), ids(1, 30)).lost_slots)
+    rig.storage.blocks.zero_()
+    plain.swap(rig.storage, NONE, NONE, ids(1, 30), ids(3, 4))
+    assert (rig.payloads(ids(3, 4)) == content).all()
+    assert [way.name for way in plain._cuda_of(rig.storage).fastest.ways] == ["runs"]
+    plain.close()
+    assert {*rig.driver.calls[len(before) :]} <= {
+        "cuCtxPushCurrent",
+        "cuCtxPopCurrent",
+        "cuStreamCreate",
+        "cuStreamSynchronize",
+    }, "its streams are the stand-in's"
+
+
 def test_without_a_driver_to_call_copies_go_by_runs(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -314,7 +314,12 @@ def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> Non
 
 
 def test_configuration(both: tuple[LLM, LLM]) -> None:
-    for name, value, text in (("overlap", 1, "True, False or None"), ("cuda_graphs", None, "True or False")):
+    switches = (
+        ("overlap", 1, "True, False or None"),
+        ("cuda_graphs", None, "True or False"),
+        ("self_check", 0, "True or False"),
+    )
+    for name, value, text in switches:
         with pytest.raises(ValueError, match=f"{name} must be {text}, got {value}"):
             LLM("demo", **{name: value})
     assert both[0].stats()["cuda_graphs"] == []

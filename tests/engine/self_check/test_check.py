@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
+import torch
 
 from pagetide.engine.self_check import cache as caching
 from pagetide.engine.self_check.cache import Cache, cache_dir
 from pagetide.engine.self_check.check import FAILURES_HOLD_S, say, self_check
-from pagetide.engine.self_check.identity import driver_version, versions
+from pagetide.engine.self_check.identity import cuda_devices, driver_version, identity_of, versions
 from pagetide.engine.self_check.report import (
     ABSENT,
     FAILED,
@@ -287,6 +291,23 @@ def test_the_drivers_version_is_what_the_kernel_says(tmp_path: Path) -> None:
     line = "NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build  (dvs-builder)"
     file.write_text(f"NVRM version: {line}\nGCC version:  gcc version 13.3.0\n")
     assert driver_version(file) == "580.82.07"
+
+
+def test_an_identity_is_plain_data_of_device_driver_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = SimpleNamespace(name="NVIDIA H200", uuid=UUID(int=7), major=9, minor=0, total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: has)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    identity = identity_of(1)
+    assert json.loads(json.dumps(identity)) == identity == identity_of(1)
+    assert (identity["device"], identity["name"], identity["capability"]) == (str(UUID(int=7)), "NVIDIA H200", "9.0")
+    assert identity["versions"]["torch"] == torch.__version__
+    assert re.fullmatch("[0-9a-f]{16}", identity["sources"])
+    assert cuda_devices() == [
+        {"device": f"cuda:{i}", "name": "NVIDIA H200", "capability": "9.0", "total_bytes": 139 << 30} for i in range(2)
+    ]
+    del has.uuid  # of a torch that does not tell it
+    assert identity_of(1)["device"] == "NVIDIA H200 1"
 
 
 def test_versions_are_told_of_what_is_there() -> None:

@@ -26,6 +26,12 @@ from pagetide.engine.self_check.report import ABSENT, FAILED, GRAPHS, PARTS, PAS
 ATTENTION = [part for part in PARTS if part in BACKENDS]
 
 
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of the kernels let Triton interpret, for the whole process."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def tried(part: str, **changed: Any) -> tuple[str, str | None]:
     outcome = check_part(part, seams(**changed), clock=lambda: 7.0)
     assert outcome.part == part and outcome.at == 7.0
