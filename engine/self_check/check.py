@@ -1,7 +1,8 @@
 """The self-check of a device: what earlier runs found, what is tried now, and what is said of it. Imports no torch.
 
-An outcome that passed holds as long as the identity of device, driver and versions; one that failed is believed for a day and
-then tried again, since what made it fail (a compiler that was missing, another program on the device) may be gone.
+What was found holds as long as the identity of device, driver and versions. But a failure is believed for a day: then all parts
+that did not pass are tried again, since what made one fail (a compiler that was missing, another program on the device) may be
+gone.
 Why so: docs/decisions/0036-self-check.md.
 """
 
@@ -11,14 +12,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from .cache import Cache
 from .identity import identity_of
 from .process import try_parts
-from .report import FAILED, PARTS, UNTRIED, Outcome, Report, in_order, without
+from .report import FAILED, PARTS, PASSED, UNTRIED, Outcome, Report, in_order, without
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def self_check(
         clock: Seconds since 1970.
     """
     cache, identity = cache or Cache(), identify(index)
-    known = {} if again else {one.part: one for one in cache.read(identity) if _holds(one, clock())}
+    known = {} if again else {one.part: one for one in _believed(cache.read(identity), clock())}
     todo = [part for part in PARTS if part not in known] if tries else []
     kept = True
     if todo:
@@ -80,11 +81,12 @@ def say(report: Report) -> None:
         log.info("self-check of %s: everything works that is there", where)
 
 
-def _holds(outcome: Outcome, now: float) -> bool:
-    """Whether an outcome that was kept is still to be believed."""
-    if outcome.part not in PARTS or outcome.state == UNTRIED:
-        return False
-    return outcome.state != FAILED or 0 <= now - outcome.at < FAILURES_HOLD_S
+def _believed(kept: Iterable[Outcome], now: float) -> list[Outcome]:
+    """Those of the outcomes that were kept that need no new try."""
+    known = [one for one in kept if one.part in PARTS]
+    if all(0 <= now - one.at < FAILURES_HOLD_S for one in known if one.state == FAILED):
+        return known
+    return [one for one in known if one.state == PASSED]
 
 
 def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[Outcome]) -> bool:

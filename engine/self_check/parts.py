@@ -53,7 +53,7 @@ class Seams:
         granule_bytes: What its arena maps at least.
         arena: An arena of so many extents of so many bytes. Raises DriverUnavailable where it has none.
         record: Records work, as `CudaRecorder` does.
-        makers: Of the attention kernels, by backend.
+        makers: Of the attention kernels that may be used, by backend.
         synchronize: Waits for all that is queued, and raises what went wrong there.
     """
 
@@ -89,7 +89,7 @@ def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
         granule_bytes,
         arena,
         partial(CudaRecorder, device),
-        MAKERS,
+        {backend: make for backend, make in MAKERS.items() if backend not in failed},
         partial(torch.cuda.synchronize, device),
     )
 
@@ -191,6 +191,8 @@ def _kernel(backend: str, seams: Seams) -> Kernel:
     obstacle = seams.obstacle(backend, _calls(backend))
     if obstacle is not None:
         raise _Absent(obstacle)
+    if backend not in seams.makers:
+        raise _Absent(f"attention by {backend} failed here")
     try:
         return seams.makers[backend]()
     except ImportError as error:

@@ -130,9 +130,7 @@ class Child:
         with ExitStack() as undo:
             self._said = undo.enter_context(tempfile.TemporaryFile())  # its standard error
             # Its standard input ends with this process, and then it does too.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, cwd="/"
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
             undo.pop_all()
         self.is_over = False  # it says nothing any more
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

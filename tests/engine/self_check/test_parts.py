@@ -199,6 +199,7 @@ def test_a_graph_that_keeps_the_lengths_of_its_capture_fails() -> None:
     [
         (dict.fromkeys(BACKENDS, TorchKernel), "attention by torch cannot be captured"),
         (dict.fromkeys(BACKENDS, raising(ImportError("no triton"))), "no triton"),
+        ({}, "attention by triton failed here"),
     ],
 )
 def test_without_a_kernel_that_can_be_captured_there_are_no_graphs(makers: Any, reason: str) -> None:
