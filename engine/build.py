@@ -171,11 +171,9 @@ def _self_check(config: EngineConfig) -> Report | None:
     device = choose_device(config.device)
     if device.type != "cuda" or not config.self_check:
         return None
-    from .self_check.check import say, self_check
+    from .self_check.check import at_start
 
-    report = self_check(torch.cuda.current_device() if device.index is None else device.index)
-    say(report)
-    return report
+    return at_start(device.index)
 
 
 def _build(

@@ -55,10 +55,23 @@ def self_check(
     if todo:
         where = _told(f"cuda:{index}", identity)
         log.info("self-check of %s: %d parts are tried, once for this device, driver and versions", where, len(todo))
-        found = (attempt or partial(_in_processes, index))(todo, identity)
+        faulty = [one.part for one in known.values() if one.state == FAILED]
+        found = (attempt or partial(_in_processes, index, faulty))(todo, identity)
         known |= {one.part: one for one in found}
         kept = _keep(cache, identity, known.values())
     return Report(f"cuda:{index}", identity, in_order(known.values()), not todo, str(cache.file(identity)), kept)
+
+
+def at_start(index: int, check: Callable[[int], Report] = self_check) -> Report:
+    """The self-check as an engine makes it: what it finds is said, and what goes wrong with it stops nothing."""
+    try:
+        report = check(index)
+    except Exception as error:  # an engine that works does without it
+        log.exception("the self-check of cuda:%d raised; everything is used unchecked", index)
+        outcomes = tuple(Outcome(part, UNTRIED, f"{type(error).__name__}: {error}") for part in PARTS)
+        return Report(f"cuda:{index}", {}, outcomes, cached=False, file="", kept=False)
+    say(report)
+    return report
 
 
 def say(report: Report) -> None:
@@ -102,9 +115,11 @@ def _told(device: str, identity: Mapping[str, Any]) -> str:
     return f"{device} ({identity['name']}, driver {identity['driver']})"
 
 
-def _in_processes(index: int, parts: Sequence[str], identity: Mapping[str, Any]) -> list[Outcome]:
+def _in_processes(
+    index: int, faulty: Collection[str], parts: Sequence[str], identity: Mapping[str, Any]
+) -> list[Outcome]:
     def command(todo: Sequence[str], failed: Collection[str]) -> list[str]:
-        request = json.dumps({"device": index, "parts": list(todo), "failed": list(failed)})
+        request = json.dumps({"device": index, "parts": list(todo), "failed": [*faulty, *failed]})
         return [sys.executable or "python3", "-P", "-m", f"{__package__}.child", request]
 
     return try_parts(parts, command, identity)

@@ -85,6 +85,8 @@ class _Trial:
                 first = child.line(self._left_s(self._bounds.ready_s))
             except TimeoutError:
                 return "its process was not ready in time"
+            except ValueError as error:
+                return str(error)
             if first is None:
                 return f"its process {child.end()}"
             if first.get("identity") != self._identity:
@@ -111,10 +113,12 @@ class _Trial:
 
         try:
             line = child.line(limit_s)
+            if line is not None:
+                return Outcome.from_dict({**line, "part": part})
         except TimeoutError:
             return ended(FAILED, f"it did not end within {limit_s:.3g} s")
-        if line is not None:
-            return Outcome.from_dict(line)
+        except (ValueError, TypeError, KeyError) as error:
+            return ended(UNTRIED, f"its process gave no outcome: {error}")
         how = child.end()
         # Only others kill with that signal: the kernel that is short of memory, or an operator.
         return ended(UNTRIED if child.status == -signal.SIGKILL else FAILED, f"its process {how}")
@@ -142,15 +146,24 @@ class Child:
         return self._process.returncode
 
     def line(self, timeout_s: float) -> dict[str, Any] | None:
-        """What it says next; None where it has ended. Raises TimeoutError, with the process killed."""
+        """What it says next; None where it has ended. Raises, with the process killed, TimeoutError; ValueError for anything
+        but an object.
+        """
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            self.is_over = True
-            self._process.kill()
+            self._kill()
             raise TimeoutError from None
-        self.is_over = line is None
-        answer: dict[str, Any] | None = None if line is None else json.loads(line)
+        if line is None:
+            self.is_over = True
+            return None
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            self._kill()
+            raise ValueError(f"its process said {line[:_SAID_CHARS]!r}")
         return answer
 
     def end(self) -> str:
@@ -168,6 +181,10 @@ class Child:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"{how}: {last[:_SAID_CHARS]}" if last else how
 
+    def _kill(self) -> None:
+        self.is_over = True
+        self._process.kill()
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
@@ -183,12 +200,12 @@ class Child:
     ) -> None:
         assert self._process.stdin is not None
         if kind is not None:
-            self._process.kill()
+            self._kill()
         self._process.stdin.close()
         try:  # by itself first: then the device has its memory back
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             with suppress(subprocess.TimeoutExpired):  # one that the driver does not let go is left behind
                 self._process.wait(_END_S)
         self._said.close()

@@ -122,7 +122,14 @@ def test_on_cuda_it_runs_before_anything_else_and_is_said(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(building, "choose_device", lambda device: torch.device("cuda", 1))
-    monkeypatch.setattr(checking, "self_check", lambda index: asked.append(index) or report("graphs"))
+
+    def check(index: int) -> Report:
+        asked.append(index)
+        found = report("graphs")
+        checking.say(found)
+        return found
+
+    monkeypatch.setattr(checking, "at_start", check)
     found = building._self_check(replace(CONFIG, self_check=self_check))
     assert asked == indices
     assert found == (report("graphs") if self_check else None)

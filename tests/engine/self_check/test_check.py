@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from pagetide.engine.self_check import cache as caching
+from pagetide.engine.self_check import check as checking
 from pagetide.engine.self_check.cache import Cache, cache_dir
-from pagetide.engine.self_check.check import FAILURES_HOLD_S, say, self_check
+from pagetide.engine.self_check.check import FAILURES_HOLD_S, at_start, say, self_check
 from pagetide.engine.self_check.identity import cuda_devices, driver_version, identity_of, versions
 from pagetide.engine.self_check.report import (
     ABSENT,
@@ -180,6 +181,32 @@ def test_a_check_that_passed_is_said_once_and_warns_of_nothing(rig: Rig, caplog:
     caplog.clear()
     say(rig.check())
     assert caplog.messages == []
+
+
+def test_a_check_that_raises_itself_stops_no_engine(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(index: int) -> Report:
+        raise OSError("the sources cannot be read")
+
+    report = at_start(3, broken)
+    assert (report.state, report.faults, report.to_dict()["file"]) == (UNTRIED, {}, None)
+    assert "the self-check of cuda:3 raised" in caplog.text
+    rig.states["pool"] = FAILED
+    assert at_start(3, lambda index: rig.check()).faults == {"pool": "no pool"}
+    assert "pool is switched off" in caplog.text
+
+
+def test_what_is_known_to_fail_is_not_used_to_try_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.states |= {"pool": FAILED, "swaps": UNTRIED}
+    rig.check()
+    requests: list[dict[str, Any]] = []
+
+    def noting(parts: Sequence[str], command: Any, identity: Mapping[str, Any]) -> list[Outcome]:
+        requests.append(json.loads(command(parts, ["triton"])[-1]))
+        return rig.attempt(parts, identity)
+
+    monkeypatch.setattr(checking, "try_parts", noting)
+    self_check(3, cache=rig.cache, identify=lambda index: rig.identity, clock=lambda: rig.now)
+    assert requests == [{"device": 3, "parts": ["swaps"], "failed": ["pool", "triton"]}]
 
 
 def test_every_part_says_what_comes_in_its_place() -> None:

@@ -39,6 +39,11 @@ def hangs(part):
     time.sleep(1000)
 def ends(part):
     sys.exit("a library called exit")
+def babbles(part):
+    os.write(1, b"Compiling... done\\n")
+    hangs(part)
+def misleads(part):
+    tell({"part": part, "state": "excellent", "reason": None, "seconds": 0.5, "at": 3.0})
 def stumbles(part):
     try:
         os.close(os.open(request["folder"] + "/" + part, os.O_CREAT | os.O_EXCL))
@@ -88,6 +93,7 @@ def test_all_parts_are_tried_in_one_process_and_told_as_they_were(tmp_path: Path
         ("aborts", FAILED, "its process was ended by SIGABRT: CUDA error: device-side assert triggered"),
         ("ends", FAILED, "its process ended with status 1: a library called exit"),
         ("is_killed", UNTRIED, "its process was ended by SIGKILL"),
+        ("babbles", UNTRIED, "its process gave no outcome: its process said b'Compiling... done\\n'"),
     ],
 )
 def test_a_part_that_fails_is_tried_twice_and_the_others_go_on_in_another_process(
@@ -103,6 +109,12 @@ def test_a_part_that_fails_is_tried_twice_and_the_others_go_on_in_another_proces
     rest = ["c-passes", "d-passes"]
     first, again, others = (["a-passes", bad, *rest], []), ([bad, *rest], []), (rest, [bad] if state == FAILED else [])
     assert children.asked == ([first, again, others] if state == FAILED else [first, others])
+
+
+def test_an_outcome_that_is_none_tells_nothing(tmp_path: Path) -> None:
+    reason = "its process gave no outcome: 'excellent' is no state of a part"
+    found = try_in(Children(tmp_path), "a-misleads", "b-passes")
+    assert found == [("a-misleads", UNTRIED, reason), ("b-passes", PASSED, None)]
 
 
 def test_a_part_that_stumbles_once_has_passed(tmp_path: Path) -> None:
@@ -129,6 +141,7 @@ def test_when_all_time_is_over_the_rest_stays_untried(tmp_path: Path) -> None:
         ("sys.exit('no module named torch')", {}, "its process ended with status 1: no module named torch"),
         ("crashes('')", {}, "its process was ended by SIGSEGV"),
         ("hangs('')", {"ready_s": 0.3}, "its process was not ready in time"),
+        ("babbles('')", {}, "its process said b'Compiling... done\\n'"),
     ],
 )
 def test_a_process_that_does_not_come_up_tells_nothing_of_any_part(
