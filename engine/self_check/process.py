@@ -55,7 +55,7 @@ def try_parts(
     while trial.todo:
         trouble = trial.advance(command)
         if trouble is not None:
-            return trial.found + [Outcome(part, UNTRIED, trouble, at=clock()) for part in trial.todo]
+            trial.leave_the_rest(trouble)
     return trial.found
 
 
@@ -71,7 +71,7 @@ class _Trial:
         self._bounds = bounds
         self._clock = clock
         self._deadline = time.monotonic() + bounds.total_s
-        self._again = False  # the part that is next failed once
+        self._first: Outcome | None = None  # of the next part, where it failed once
 
     def advance(self, command: Command) -> str | None:
         """Try parts in one process, as far as it comes. Returns why the rest cannot be tried at all; None if it can."""
@@ -93,16 +93,24 @@ class _Trial:
                 return "its process sees another device, or other versions"
             while self.todo and time.monotonic() < self._deadline:
                 outcome = self._next(child)
-                if outcome.state == FAILED and not self._again:
+                if outcome.state == FAILED and self._first is None:
                     log.info("self-check: %s failed and is tried again: %s", outcome.part, outcome.reason)
-                    self._again = True
+                    self._first = outcome
                     return None
-                self._again = False
+                self._first = None
                 self.found.append(outcome)
                 self.todo.pop(0)
                 if outcome.state == FAILED or child.is_over:
                     return None
         return f"other parts took all of {self._bounds.total_s:g} s" if self.todo else None
+
+    def leave_the_rest(self, reason: str) -> None:
+        """Try nothing more. A part that failed once, and cannot be tried again, has failed."""
+        if self._first is not None:
+            self.found.append(self._first)
+            self.todo.pop(0)
+        self.found += [Outcome(part, UNTRIED, reason, at=self._clock()) for part in self.todo]
+        self.todo.clear()
 
     def _next(self, child: Child) -> Outcome:
         """What becomes of the next part."""
@@ -116,7 +124,8 @@ class _Trial:
             if line is not None:
                 return Outcome.from_dict({**line, "part": part})
         except TimeoutError:
-            return ended(FAILED, f"it did not end within {limit_s:.3g} s")
+            enough = limit_s == self._bounds.part_s
+            return ended(FAILED if enough else UNTRIED, f"it did not end within {limit_s:.3g} s")
         except (ValueError, TypeError, KeyError) as error:
             return ended(UNTRIED, f"its process gave no outcome: {error}")
         how = child.end()
@@ -177,8 +186,9 @@ class Child:
         if status < 0:
             how = f"was ended by {signal.Signals(-status).name}"
         self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        said = self._said.read().decode(errors="replace").strip()
+        log.debug("self-check: a process %s, and said:\n%s", how, said)
+        last = said.rpartition("\n")[2]
         return f"{how}: {last[:_SAID_CHARS]}" if last else how
 
     def _kill(self) -> None:

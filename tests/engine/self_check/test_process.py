@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from pagetide.engine.self_check.check import _in_processes
 from pagetide.engine.self_check.process import Bounds, Child, try_parts
-from pagetide.engine.self_check.report import FAILED, PASSED, UNTRIED, Outcome
+from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, UNTRIED, Outcome
 
 IDENTITY = {"device": "GPU-1", "sources": "abc"}
 # What a child does for each part, by its name; `{before}` is done first of all.
@@ -128,11 +131,16 @@ def test_a_part_that_hangs_fails_when_its_time_is_over(tmp_path: Path) -> None:
     assert found == [("a-hangs", FAILED, "it did not end within 0.3 s"), ("b-passes", PASSED, None)]
 
 
-def test_when_all_time_is_over_the_rest_stays_untried(tmp_path: Path) -> None:
-    (_, first, _), (_, second, reason) = try_in(Children(tmp_path), "a-hangs", "b-passes", total_s=0.3)
-    assert second == UNTRIED
-    assert reason == "its process was not ready in time" or "other parts took all" in str(reason)
-    assert first in (FAILED, UNTRIED)  # its second try came too late
+def test_when_all_time_is_over_nothing_more_is_said_of_any_part(tmp_path: Path) -> None:
+    found = try_in(Children(tmp_path), "a-hangs", "b-passes", total_s=0.3)
+    assert [(part, state) for part, state, _ in found] == [("a-hangs", UNTRIED), ("b-passes", UNTRIED)]
+
+
+def test_a_part_that_failed_and_cannot_be_tried_again_has_failed(tmp_path: Path) -> None:
+    once = "os.close(os.open(request['folder'] + '/once', os.O_CREAT | os.O_EXCL))"
+    (first, second) = try_in(Children(tmp_path, once), "a-crashes", "b-passes")
+    assert first == ("a-crashes", FAILED, "its process was ended by SIGSEGV")
+    assert second[:2] == ("b-passes", UNTRIED) and "FileExistsError" in str(second[2])
 
 
 @pytest.mark.parametrize(
@@ -220,6 +228,14 @@ child.serve(request["parts"], seams, answers)
     found = try_parts(["pool", "swaps"], command, IDENTITY)
     assert [(one.part, one.state) for one in found] == [("pool", PASSED), ("swaps", PASSED)]
     assert abs(found[0].at - time.time()) < 600 and found[1].seconds > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here: tests/gpu/test_self_check.py")
+def test_the_real_command_says_why_it_cannot_try_anything_here() -> None:
+    found = _in_processes(0, [], PARTS, IDENTITY)
+    assert [(one.part, one.state) for one in found] == [(part, UNTRIED) for part in PARTS]
+    (reason,) = {str(one.reason) for one in found}
+    assert re.match(r"its process ended with status 1: (AssertionError|RuntimeError): .*(CUDA|NVIDIA)", reason), reason
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
