@@ -70,7 +70,7 @@ class FairLock:
                 if self._owner == me and (self.barred == me or _runs(self._holder, holder)):
                     raise RuntimeError(
                         "the engine was called from the middle of one of its own calls, such as by a logits processor in a "
-                        "step, or by a signal's handler: it would wait for itself"
+                        "step, by a signal's handler, or inside locked_engine(): it would wait for itself"
                     )
                 self._owner, self._holder = me, holder
                 return True

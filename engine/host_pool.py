@@ -99,6 +99,16 @@ class HostPool:
         """Host memory that is taken now."""
         return self._extents.mapped_bytes
 
+    @property
+    def storage(self) -> Storage:
+        """Where the slots lie: slot i is block i."""
+        return self._storage
+
+    @property
+    def fastest(self) -> Fastest | None:
+        """How copies from and to a CUDA device are made. None before the first of them, and on a CPU."""
+        return None if self._cuda is None else self._cuda.fastest
+
     def swap(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32 = NONE, in_blocks: Int32 = NONE
     ) -> Swapped:  # fmt: skip

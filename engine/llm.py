@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ from .tickets import Answer, Ticket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .build import Engine
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
 
@@ -263,6 +267,29 @@ class LLM:
         """
         with self._desk.lock:
             return self._desk.open().core.scheduler.explain()
+
+    @contextmanager
+    def locked_engine(self) -> Iterator[Engine]:
+        """Hold the engine's lock and give the engine's parts, for tools that measure or inspect. Not a stable interface.
+
+        While the context lasts no other thread makes a step, and none is pending on the device. The tool may change the parts
+        between steps (`engine.core.runner.model`, for one) and make steps of its own by `engine.core.step`. Outputs of those
+        steps do not reach the callers of this LLM, so a tool that makes steps adds its own requests by `engine.core.add`.
+
+        Calls of this LLM from within the context, in the same thread, raise RuntimeError: they would wait for themselves.
+
+        Raises:
+            EngineClosed.
+        """
+        desk = self._desk
+        with desk.lock:
+            engine = desk.open()
+            desk.settle(engine)
+            desk.lock.barred = threading.get_ident()
+            try:
+                yield engine
+            finally:
+                desk.lock.barred = None
 
     def close(self) -> None:
         """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed.

@@ -580,6 +580,7 @@ class EngineMemory:
             "base_bytes": self._base_bytes,
             "kv_bytes": self._arena.mapped_bytes,
             "ready_bytes": self._arena.held.upper_bytes - self._arena.mapped_bytes,
+            "map_slice_bytes": self._mapping.num_bytes,  # which a step maps at most while requests run
             "lease": None
             if lease is None
             else {

@@ -122,14 +122,13 @@ class Runner:
         self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
         max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
-        self.model = model
         self.storage = storage
         self.arena = arena
         self.host = host
         self.kernel = kernel
         self.sampler = sampler
         self.overlaps = overlaps
-        self.graphs: DecodeGraphs | None = None
+        self.model = model
         self._mover = Mover(storage, arena, host)
         self._askers = Askers(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
@@ -145,9 +144,32 @@ class Runner:
         self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
         self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._most_tokens = max_step_tokens
         self._pads = self._device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+    @property
+    def model(self) -> Any:
+        """The callable that computes a step's logits. It may be replaced between steps, for example by a tool that measures
+        the engine without a model's own cost.
+
+        A step calls it in inference mode as
+
+            model(input_ids=ids, position_ids=positions, use_cache=False, step=step, logits_to_keep=keep).logits
+
+        with ids and positions int64 [1, T] and a `StepContext`, which has the block tables and the pool's K and V. `keep` is
+        passed only to a model whose `forward` (or, without one, whose call) names `logits_to_keep`: an int64 tensor of places
+        among the T tokens, or 1 where no logits are needed. The logits are [1, len(keep), vocabulary], of a model without that
+        parameter [1, T, vocabulary]; the sampler overwrites them.
+
+        A new model has no captured decode steps: `graphs` becomes None.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        self._keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def mapped_extents(self) -> frozenset[int] | None:
@@ -202,7 +224,7 @@ class Runner:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("model", "storage", "arena", "kernel", "graphs", "_mover", "_layers", "_rows", "_upload"):
+        for name in ("_model", "storage", "arena", "kernel", "graphs", "_mover", "_layers", "_rows", "_upload"):
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:

@@ -127,7 +127,7 @@ class Rig:
         return self.storage.blocks.numpy()[blocks, : GEOMETRY.payload_bytes]
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
-        return self.pool._storage.blocks.numpy()[slots, : GEOMETRY.payload_bytes]
+        return self.pool.storage.blocks.numpy()[slots, : GEOMETRY.payload_bytes]
 
 
 @pytest.fixture
@@ -139,6 +139,12 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     assert rig.pool.mapped_bytes == 0 and set(rig.driver.locked) == rig.of_device
     assert rig.driver.violations == []
     assert rig.driver._retained[0] == 1, "the test's own"
+
+
+def test_how_copies_are_made_is_known_from_the_first_on(rig: Rig) -> None:
+    assert rig.pool.fastest is None
+    rig.pool.swap(rig.storage, ids(9, 3, 4), ids(1, 20, 21))
+    assert rig.pool.fastest is not None and [way.name for way in rig.pool.fastest.ways][:2] == ["runs", "batch"]
 
 
 def test_copies_begin_behind_what_is_queued_and_nobody_waits_before_the_end(rig: Rig) -> None:

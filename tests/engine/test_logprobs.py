@@ -217,9 +217,9 @@ def test_a_prompt_without_a_distribution_ends_alone(caplog: pytest.LogCaptureFix
     model, inputs = tiny("llama"), prompts([33, 33], VOCAB)
     engine = ScoredEngine(model, usable=200, max_chunk_tokens=16)
 
-    def broken(**keywords):
-        output = model(**keywords)
-        at = keywords["position_ids"][0, keywords["logits_to_keep"]]
+    def broken(*, logits_to_keep, **keywords):
+        output = model(logits_to_keep=logits_to_keep, **keywords)
+        at = keywords["position_ids"][0, logits_to_keep]
         output.logits[0, (at == 20).nonzero()[:1]] = torch.nan  # the first of both
         return output
 

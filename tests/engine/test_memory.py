@@ -324,6 +324,7 @@ def test_a_recall_calls_off_what_was_to_be_mapped() -> None:
 def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> None:
     engine = Engine(extents=16)
     assert SLICE_BYTES // EXTENT >= EXTENTS, "else the pool is too large for one slice"
+    assert engine.memory.to_dict()["map_slice_bytes"] == SLICE_BYTES
     for i in range(4):
         engine.add(f"r{i}", 150, new=40)
     engine.steps(8, lambda: engine.core.scheduler.num_running == 4)

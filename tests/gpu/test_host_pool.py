@@ -110,7 +110,7 @@ def test_blocks_go_out_and_come_back_and_nothing_else_is_written(rig: Rig, name:
     others = np.setdiff1d(rig.blocks, drawn)
     assert (rig.read(others) == SENTINEL).all()
     assert not rig.read(blocks).any()
-    host = rig.pool._storage.blocks
+    host = rig.pool.storage.blocks
     assert torch.equal(host[torch.from_numpy(slots).long(), : rig.geometry.payload_bytes], content)
     per = rig.geometry.blocks_per_extent
     mapped = np.concatenate([np.arange(e * per, (e + 1) * per) for e in rig.pool._extents.mapped])
@@ -187,4 +187,4 @@ def test_memory_is_given_back_unlocked(small: Rig) -> None:
     small.pool.give_back(small.pool.mapped_bytes)
     assert not small.pool._extents._locked and small.pool.mapped_bytes == 0
     small.pool.swap(small.storage, small.blocks[:8], slots)
-    assert torch.equal(small.pool._storage.blocks[1:9, :4], torch.full((8, 4), SENTINEL, dtype=torch.uint8))
+    assert torch.equal(small.pool.storage.blocks[1:9, :4], torch.full((8, 4), SENTINEL, dtype=torch.uint8))
