@@ -1,10 +1,10 @@
 """What each door costs: the same work through AsyncLLM, the pipeline and `pagetide run`, beside `LLM.generate`.
 
-    python -m benchmarks.api [--json FILE] [--data DIR] [--rounds 7] [--prompts 256] [--seed 0]
+    python -m benchmarks.api [--json FILE] [--data DIR] [--rounds 7] [--prompts 256] [--new-tokens N] [--seed 0]
 
 The bundled model in float32 on the CPU, 64 sequences at a time. Prompts are pieces of text of 4 to 32 words, and prompt and
-output together have at most 80 tokens, so that short prompts have long outputs. Tokens are drawn, all with one seed. The text
-is the model's held-out one; with --data that of the .txt files in a folder.
+output together have at most 80 tokens, so that short prompts have long outputs; or each output has N. Tokens are drawn, all
+with one seed. The text is that of the .txt files in DIR, or the model's held-out one.
 
     LLM.generate    all prompts in one call: what the others are measured by
     AsyncLLM        a task each prompt, all at once, on one event loop; an engine of its own, with the same settings
@@ -36,7 +36,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.arguments import whole
+from benchmarks.arguments import add_data, whole
 from benchmarks.figures import Figure, report
 from pagetide import LLM, AsyncLLM, SamplingParams, cli, pipeline
 from pagetide.engine import demo_model
@@ -57,9 +57,12 @@ Outputs = list[tuple[str, list[int]]]  # text and tokens of each prompt
 
 
 class Work:
-    """The prompts, and what is asked of each. Raises ValueError for a prompt that leaves no room for an output."""
+    """The prompts, and what is asked of each: `new_tokens`, or as many as come to MOST_TOKENS with the prompt.
 
-    def __init__(self, llm: LLM, prompts: list[str], seed: int) -> None:
+    Raises ValueError for a prompt that leaves no room for an output.
+    """
+
+    def __init__(self, llm: LLM, prompts: list[str], new_tokens: int | None, seed: int) -> None:
         self.prompts = prompts
         self.seed = seed
         self.num_prompt_tokens = [len(llm.tokenize(prompt)) for prompt in prompts]
@@ -69,8 +72,11 @@ class Work:
                 "output; name another text by --data"
             )
         self.params = [
-            SamplingParams(max_new_tokens=MOST_TOKENS - length, seed=seed, **DRAWN) for length in self.num_prompt_tokens
+            SamplingParams(max_new_tokens=new_tokens or MOST_TOKENS - length, seed=seed, **DRAWN)
+            for length in self.num_prompt_tokens
         ]
+        # Of the pipeline; without None the model's own max_new_tokens would go before max_length.
+        self.lengths = {"max_new_tokens": new_tokens, **({} if new_tokens else {"max_length": MOST_TOKENS})}
 
 
 class Doors:
@@ -81,9 +87,7 @@ class Doors:
         self.llm = llm
         self.loop = loop
         self.async_llm = AsyncLLM("demo", **ENGINE)
-        self.pipe = pipeline(  # without None the model's own max_new_tokens would go before max_length
-            model=llm, do_sample=True, max_new_tokens=None, max_length=MOST_TOKENS, seed=work.seed, **DRAWN
-        )
+        self.pipe = pipeline(model=llm, do_sample=True, seed=work.seed, **work.lengths, **DRAWN)
         self.scratch = scratch
         self.input = scratch / "in.jsonl"
         lines = (
@@ -165,8 +169,8 @@ def read_text(folder: Path | None) -> list[str]:
         raise ValueError(f"the text cannot be read: {error}; name another folder by --data") from error
     if len(words) <= max(WORDS):
         raise ValueError(
-            f"{folder} has {len(files)} .txt files with {len(words)} words, and more than {max(WORDS)} are needed; without "
-            "--data the bundled text is taken"
+            f"{folder} has {len(files)} .txt files with {len(words)} words, and more than {max(WORDS)} are needed; with "
+            "--data none the bundled text is taken"
         )
     return words
 
@@ -231,21 +235,22 @@ def _check(name: str, got: Sequence[object], expected: Sequence[object]) -> None
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with text (default: the bundled text)")
+    add_data(parser, "text in .txt files", "the model's held-out text")
     parser.add_argument("--rounds", type=whole, default=7)
     parser.add_argument("--prompts", type=whole, default=256)
+    parser.add_argument("--new-tokens", type=whole, metavar="N", help="of every output (default: as said above)")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         prompts = pieces(read_text(args.data), args.prompts, args.seed)
     except ValueError as error:
         parser.error(str(error))
     with asyncio.Runner() as loop, LLM("demo", **ENGINE) as llm, tempfile.TemporaryDirectory() as scratch:
         try:
-            work = Work(llm, prompts, args.seed)
+            work = Work(llm, prompts, args.new_tokens, args.seed)
         except ValueError as error:
             parser.error(str(error))
         doors = Doors(work, llm, loop, Path(scratch))

@@ -1,6 +1,6 @@
 """What a step costs besides the model: scheduler, block work and output lists. No model, no torch.
 
-python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--seed 0]
+python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--sequences 256 4096] [--repeats 50] [--seed 0]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,6 +26,10 @@ from pagetide.scheduler.scheduler import Scheduler
 BLOCK_SIZE = 16
 STOP_IDS = (0, 2)
 VOCAB = 32_000
+TARGETS = {
+    256: (70, 90),
+    4096: (450, 700),
+}  # us of a decode step of so many sequences: in a fixed pool, in an elastic one
 
 
 def answer(plan: Plan, rng: np.random.Generator) -> Result:
@@ -180,14 +185,20 @@ def figure(name: str, seconds: list[float], unit: str, target: float | None) -> 
     return Figure(name, statistics.median(scaled), unit, target, samples=[round(s, 3) for s in scaled])
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--steps", type=whole, default=1000)
+    parser.add_argument(
+        "--sequences", type=whole, nargs="+", default=list(TARGETS), help="that decode (256, then 4096)"
+    )
+    parser.add_argument("--repeats", type=whole, default=50, help="of the slower single operations (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    repeats = args.repeats
     figures = []
-    for num_seqs, target, elastic_target in ((256, 70, 90), (4096, 450, 700)):
+    for num_seqs in args.sequences:
+        target, elastic_target = TARGETS.get(num_seqs, (None, None))
         for num_extents, caching in ((None, False), (32, False), (2_500, False), (32, True)):
             gc.collect()
             samples = decode_steps(num_seqs, args.steps, args.seed, num_extents, caching)
@@ -200,12 +211,14 @@ def main() -> None:
                 samples = decode_steps(num_seqs, args.steps, args.seed, ahead=True)
                 figures.append(figure(f"decode step, {num_seqs:,}, planned ahead, median", samples, "us", None))
     figures += [
-        figure("admission of a prompt of 100,000 tokens", admission(100_000, 50), "ms", 6),
-        figure("allocate + free 512 blocks", allocate_and_free(512, 2000), "us", 40),
-        figure("allocate + free 512, 2,500 extents", allocate_and_free_in_holes(512, 2000, args.seed), "us", 80),
-        figure("give back 32 of 2,500 half full extents", compact(32, 50, args.seed), "ms", 2),
-        figure("blocks wanted by 256 running, 256 waiting", wanted(256, 256, 200), "us", 1000),
-        figure("build a pool of 1,000,000 blocks", build_pool(1_000_000, 20), "ms", 20),
+        figure("admission of a prompt of 100,000 tokens", admission(100_000, 1 + repeats), "ms", 6),
+        figure("allocate + free 512 blocks", allocate_and_free(512, 40 * repeats), "us", 40),
+        figure(
+            "allocate + free 512, 2,500 extents", allocate_and_free_in_holes(512, 40 * repeats, args.seed), "us", 80
+        ),
+        figure("give back 32 of 2,500 half full extents", compact(32, repeats, args.seed), "ms", 2),
+        figure("blocks wanted by 256 running, 256 waiting", wanted(256, 256, 4 * repeats), "us", 1000),
+        figure("build a pool of 1,000,000 blocks", build_pool(1_000_000, -(-2 * repeats // 5)), "ms", 20),
     ]
     report("bookkeeping: scheduler, blocks, output lists", figures, args.seed, args.json)
 

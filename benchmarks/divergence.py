@@ -1,6 +1,7 @@
 """How far a request's tokens and log-probabilities depend on what the engine does beside it, in float32 and in bfloat16.
 
-    python -m benchmarks.divergence [--json FILE] [--model demo] [--device cpu] [--prompts 16] [--new-tokens 48] [--seed 0]
+    python -m benchmarks.divergence [--json FILE] [--model demo] [--device cpu] [--dtypes float32 bfloat16] [--prompts 16]
+                                    [--new-tokens 48] [--seed 0]
 
 Prompts out of the held-out text, greedy. What is right is each request alone, its prompt in one piece, nothing cached, in the
 same type. Against it: all at once; behind a prefix hit (a request with the first half of each prompt ran before, then one at
@@ -30,7 +31,9 @@ from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
 from pagetide.engine.errors import EngineError
 from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.outcome import Stats
 from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 16
@@ -61,38 +64,49 @@ class AlwaysSwap(SwapCost):
         pass
 
 
+class Recorder:
+    """A logits processor that keeps the log-probabilities of every token of its request, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.log_probs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.log_probs.append(torch.log_softmax(scores[0].float(), -1).cpu())
+        return scores
+
+
 class Engine:
-    """An engine that keeps the log-probabilities of every token it samples, and seats whatever fits now."""
+    """An engine that seats whatever fits now."""
 
     def __init__(self, model: str, device: str, dtype: str, kv_memory: int | str, **options: Any) -> None:
         self.llm = LLM(
             model, device=device, dtype=dtype, kv_memory=kv_memory, block_size=BLOCK_SIZE, share=False, **options
         )
-        engine = self.llm._desk.engine
-        assert engine is not None
-        self.core = engine.core
-        scheduler = self.core.scheduler
-        scheduler.limits = replace(scheduler.limits, forecast=False)  # else hardly anybody would be preempted
         self.block_bytes = self.llm.stats()["kv_bytes_per_token"] * BLOCK_SIZE
-        if scheduler.cache.host is not None:
-            scheduler.cost = AlwaysSwap(self.block_bytes, BLOCK_SIZE)
-        self._log_probs: dict[str, list[torch.Tensor]] = {}
-        self._sample = self.core.runner.sampler.sample
-        self.core.runner.sampler.sample = self._watched  # type: ignore[method-assign]
+        with self.llm.locked_engine() as engine:
+            scheduler = engine.core.scheduler
+            limits = replace(scheduler.limits, forecast=False)  # else hardly anybody would be preempted
+            cost = None if scheduler.cache.host is None else AlwaysSwap(self.block_bytes, BLOCK_SIZE)
+            engine.core.scheduler = Scheduler(scheduler.cache, limits, cost)
 
-    def _watched(self, rows: Any, positions: Any, logits: torch.Tensor) -> Any:
-        log_probs = torch.log_softmax(logits.float(), -1).cpu()
-        for name, one in zip(self.core.scheduler.rows.request_ids[rows].tolist(), log_probs, strict=True):
-            self._log_probs.setdefault(name, []).append(one)
-        return self._sample(rows, positions, logits)
+    def counters(self) -> Stats:
+        """What the scheduler counted since the start."""
+        with self.llm.locked_engine() as engine:
+            return replace(engine.core.scheduler.stats)
 
     def run(self, prompts: Sequence[Any], new_tokens: int) -> Run:
         """Greedy continuations of `prompts`: texts or token ids."""
-        self._log_probs = {}
-        params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        recorders = [Recorder() for _ in prompts]
+        params = [
+            SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, logits_processors=[recorder])
+            for recorder in recorders
+        ]
         outputs = self.llm.generate(list(prompts), params, progress=False)
         assert all(len(output.token_ids) == new_tokens for output in outputs), [output.error for output in outputs]
-        return [Served(o.prompt_token_ids, o.token_ids, self._log_probs[o.request_id]) for o in outputs]
+        return [
+            Served(output.prompt_token_ids, output.token_ids, recorder.log_probs)
+            for output, recorder in zip(outputs, recorders, strict=True)
+        ]
 
 
 def texts(num: int, seed: int) -> list[str]:
@@ -136,7 +150,7 @@ def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: i
             if before:
                 engine.run(before, 1)
             run = engine.run(prompts, new_tokens)
-            stats = engine.core.scheduler.stats
+            stats = engine.counters()
             if not getattr(stats, shows) or (kv_memory == little and 4 * stats.preemptions < num):
                 raise RuntimeError(f"with {options} it says nothing: {shows} was to be shown, and there was {stats}")
         return run
@@ -150,17 +164,18 @@ def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: i
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--model", default="demo", help="a name or a folder, as LLM takes it")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--prompts", type=whole, default=16)
     parser.add_argument("--new-tokens", type=whole, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     figures = []
-    for dtype in TARGETS:
+    for dtype in args.dtypes:
         try:
             right, ways = runs(args.model, args.device, dtype, args.prompts, args.new_tokens, args.seed)
         except EngineError as error:

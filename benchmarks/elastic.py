@@ -1,6 +1,6 @@
 """How fast an engine's memory goes back and comes, beside the bare cost of the same bytes, and what breathing costs.
 
-    python -m benchmarks.elastic [--json FILE] [--rounds 7] [--only free,half,...] [--seed 0]
+    python -m benchmarks.elastic [--json FILE] [--rounds 7] [--only free,half,...] [--moved 1GiB] [--seed 0]
 
 Three processes: this one, which orders and measures; `vram-monitor serve` with its broker on a test device of 6 GiB; and
 an engine pinned to a core of its own (elastic_engine.py), with the demo model, extents of 32 MiB of host memory, and one
@@ -13,7 +13,8 @@ of the process comes and goes too; after compaction but for 64 MiB, since torch'
 Real: broker, lease, keeper thread, preemption, compaction, mapping and unmapping. In `free`, `half` and `live` nobody
 makes steps; in `free-decode` the demo model decodes 8 sequences. In the other two under decode, and to fill pools, a
 stand-in for the model samples the same token always and takes 5 ms a step, since the CPU cannot decode 1 GiB of context
-in any such time. While recalls are measured the pool does not grow by itself.
+in any such time. The pool does not grow by itself while a recall is measured: before the recall it is as large as it may
+be, and after a recall the broker grants nothing for two seconds.
 
     free   1 GiB of extents without a live block       bare: unmapping 1 GiB
     cached 1 GiB full of blocks that only the prefix cache holds   bare: unmapping 1 GiB
@@ -21,19 +22,17 @@ in any such time. While recalls are measured the pool does not grow by itself.
     live   1 GiB full of running rows                  bare: unmapping 1 GiB
 
 The bare cost is measured in the engine's process, on an arena of its own, just before each recall. A ratio is that of the
-medians over the rounds. `cached` has an engine of its own; in the others nothing is cached.
+medians over the rounds. `cached`, `half` and `idle` have engines of their own; only in `cached` something is cached. With
+`--moved` recalls, growth and pools are of another size; what 1 GiB is above is that size then.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -41,26 +40,29 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks import elastic_engine
-from benchmarks.arguments import whole
+from benchmarks.arguments import size, whole
 from benchmarks.figures import Figure, report
+from benchmarks.processes import Worker
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import Channel
+from pagetide.allocator.policy import Rules
+from pagetide.monitor.units import GIB, MIB
+from pagetide.pressure import PrivateDevice
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from monitors import MonitorProcess, wait_until
-
-GIB, MIB = 1 << 30, 1 << 20
-MOVED_BYTES = GIB
+CAPACITY_BYTES = 6 * GIB  # of the test device
 STEP_S = 0.005  # of the stand-in for the model
 WARM_S = 0.3
 LOOK_S = 0.0001
 DEADLINE_S = 10.0
 IDLE_S = 0.3
+ROUNDS = 7
+SPEED_ROUNDS = 11  # of the comparison of speeds, unless --rounds says something else
+SPEED_BYTES = 256 * MIB  # of the pools compared
 KINDS = {
     "free": "free blocks", "cached": "cached blocks", "half": "half-live blocks (compaction)",
     "live": "live blocks (preempted)",
 }  # fmt: skip
-BUT_FOR_BYTES = {"free": 16 * MIB, "cached": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}
+BUT_FOR_BYTES = {"free": 16 * MIB, "cached": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}  # at most half of a recall
 TARGETS = {"free": 1.3, "cached": 1.3, "half": 2.0, "live": None}
 PARTS = (*KINDS, *(f"{kind}-decode" for kind in KINDS), "growth", "speed", "idle")
 POOLS = ("fixed", "elastic")
@@ -70,33 +72,35 @@ Samples = list[float]
 class Engine:
     """An engine's process. `call` runs a method of its `Rig`."""
 
-    def __init__(self, directory: Path, arguments: dict[str, Any]) -> None:
-        self._pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        cores = sorted(os.sched_getaffinity(0))
-        core = cores[0] if len(cores) > 1 else None
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=elastic_engine.serve, args=(theirs, core, arguments)
-        )
-        self.process.start()
-        self._memory = psutil.Process(self.process.pid)
-        self._socket = next(path for path in directory.iterdir() if path.is_socket())
-        self.first = self._pipe.recv()
+    def __init__(self, worker: Worker, socket: Path, moved_bytes: int) -> None:
+        self._worker = worker
+        self._socket = socket
+        self._memory = psutil.Process(worker.pid)
+        self.first = worker.receive()
         self.extent_bytes: int = self.first["extent_bytes"]
+        self.moved_extents = moved_bytes // self.extent_bytes
 
     def call(self, method: str, *given: Any) -> Any:
-        self._pipe.send((method, given))
-        answer = self._pipe.recv()
+        self._worker.send((method, given))
+        answer = self._worker.receive()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     @property
+    def amount(self) -> str:
+        """What is recalled at a time."""
+        num_bytes = self.moved_extents * self.extent_bytes
+        return f"{num_bytes / GIB:g} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:g} MiB"
+
+    @property
     def resident_bytes(self) -> int:
         return int(self._memory.memory_info().rss)
 
-    def recall(self, num_bytes: int, but_for_bytes: int) -> tuple[float, float]:
+    def recall(self, but_for_bytes: int) -> tuple[float, float]:
         """(when it was ordered, seconds until the memory was back, but for so much). Raises TimeoutError."""
-        target = self.resident_bytes - num_bytes + but_for_bytes
+        num_bytes = self.moved_extents * self.extent_bytes
+        target = self.resident_bytes - num_bytes + min(but_for_bytes, num_bytes // 2)
         channel = Channel(self._socket)
         time.sleep(0.02)  # the broker has greeted
         try:
@@ -114,37 +118,29 @@ class Engine:
         finally:
             channel.close()
 
-    def close(self) -> None:
-        self._pipe.send(None)
-        self.process.join()
-
 
 @contextmanager
-def engine(directory: Path, **arguments: Any) -> Iterator[Engine]:
-    running = Engine(directory, arguments)
-    try:
-        yield running
-    finally:
-        running.close()
+def engine(device: PrivateDevice, moved_bytes: int, max_bytes: int, **arguments: Any) -> Iterator[Engine]:
+    """A process with an engine whose pool is at most so large."""
+    arguments = {"max_bytes": max_bytes, "min_bytes": moved_bytes // 16, **arguments}
+    with Worker(elastic_engine.serve, arguments, core=0) as worker:
+        yield Engine(worker, device.socket, moved_bytes)
 
 
 def bare_seconds(rig: Engine, kind: str) -> float:
     """The bare cost of what a recall of this kind does."""
-    extents = MOVED_BYTES // rig.extent_bytes
-    copied = extents * rig.call("state")["blocks_per_extent"] // 2 if kind == "half" else 0
-    cost = rig.call("bare", extents, copied)
+    copied = rig.moved_extents * rig.first["blocks_per_extent"] // 2 if kind == "half" else 0
+    cost = rig.call("bare", rig.moved_extents, copied)
     return float(cost["copy"] + cost["unmap"])
 
 
 def shape(rig: Engine, kind: str) -> None:
-    """A pool of which 1 GiB of `kind` can go: 1.25 GiB of it, or 2.25 GiB where half of each extent stays live."""
-    extents = MOVED_BYTES // rig.extent_bytes * (2 if kind == "half" else 1) + 8
-    rig.call("growing", False)
+    """The pool at its largest: 5/4 of what is recalled of it, or 9/4 where half of each extent stays live."""
     rig.call("forget")
-    rig.call("resize_to", extents)
-    blocks = (extents - 1) * rig.call("state")["blocks_per_extent"]
-    if kind != "free":
-        rig.call("fill", blocks, 2 if kind == "half" else 1)
+    if kind == "free":
+        rig.call("resize_to", rig.first["most_extents"])
+    else:
+        rig.call("fill", 2 if kind == "half" else 1)
     if kind == "cached":
         rig.call("clear")
 
@@ -156,7 +152,7 @@ def idle_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples]
         shape(rig, kind)
         bare.append(bare_seconds(rig, kind))
         time.sleep(0.2)
-        took.append(rig.recall(MOVED_BYTES, BUT_FOR_BYTES[kind])[1])
+        took.append(rig.recall(BUT_FOR_BYTES[kind])[1])
         rig.call("clear")
     return took, bare
 
@@ -171,7 +167,7 @@ def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples,
         rig.call("computing", light, STEP_S)
         rig.call("decode", 8 if light else 0, 32)
         time.sleep(WARM_S if light else 0.03)
-        began, seconds = rig.recall(MOVED_BYTES, BUT_FOR_BYTES[kind])
+        began, seconds = rig.recall(BUT_FOR_BYTES[kind])
         time.sleep(0.3)
         steps = rig.call("rest")
         rig.call("computing", False)
@@ -184,13 +180,14 @@ def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples,
 
 def growths(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
     """(seconds in which an idle engine takes 1 GiB that it is granted, bare seconds of mapping as much)."""
-    extents = MOVED_BYTES // rig.extent_bytes
-    rig.call("resize_to", extents + 8)
+    rig.call("resize_to", rig.first["most_extents"])
     took, bare = [], []
     for _ in range(rounds):
-        rig.call("regrow", extents)  # memory that a virtual machine's host has lent to others meanwhile is slow, once
-        bare.append(rig.call("bare", extents, 0)["map"])
-        took.append(rig.call("regrow", extents))
+        rig.call(
+            "regrow", rig.moved_extents
+        )  # what a virtual machine's host has lent to others meanwhile is slow, once
+        bare.append(rig.call("bare", rig.moved_extents, 0)["map"])
+        took.append(rig.call("regrow", rig.moved_extents))
     return took, bare
 
 
@@ -201,32 +198,25 @@ def idle_ratios(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
     least = rig.first["min_extents"]
     residents, pools = [], []
     for i in range(rounds + 1):
-        rig.call("idle_after", elastic_engine.FOR_EVER)
-        rig.call("resize_to", least)
         before = rig.resident_bytes
-        rig.call("resize_to", least + MOVED_BYTES // rig.extent_bytes)
-        rig.call("fill", MOVED_BYTES // rig.extent_bytes * rig.first["blocks_per_extent"], 1)
+        rig.call("fill")
         rig.call("clear")
-        rig.call("idle_after", IDLE_S)
-        wait_until(lambda: rig.call("state")["extents"] <= least, "giving back when idle")
+        deadline = time.monotonic() + DEADLINE_S
+        while (extents := rig.call("state")["extents"]) > least:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{extents - least} idle extents were not given back within {DEADLINE_S:g} s")
+            time.sleep(0.01)
         if i:  # the first time code is loaded
             residents.append(rig.resident_bytes / before)
-            pools.append(rig.call("state")["extents"] / least)
+            pools.append(extents / least)
     return residents, pools
 
 
-def speeds(rounds: int) -> list[tuple[float, float]]:
+def speeds(rounds: int, new_tokens: int) -> list[tuple[float, float]]:
     """Output tokens a second of (a fixed pool, an elastic one), in turns."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    core = sorted(os.sched_getaffinity(0))[0] if len(os.sched_getaffinity(0)) > 1 else None
-    process = spawn.Process(
-        target=elastic_engine.serve_comparison, args=(theirs, core, {"rounds": rounds, "size": "256MiB"})
-    )
-    process.start()
-    pairs: list[tuple[float, float]] = mine.recv()
-    process.join()
-    return pairs
+    with Worker(elastic_engine.serve_comparison, rounds, SPEED_BYTES, new_tokens, core=0) as worker:
+        pairs: list[tuple[float, float]] = worker.receive()
+        return pairs
 
 
 def percentile(samples: Samples, share: float) -> float:
@@ -260,14 +250,14 @@ def recall_figures(rig: Engine, kinds: list[str], parts: list[str], rounds: int)
         if kind in parts:
             took, bare = idle_recalls(rig, kind, rounds)
             figures += [
-                ratio(f"recall of 1 GiB of {what}, idle / bare", took, bare, TARGETS[kind]),
+                ratio(f"recall of {rig.amount} of {what}, idle / bare", took, bare, TARGETS[kind]),
                 milliseconds("... recall", took), milliseconds("... bare", bare),
             ]  # fmt: skip
         if f"{kind}-decode" in parts:
             took, bare, within, outside = busy_recalls(rig, kind, rounds)
             quiet, busy = percentile(outside, 0.99), percentile(within, 0.99)
             figures += [
-                ratio(f"recall of 1 GiB of {what}, under decode / bare", took, bare, 3.0),
+                ratio(f"recall of {rig.amount} of {what}, under decode / bare", took, bare, 3.0),
                 milliseconds("... recall", took), milliseconds("... bare", bare),
                 Figure("... p99 of the steps within a recall / of the others", busy / quiet, "x", 2.0),
                 milliseconds("... steps within a recall, p99", within, busy),
@@ -280,7 +270,7 @@ def recall_figures(rig: Engine, kinds: list[str], parts: list[str], rounds: int)
 def growth_figures(rig: Engine, rounds: int) -> list[Figure]:
     took, bare = growths(rig, rounds)
     return [
-        ratio("growth by 1 GiB, idle / bare mapping", took, bare, 1.3),
+        ratio(f"growth by {rig.amount}, idle / bare mapping", took, bare, 1.3),
         milliseconds("... growth", took), milliseconds("... bare", bare),
     ]  # fmt: skip
 
@@ -288,13 +278,13 @@ def growth_figures(rig: Engine, rounds: int) -> list[Figure]:
 def idle_figures(rig: Engine, rounds: int) -> list[Figure]:
     residents, pools = idle_ratios(rig, rounds)
     return [
-        median("idle memory, resident / before it grew by 1 GiB", residents, "x", 1.05),
+        median(f"idle memory, resident / before it grew by {rig.amount}", residents, "x", 1.05),
         median("idle memory, pool / its minimum", pools, "x", 1.05),
     ]
 
 
-def speed_figures(rounds: int) -> list[Figure]:
-    pairs = speeds(rounds)
+def speed_figures(rounds: int, new_tokens: int) -> list[Figure]:
+    pairs = speeds(rounds, new_tokens)
     fixed, elastic = (median(f"... {name}", [p[i] for p in pairs], "tokens/s") for i, name in enumerate(POOLS))
     relative = [elastic / fixed for fixed, elastic in pairs]
     return [
@@ -303,30 +293,63 @@ def speed_figures(rounds: int) -> list[Figure]:
     ]  # fmt: skip
 
 
-def main() -> None:
+def figures_of(
+    device: PrivateDevice, parts: list[str], moved: int, rounds: int | None, new_tokens: int
+) -> list[Figure]:
+    """The figures of these parts; an engine serves those that want the same pool."""
+    each = rounds or ROUNDS
+    figures: list[Figure] = []
+
+    def kinds_in(*kinds: str) -> list[str]:
+        return [kind for kind in kinds if kind in parts or f"{kind}-decode" in parts]
+
+    if kinds := kinds_in("cached"):
+        with engine(device, moved, moved * 5 // 4, caching=True) as rig:
+            figures += recall_figures(rig, kinds, parts, each)
+    if (kinds := kinds_in("free", "live")) or "growth" in parts:
+        with engine(device, moved, moved * 5 // 4) as rig:
+            figures += recall_figures(rig, kinds, parts, each)
+            figures += growth_figures(rig, each) if "growth" in parts else []
+    if kinds := kinds_in("half"):
+        with engine(device, moved, moved * 9 // 4) as rig:
+            figures += recall_figures(rig, kinds, parts, each)
+    if "idle" in parts:
+        with engine(device, moved, moved * 17 // 16, idle_s=IDLE_S) as rig:
+            figures += idle_figures(rig, each)
+    if "speed" in parts:
+        figures += speed_figures(rounds or SPEED_ROUNDS, new_tokens)
+    return figures
+
+
+def parts_of(text: str) -> list[str]:
+    """Names of parts, with commas between them."""
+    parts = text.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    return parts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=whole, default=7)
-    parser.add_argument("--only", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument(
+        "--rounds", type=whole, help=f"default: {ROUNDS}, and {SPEED_ROUNDS} of the comparison of speeds"
+    )
+    parser.add_argument("--only", type=parts_of, default=",".join(PARTS), metavar="PARTS", help="some of %(default)s")
+    parser.add_argument(
+        "--moved", type=size, default=GIB, metavar="SIZE", help="what is recalled at a time (default 1GiB)"
+    )
+    parser.add_argument(
+        "--new-tokens",
+        type=whole,
+        default=128,
+        help="of each sequence in the comparison of speeds (default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    parts, rounds = args.only.split(","), args.rounds
+    args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name) / "run"
-        os.environ["PAGETIDE_RUNTIME_DIR"] = str(directory)
-        with MonitorProcess(directory, "--capacity", "6GiB"):
-            if set(parts) & {"cached", "cached-decode"}:
-                with engine(directory, max_kv="2560MiB", caching=True) as rig:
-                    figures += recall_figures(rig, ["cached"], parts, rounds)
-            if set(parts) - {"speed", "cached", "cached-decode"}:
-                with engine(directory, max_kv="2560MiB") as rig:
-                    figures += recall_figures(rig, [kind for kind in KINDS if kind != "cached"], parts, rounds)
-                    figures += growth_figures(rig, rounds) if "growth" in parts else []
-                    figures += idle_figures(rig, rounds) if "idle" in parts else []
-            if "speed" in parts:
-                figures += speed_figures(max(rounds, 11))
+    with PrivateDevice(CAPACITY_BYTES, Rules.of(CAPACITY_BYTES).headroom_bytes) as device, device.here():
+        figures = figures_of(device, args.only, args.moved, args.rounds, args.new_tokens)
     report("elastic: recalls, growth, and what breathing costs", figures, args.seed, args.json)
 
 

@@ -1,11 +1,13 @@
 """Tokens per second on the CPU, side by side with transformers on the same model, prompts and machine.
 
     python -m benchmarks.engine_cpu [--json FILE] [--rounds 3] [--dtypes float32 bfloat16] [--profile] [--seed 0]
+                                    [--hidden 512] [--layers 8] [--prompts 16] [--new-tokens 64]
 
 A random Llama (hidden 512, 8 layers, 8 heads over 4 KV heads, vocabulary 8192), 16 ragged prompts of 64 to 256 tokens, 64
-new tokens each, greedy, output tokens from end to end. The engines take turns, so that a machine whose speed drifts drifts
-for all; a figure is the median over the rounds of the ratio within a round. transformers' `generate` gets the prompts
-padded on the left; its `generate_batch` is tuned: pages of 64, just enough blocks, 4,096 tokens a batch.
+new tokens each, greedy, output tokens from end to end. Targets are for these sizes. The engines take turns, so that a machine
+whose speed drifts drifts for all; a figure is the median over the rounds of the ratio within a round. transformers'
+`generate` gets the prompts padded on the left; its `generate_batch` is tuned: pages of 64, just enough blocks, 4,096 tokens
+a batch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +30,57 @@ from benchmarks.figures import Figure, report
 from benchmarks.profile_step import profile
 from pagetide import LLM, SamplingParams
 
-NEW_TOKENS = 64
+HIDDEN, LAYERS, PROMPTS, NEW_TOKENS = 512, 8, 16, 64
 TARGETS = {"float32": 1.3, "bfloat16": 1.0}
 
 
-def save_model(folder: Path, seed: int) -> None:
+def save_model(folder: Path, hidden: int, layers: int, seed: int) -> None:
     """The random Llama, with logits far enough apart that its greedy tokens are its own."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=8192, max_position_embeddings=2048, initializer_range=0.05, tie_word_embeddings=False,
+        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048, initializer_range=0.05, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def prompts(seed: int) -> list[list[int]]:
-    """16 ragged prompts of 64 to 256 tokens."""
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Ragged prompts of 64 to 256 tokens."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(1, 8192, int(n)).tolist() for n in rng.integers(64, 257, 16)]
+    return [rng.integers(1, 8192, int(n)).tolist() for n in rng.integers(64, 257, count)]
 
 
-def padded(model: Any, inputs: list[list[int]]) -> list[list[int]]:
+def padded(model: Any, inputs: list[list[int]], new_tokens: int) -> list[list[int]]:
     """transformers' `generate`, all prompts in one batch padded on the left."""
     width = max(map(len, inputs))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in inputs])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in inputs])
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     return [row[width:].tolist() for row in out]
 
 
-def continuous(model: Any, inputs: list[list[int]]) -> list[list[int]]:
+def continuous(model: Any, inputs: list[list[int]], new_tokens: int) -> list[list[int]]:
     """transformers' `generate_batch`, tuned."""
     page = 64
-    blocks = sum(-(-(len(p) + NEW_TOKENS) // page) for p in inputs) + 4
+    blocks = sum(-(-(len(p) + new_tokens) // page) for p in inputs) + 4
     out = model.generate_batch(
         inputs,
-        generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(page_size=page, num_blocks=blocks, max_batch_tokens=4096),
     )
     ordered = sorted(out.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[-1]))
     return [o.generated_tokens for o in ordered]
 
 
-def timed(run: Callable[[], list[list[int]]], inputs: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Output tokens a second, and the tokens. Raises when a sequence is too short."""
+def timed(run: Callable[[], list[list[int]]], num: int, new_tokens: int) -> tuple[float, list[list[int]]]:
+    """Output tokens a second, and the tokens of `num` sequences. Raises when one is too short."""
     start = time.perf_counter()
     out = run()
     seconds = time.perf_counter() - start
-    if [len(o) for o in out] != [NEW_TOKENS] * len(inputs):
-        raise RuntimeError(f"an engine gave {[len(o) for o in out]} tokens instead of {NEW_TOKENS} each")
-    return len(inputs) * NEW_TOKENS / seconds, out
+    if [len(o) for o in out] != [new_tokens] * num:
+        raise RuntimeError(f"an engine gave {[len(o) for o in out]} tokens instead of {new_tokens} each")
+    return num * new_tokens / seconds, out
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -89,22 +91,21 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return same / sum(map(len, ours))
 
 
-def compare(folder: Path, dtype: str, rounds: int, seed: int) -> list[Figure]:
+def compare(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int, rounds: int) -> list[Figure]:
     """Figures of one dtype."""
-    inputs = prompts(seed)
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB") as llm:
         engines: dict[str, Callable[[], list[list[int]]]] = {
-            "generate": lambda: padded(model, inputs),
-            "generate_batch": lambda: continuous(model, inputs),
+            "generate": lambda: padded(model, inputs, new_tokens),
+            "generate_batch": lambda: continuous(model, inputs, new_tokens),
             "pagetide": lambda: [o.token_ids for o in llm.generate(inputs, sampling)],
         }
         speeds: dict[str, list[float]] = {name: [] for name in engines}
-        tokens = {name: timed(run, inputs)[1] for name, run in engines.items()}  # a warm-up each
+        tokens = {name: timed(run, len(inputs), new_tokens)[1] for name, run in engines.items()}  # a warm-up each
         for _ in range(rounds):
             for name, run in engines.items():
-                speeds[name].append(timed(run, inputs)[0])
+                speeds[name].append(timed(run, len(inputs), new_tokens)[0])
     ratios = [
         o / max(a, b) for o, a, b in zip(speeds["pagetide"], speeds["generate"], speeds["generate_batch"], strict=True)
     ]
@@ -120,21 +121,28 @@ def compare(folder: Path, dtype: str, rounds: int, seed: int) -> list[Figure]:
     return [*figures, Figure(f"{dtype} tokens before a first difference to generate", same, "share", better="higher")]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--hidden", type=whole, default=HIDDEN, help="of the model, a multiple of 16 (%(default)s)")
+    parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
+    parser.add_argument("--prompts", type=whole, default=PROMPTS, help="in a batch (%(default)s)")
+    parser.add_argument("--new-tokens", type=whole, default=NEW_TOKENS, help="of each prompt (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(TARGETS))
     parser.add_argument("--profile", action="store_true", help="also say where a decode step's time goes")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.hidden % 16:
+        parser.error(f"8 heads of an even size need a hidden size that is a multiple of 16, got {args.hidden}")
+    inputs = prompts(args.prompts, args.seed)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as scratch:
-        save_model(Path(scratch), args.seed)
+        save_model(Path(scratch), args.hidden, args.layers, args.seed)
         for dtype in args.dtypes:
-            figures += compare(Path(scratch), dtype, args.rounds, args.seed)
+            figures += compare(Path(scratch), dtype, inputs, args.new_tokens, args.rounds)
             if args.profile:
-                figures += profile(Path(scratch), dtype, prompts(args.seed), NEW_TOKENS)
+                figures += profile(Path(scratch), dtype, inputs, args.new_tokens)
     report("engine on the CPU", figures, args.seed, args.json)
 
 

@@ -1,6 +1,7 @@
 """Goodput of two engines on one device: halves of it for good, pools that breathe, and the whole of it for each.
 
-    python -m benchmarks.goodput [--json FILE] [--data DIR] [--rounds 3] [--seed 0] [--seconds 20]
+    python -m benchmarks.goodput [--json FILE] [--data DIR] [--rounds 3] [--only static,pagetide,oracle]
+                                 [--seconds 20] [--step-ms 10] [--seed 0]
 
 Goodput is output tokens a second of the requests within the SLO: the first token at most 250 ms after the request was due,
 which is ten times what an unloaded engine takes, and of the pauses between its tokens 95 % at most 50 ms, which is five
@@ -18,32 +19,31 @@ Each engine is a process on a core of its own with one thread (goodput_engine.py
 of its own, everything else is real). The requests are the trace of code completions of Azure's, thinned, compressed in
 time, prompts a fifth as long and outputs four times (16 to 192 tokens), so that memory is what is short; the second engine
 gets the same stream an eighth of the time earlier, so that its bursts mostly come in the gaps of the first
-(goodput_load.py; without --data a synthetic one).
+(goodput_load.py; with `--data none` a synthetic one).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.arguments import whole
+from benchmarks.arguments import above_0, add_data, whole
 from benchmarks.figures import Figure, report
-from benchmarks.goodput_engine import STEP_S, TOKEN_S, Job, Served, Told, serve
+from benchmarks.goodput_engine import Job, Served, Told, serve
 from benchmarks.goodput_load import Arrival, load
+from benchmarks.processes import Worker
 from pagetide.allocator.policy import Rules
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 
-ROOT = Path(__file__).resolve().parents[1]
 FIRST_TOKEN_S, BETWEEN_S = 0.25, 0.05  # the SLO
+STEP_MS, TOKEN_S = 10.0, 40e-6  # a step takes STEP_MS, and TOKEN_S for each token that it computes
 PER_SECOND = 8.0  # requests of each engine, on average
 POOL_BYTES = 96 * MIB
 LEAST_BYTES = 9 * MIB  # whole extents: they are a 32nd of the pool
@@ -73,32 +73,32 @@ class Round:
     outputs: Outputs
 
 
-def run(arrangement: str, arrivals: Sequence[list[Arrival]], seconds: float, seed: int) -> Round:
+def run(arrangement: str, arrivals: Sequence[list[Arrival]], seconds: float, step_s: float, seed: int) -> Round:
     """One arrangement, from the start of both engines to their last token."""
     with ExitStack() as stack:
         if arrangement == "pagetide":
             device = stack.enter_context(PrivateDevice(CAPACITY_BYTES, HEADROOM_BYTES))
             stack.enter_context(device.here())
-        pipes = [stack.enter_context(engine(number, _job(arrangement, arrivals[number], seed + 100_000 * number)))
-                 for number in range(len(arrivals))]  # fmt: skip
-        promised = [_hear(pipe) for pipe in pipes]
+        jobs = [_job(arrangement, arrivals[i], step_s, seed + 100_000 * i) for i in range(len(arrivals))]
+        workers = [stack.enter_context(Worker(serve, job, core=number)) for number, job in enumerate(jobs)]
+        promised = [worker.receive() for worker in workers]
         if arrangement == "pagetide":  # before anybody grows
             (uuid,) = {lease.device_uuid for lease in device.leases()}
             stack.enter_context(device.client.reserve(uuid, _reserved_bytes(promised), timeout_s=30))
             time.sleep(SETTLE_S)
-        _told_each(pipes, "serve some alone")
-        _told_each(pipes, time.monotonic() + 0.2)
-        told: list[Told] = _told_each(pipes, "tell")
+        _told_each(workers, "serve some alone")
+        _told_each(workers, time.monotonic() + 0.2)
+        told: list[Told] = _told_each(workers, "tell")
     return _summed(told, seconds)
 
 
-def _job(arrangement: str, arrivals: list[Arrival], seed: int) -> Job:
+def _job(arrangement: str, arrivals: list[Arrival], step_s: float, seed: int) -> Job:
     pools: dict[str, Any] = {
         "static": POOL_BYTES // 2,
         "pagetide": {"min": LEAST_BYTES, "max": POOL_BYTES},
         "oracle": POOL_BYTES,
     }
-    return Job(arrivals, seed, pools[arrangement], arrangement == "pagetide", IDLE_S)
+    return Job(arrivals, seed, pools[arrangement], arrangement == "pagetide", IDLE_S, step_s, TOKEN_S)
 
 
 def _reserved_bytes(promised: list[int]) -> int:
@@ -109,36 +109,11 @@ def _reserved_bytes(promised: list[int]) -> int:
     return CAPACITY_BYTES - rules.headroom_bytes - rules.band_bytes - sum(promised) - growth
 
 
-@contextmanager
-def engine(number: int, job: Job) -> Iterator[Any]:
-    """A pipe to the process of an engine, on a core of its own where there are as many."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    cores = sorted(os.sched_getaffinity(0))
-    process = spawn.Process(target=serve, args=(theirs, cores[number % len(cores)], job))
-    process.start()
-    theirs.close()
-    try:
-        yield mine
-        process.join()
-    finally:
-        process.kill()
-        process.join()
-        mine.close()
-
-
-def _told_each(pipes: list[Any], message: object) -> list[Any]:
+def _told_each(workers: list[Worker], message: object) -> list[Any]:
     """What each engine answers to `message`."""
-    for pipe in pipes:
-        pipe.send(message)
-    return [_hear(pipe) for pipe in pipes]
-
-
-def _hear(pipe: Any) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise ChildProcessError("an engine has ended; it said why above") from None
+    for worker in workers:
+        worker.send(message)
+    return [worker.receive() for worker in workers]
 
 
 # ---- what came of it ------------------------------------------------------------------------------
@@ -193,24 +168,29 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 def figures(rounds: dict[str, list[Round]]) -> list[Figure]:
     """Ratios within a round, their medians; then each arrangement's own figures side by side."""
-    static, tide, oracle = (rounds[name] for name in ARRANGEMENTS)
-    expected = static[0].outputs
+    expected = next(iter(rounds.values()))[0].outputs
     differing = sum(
         mine != theirs
-        for one in (one for name in ARRANGEMENTS for one in rounds[name])
+        for one in (one for some in rounds.values() for one in some)
         for outputs, wanted in zip(one.outputs, expected, strict=True)
         for mine, theirs in zip(outputs, wanted, strict=True)
     )
     result = [
-        _ratio("goodput, pagetide / static halves", tide, static, 1.3),
-        _ratio("goodput, pagetide / oracle", tide, oracle, 0.9),
-        _median("requests of the static halves that miss the SLO", [100 * r.missed for r in static], "%", 30, "higher"),
-        Figure("outputs that differ between arrangements or rounds", float(differing), "", 0),
-        _median("unloaded: first token", [1e3 * r.unloaded_first_s for r in static], "ms"),
-        _median("unloaded: between tokens", [1e3 * r.unloaded_between_s for r in static], "ms"),
+        _ratio(f"goodput, pagetide / {what}", rounds["pagetide"], rounds[name], target)
+        for name, what, target in (("static", "static halves", 1.3), ("oracle", "oracle", 0.9))
+        if {"pagetide", name} <= rounds.keys()
     ]
-    for name in ARRANGEMENTS:
-        result += _own_figures(name, rounds[name])
+    if "static" in rounds:
+        missed = [100 * r.missed for r in rounds["static"]]
+        result.append(_median("requests of the static halves that miss the SLO", missed, "%", 30, "higher"))
+    result.append(Figure("outputs that differ between arrangements or rounds", float(differing), "", 0))
+    first = next(iter(rounds.values()))
+    result += [
+        _median("unloaded: first token", [1e3 * r.unloaded_first_s for r in first], "ms"),
+        _median("unloaded: between tokens", [1e3 * r.unloaded_between_s for r in first], "ms"),
+    ]
+    for name, some in rounds.items():
+        result += _own_figures(name, some)
     return result
 
 
@@ -244,28 +224,48 @@ def _ratio(name: str, over: list[Round], under: list[Round], target: float) -> F
     return _median(name, within, "x", target, "higher")
 
 
-def main() -> None:
+def arrangements(text: str) -> list[str]:
+    """Names of arrangements, with commas between them."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ARRANGEMENTS]:
+        raise argparse.ArgumentTypeError(
+            f"there is no arrangement {', '.join(unknown)}; there are {', '.join(ARRANGEMENTS)}"
+        )
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with the trace")
+    add_data(parser, "the trace", "a synthetic trace")
+    parser.add_argument(
+        "--only", type=arrangements, default=",".join(ARRANGEMENTS), metavar="NAMES", help="some of %(default)s"
+    )
     parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="in which requests come (default 20, for which the load is set)"
+        "--seconds", type=above_0, default=20.0, help="in which requests come (default 20, for which the load is set)"
     )
-    args = parser.parse_args()
+    parser.add_argument(
+        "--step-ms", type=above_0, default=STEP_MS, metavar="MS",
+        help="what a step takes besides its tokens (default %(default)g, for which load and SLO are set)",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
     os.environ |= STEADY_HEAP | {"OMP_NUM_THREADS": "1"}
-    arrivals, source = load(args.data, args.seconds, PER_SECOND)
+    try:
+        arrivals, source = load(args.data, args.seconds, PER_SECOND)
+    except ValueError as error:
+        parser.error(f"{error}; name another folder by --data, or 'none' for a synthetic trace")
     print(
         f"{len(arrivals[0])} and {len(arrivals[1])} requests in {args.seconds:g} s, from {source}; pools of "
-        f"{POOL_BYTES // MIB} MiB; a step takes {1e3 * STEP_S:g} ms and {1e6 * TOKEN_S:g} us a token",
+        f"{POOL_BYTES // MIB} MiB; a step takes {args.step_ms:g} ms and {1e6 * TOKEN_S:g} us a token",
         flush=True,
     )
-    rounds: dict[str, list[Round]] = {name: [] for name in ARRANGEMENTS}
+    rounds: dict[str, list[Round]] = {name: [] for name in args.only}
     for number in range(args.rounds):
-        for turn in range(len(ARRANGEMENTS)):
-            name = ARRANGEMENTS[(number + turn) % len(ARRANGEMENTS)]
-            rounds[name].append(run(name, arrivals, args.seconds, args.seed))
+        for turn in range(len(args.only)):
+            name = args.only[(number + turn) % len(args.only)]
+            rounds[name].append(run(name, arrivals, args.seconds, args.step_ms / 1e3, args.seed))
             print(f"  round {number + 1}, {name}: {rounds[name][-1].goodput:,.0f} tokens/s", flush=True)
     report("goodput: two engines, one device", figures(rounds), args.seed, args.json)
 

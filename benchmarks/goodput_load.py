@@ -14,6 +14,10 @@ SHIFT = 0.125  # of the trace, by which the second stream is ahead: its bursts m
 PROMPT_DIVISOR, LEAST_PROMPT, MOST_PROMPT = 5, 16, 800  # tokens; the demo model's context is 1,024
 OUTPUT_FACTOR, LEAST_OUTPUT, MOST_OUTPUT = 4, 16, 192
 SYNTHETIC_REQUESTS = 3600
+SYNTHETIC = (
+    f"a synthetic trace: {SYNTHETIC_REQUESTS:,} requests in four bursts, each a tenth of the time, prompts log-normal around "
+    "1,400 tokens (sigma 1.1), outputs around 13 (sigma 0.9)"
+)
 
 Turn = tuple[float, int, int]  # (share of the trace's time, prompt tokens, output tokens)
 
@@ -27,16 +31,20 @@ class Arrival:
     output_tokens: int
 
 
-def load(folder: Path, seconds: float, per_second: float) -> tuple[tuple[list[Arrival], list[Arrival]], str]:
-    """The arrivals at both engines in `seconds`, `per_second` at each on average; and where they come from."""
-    file = folder / TRACE
-    turns, source = (_read(file), TRACE) if file.is_file() else (_synthetic(), "a synthetic trace")
+def load(folder: Path | None, seconds: float, per_second: float) -> tuple[tuple[list[Arrival], list[Arrival]], str]:
+    """The arrivals at both engines in `seconds`, `per_second` at each on average; and where they come from.
+
+    Without a folder the trace is synthetic. Raises ValueError where the folder has no such trace.
+    """
+    turns, source = (_synthetic(), SYNTHETIC) if folder is None else (_read(folder / TRACE), TRACE)
     step = len(turns) / (per_second * seconds)
     thinned = [turns[int(i * step)] for i in range(int(len(turns) / step))] if step > 1 else turns
     return (_compressed(thinned, seconds, 0.0), _compressed(thinned, seconds, SHIFT)), source
 
 
 def _read(file: Path) -> list[Turn]:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {file.name}")
     with file.open(newline="") as lines:
         rows = [
             (
@@ -50,9 +58,7 @@ def _read(file: Path) -> list[Turn]:
 
 
 def _synthetic() -> list[Turn]:
-    """All requests in four bursts, each a tenth of the time; prompts log-normal around 1,400 tokens (sigma 1.1), outputs
-    around 13 (sigma 0.9).
-    """
+    """See SYNTHETIC."""
     rng = random.Random(1)
     turns = []
     for _ in range(SYNTHETIC_REQUESTS):

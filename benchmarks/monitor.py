@@ -1,6 +1,6 @@
 """What the monitor costs, how soon it sees, and that no reader ever sees a torn record.
 
-    python -m benchmarks.monitor [--json FILE] [--seed 0]
+    python -m benchmarks.monitor [--json FILE] [--starts 7] [--seconds 8] [--seed 0]
 
 The driver is the stand-in of the tests: eight GPUs, which answer a question about memory after 0.1 ms, as a real driver
 does, in which the caller sleeps. What a real driver's call takes of the core itself comes on top. Everything above the
@@ -10,20 +10,23 @@ driver is real: pynvml, the daemon `vram-monitor serve` as a process of its own,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
-import multiprocessing
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
+from benchmarks.arguments import above_0, whole
 from benchmarks.figures import Figure, report
+from benchmarks.processes import Worker
 from pagetide.monitor.record import RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
 
@@ -150,7 +153,7 @@ def related(count: int) -> tuple[int, int, float]:
     return count * 1_000_003 + 17, count * 999_983, count * 0.5
 
 
-def write_flat_out(path: Path, seconds: float, told: Connection) -> None:
+def write_flat_out(told: Connection, path: Path, seconds: float) -> None:
     """Write memory records as fast as Python does; send how many."""
     with RecordWriter.create(path, source="benchmark") as writer:
         writer.set_devices([DeviceInfo("GPU-0", "0", DeviceKind.GPU)])
@@ -163,10 +166,11 @@ def write_flat_out(path: Path, seconds: float, told: Connection) -> None:
                 total, free, rate = related(count)
                 writer.write_memory(0, DeviceMemory(time.monotonic_ns(), 20_000_000, total, free, rate, count, 0))
         told.send(count)
-        told.recv()  # readers are done with the file
+        with contextlib.suppress(EOFError):
+            told.recv()  # the pipe is closed: readers are done with the file
 
 
-def read_flat_out(path: Path, seconds: float, told: Connection) -> None:
+def read_flat_out(told: Connection, path: Path, seconds: float) -> None:
     """Read as fast as Python does; send (reads, torn, retries)."""
     with RecordReader.open(path) as reader:
         reads = torn = last = 0
@@ -183,21 +187,13 @@ def read_flat_out(path: Path, seconds: float, told: Connection) -> None:
 
 def flat_out(folder: Path, seconds: float, num_readers: int) -> tuple[int, int, int, int]:
     """(writes, reads, torn, retries) of one writer against several readers, each a process."""
-    spawn = multiprocessing.get_context("spawn")
     path = folder / "flat-out"
-    mine, theirs = spawn.Pipe()
-    writer = spawn.Process(target=write_flat_out, args=(path, seconds + 2, theirs))
-    writer.start()
-    mine.recv()
-    pipes = [spawn.Pipe() for _ in range(num_readers)]
-    readers = [spawn.Process(target=read_flat_out, args=(path, seconds, end)) for _, end in pipes]
-    for reader in readers:
-        reader.start()
-    answers = [pipe.recv() for pipe, _ in pipes]
-    writes = mine.recv()
-    mine.send(None)
-    for process in (*readers, writer):
-        process.join()
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(Worker(write_flat_out, path, seconds + 2))
+        writer.receive()
+        readers = [stack.enter_context(Worker(read_flat_out, path, seconds)) for _ in range(num_readers)]
+        answers = [reader.receive() for reader in readers]
+        writes = writer.receive()
     reads, torn, retries = (sum(answer[i] for answer in answers) for i in range(3))
     return writes, reads, torn, retries
 
@@ -213,23 +209,28 @@ def percentile(samples: list[float], share: float) -> float:
     return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--starts", type=whole, default=7, help="of the daemon that are timed (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=above_0, default=8.0, help="of reads; the rest takes as long in proportion (%(default)g)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    seconds, reactions = args.seconds, max(1, round(50 * args.seconds))
     rng = random.Random(args.seed)
     figures = []
     with tempfile.TemporaryDirectory() as name, standin(Path(name)) as nvml:
         folder = Path(name)
-        figures.append(figure("start to first record", start_times(folder, nvml, 7), "ms", 500))
+        figures.append(figure("start to first record", start_times(folder, nvml, args.starts), "ms", 500))
         monitor = MonitorProcess(folder / "run", "--metrics-port", "0", source="nvml", env=nvml.env())
         with monitor, RecordReader.open(monitor.record) as reader:
-            every, news = read_times(reader, "GPU-3", 8)
+            every, news = read_times(reader, "GPU-3", seconds)
             figures.append(figure("read by an engine between steps of 5 ms", every, "us", 10))
             figures.append(figure("... those reads that find news", news, "us", None))
-            shares = cpu_shares(monitor.pid, 5, 3)
-            waiting = waiting_shares(5, 1)
+            shares = cpu_shares(monitor.pid, 5, 3 * seconds / 8)
+            waiting = waiting_shares(5, seconds / 8)
             figures.append(
                 Figure(
                     "daemon's share of a core, 8 devices at 20 ms", statistics.median(shares), "%", 3, samples=shares
@@ -238,15 +239,15 @@ def main() -> None:
             figures.append(
                 Figure("... of it, the stand-in's waiting by itself", statistics.median(waiting), "%", samples=waiting)
             )
-            seen = [1e3 * seconds for seconds in reaction_times(nvml, reader, 400, rng)]
+            seen = [1e3 * took for took in reaction_times(nvml, reader, reactions, rng)]
             figures.append(
                 Figure("reaction, median", statistics.median(seen), "ms", samples=[round(s, 3) for s in seen])
             )
             figures.append(Figure("reaction, p99", percentile(seen, 0.99), "ms", INTERVAL_MS + 5))
             resident = psutil.Process(monitor.pid).memory_info().rss / (1 << 20)
             figures.append(Figure("daemon's resident memory", resident, "MiB", 60))
-        writes, reads, torn, retries = flat_out(folder, 4, 4)
-        figures.append(Figure("torn records, 4 readers against a writer flat out for 4 s", torn, "", 0))
+        writes, reads, torn, retries = flat_out(folder, seconds / 2, 4)
+        figures.append(Figure(f"torn records, 4 readers against a writer flat out for {seconds / 2:g} s", torn, "", 0))
         figures.append(Figure("... writes", writes, ""))
         figures.append(Figure("... reads", reads, ""))
         figures.append(Figure("... retries", retries, ""))

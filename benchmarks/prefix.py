@@ -1,6 +1,6 @@
 """What it costs to find a prompt's prefix and to make computed blocks findable, with the default policy. No model.
 
-python -m benchmarks.prefix [--json FILE] [--repeats 20] [--seed 0]
+python -m benchmarks.prefix [--json FILE] [--repeats 20] [--blocks 1000000] [--seed 0]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -80,10 +80,10 @@ def small_pool(repeats: int, seed: int) -> Samples:
     return samples
 
 
-def large_pool(repeats: int, seed: int) -> Samples:
-    """A pool of a million blocks, full; prompts in random order, so that nothing is in the processor's cache."""
+def large_pool(num_blocks: int, repeats: int, seed: int) -> Samples:
+    """A pool of about `num_blocks` blocks, full; prompts in random order, so that nothing is in the processor's cache."""
     rng, samples = np.random.default_rng(seed), Samples()
-    num_prompts = 1_000_000 // BLOCKS
+    num_prompts = -(-num_blocks // BLOCKS)
     index = new_index(num_prompts * BLOCKS + 1)
     tokens = rng.integers(3, VOCAB, (num_prompts, TOKENS), dtype=np.int32)
     blocks = rng.permutation(np.arange(1, num_prompts * BLOCKS + 1, dtype=np.int32)).reshape(num_prompts, BLOCKS)
@@ -100,20 +100,20 @@ def new_index(num_blocks: int) -> PrefixIndex:
     return PrefixIndex(PrefixHasher(BLOCK_SIZE), num_blocks, ReuseDensity(num_blocks))
 
 
-def build(repeats: int) -> Samples:
-    """An index of a million blocks, without its policy."""
-    samples, hasher, policy = Samples(), PrefixHasher(BLOCK_SIZE), ReuseDensity(1_000_000)
+def build(num_blocks: int, repeats: int) -> Samples:
+    """An index of so many blocks, without its policy."""
+    samples, hasher, policy = Samples(), PrefixHasher(BLOCK_SIZE), ReuseDensity(num_blocks)
     for _ in range(repeats):
         gc.collect()
-        samples.time("build", lambda: PrefixIndex(hasher, 1_000_000, policy))
+        samples.time("build", lambda: PrefixIndex(hasher, num_blocks, policy))
     return samples
 
 
-def bytes_per_node() -> float:
-    """Bytes that the index of a million blocks has reserved, a block; its policy and the hasher's keys are not counted."""
-    hasher, policy = PrefixHasher(BLOCK_SIZE), ReuseDensity(1_000_000)
+def bytes_per_node(num_blocks: int) -> float:
+    """Bytes that an index of so many blocks has reserved, a block; its policy and the hasher's keys are not counted."""
+    hasher, policy = PrefixHasher(BLOCK_SIZE), ReuseDensity(num_blocks)
     tracemalloc.start()
-    index = PrefixIndex(hasher, 1_000_000, policy)
+    index = PrefixIndex(hasher, num_blocks, policy)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return held / index.capacity
@@ -135,14 +135,18 @@ def figure(name: str, seconds: list[float], unit: str, target: float | None = No
     return Figure(name, statistics.median(scaled), unit, target, samples=[round(s, 3) for s in scaled])
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--repeats", type=whole, default=20)
+    parser.add_argument(
+        "--blocks", type=whole, default=1_000_000, help="of the large index (%(default)s, for which the target is)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    blocks = args.blocks
     small = small_pool(args.repeats, args.seed).seconds
-    large = large_pool(args.repeats, args.seed).seconds
+    large = large_pool(blocks, args.repeats, args.seed).seconds
     long = long_sequence(131_072, args.repeats).seconds
     figures = [
         figure("lookup of 8,192 tokens, full hit, hashing included", small["hit"], "us", 200),
@@ -152,12 +156,12 @@ def main() -> None:
         figure("a hit of 512 parked blocks taken", small["take"], "us"),
         figure("512 blocks parked", small["park"], "us"),
         figure("512 blocks chosen and evicted", small["evict"], "us"),
-        figure("full hit among 1,000,000 nodes, nothing in caches", large["hit"], "us"),
-        figure("hash and register 512 up to 1,000,000 nodes", large["register"], "us"),
+        figure(f"full hit among {blocks:,} nodes, nothing in caches", large["hit"], "us"),
+        figure(f"hash and register 512 up to {blocks:,} nodes", large["register"], "us"),
         figure("hash 131,072 tokens, keys made for it", long["first"], "ms"),
         figure("hash 131,072 tokens", long["later"], "ms"),
-        figure("build an index of 1,000,000 blocks", build(args.repeats).seconds["build"], "ms", 50),
-        Figure("memory of the index, a block of 16 tokens", bytes_per_node(), "bytes"),
+        figure(f"build an index of {blocks:,} blocks", build(blocks, args.repeats).seconds["build"], "ms", 50),
+        Figure("memory of the index, a block of 16 tokens", bytes_per_node(blocks), "bytes"),
     ]
     report("prefix index: hashes, lookups, registration", figures, args.seed, args.json)
 

@@ -1,6 +1,7 @@
 """What too small a pool costs: tokens computed twice and steps taken, when only the model knows where each request ends.
 
 python -m benchmarks.pressure [--json FILE] [--seeds 10] [--lengths uniform|lognormal|bimodal|fixed|drift|full]
+                              [--requests 400]
 
 The real scheduler and cache manager; a stub stands for the model and samples a stop token where a request's true end is.
 All 400 requests are there at the start, as in the measurement of vLLM that the targets come from; every one of them
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,32 +75,32 @@ class Outcome:
     promoted_gb: float
 
 
-def draw_outputs(kind: str, rng: np.random.Generator) -> Lengths:
+def draw_outputs(kind: str, count: int, rng: np.random.Generator) -> Lengths:
     """Output lengths of the requests in their order, 1 to MAX_NEW_TOKENS each."""
     if kind == "lognormal":
-        lengths = rng.lognormal(np.log(200), 1.0, NUM_REQUESTS)
+        lengths = rng.lognormal(np.log(200), 1.0, count)
     elif kind == "bimodal":
-        short = rng.random(NUM_REQUESTS) < 0.7
-        lengths = np.where(short, rng.integers(20, 81, NUM_REQUESTS), rng.integers(700, 1_001, NUM_REQUESTS))
+        short = rng.random(count) < 0.7
+        lengths = np.where(short, rng.integers(20, 81, count), rng.integers(700, 1_001, count))
     elif kind == "fixed":
-        lengths = np.full(NUM_REQUESTS, 300)
+        lengths = np.full(count, 300)
     elif kind == "drift":  # from 50-150 at the first request to 700-800 at the last
-        lengths = np.linspace(100, 750, NUM_REQUESTS) + rng.integers(-50, 51, NUM_REQUESTS)
+        lengths = np.linspace(100, 750, count) + rng.integers(-50, 51, count)
     elif kind == "full":
-        lengths = np.full(NUM_REQUESTS, MAX_NEW_TOKENS)
+        lengths = np.full(count, MAX_NEW_TOKENS)
     else:
-        lengths = rng.integers(256, 769, NUM_REQUESTS)
+        lengths = rng.integers(256, 769, count)
     return np.clip(lengths, 1, MAX_NEW_TOKENS).astype(np.int64)
 
 
 KINDS = ("uniform", "lognormal", "bimodal", "fixed", "drift", "full")
 
 
-def draw(kind: str, seed: int) -> Load:
+def draw(kind: str, count: int, seed: int) -> Load:
     """The load of a seed."""
     rng = np.random.default_rng(seed)
-    prompts = rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, NUM_REQUESTS)
-    return Load(prompts, draw_outputs(kind, rng))
+    prompts = rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, count)
+    return Load(prompts, draw_outputs(kind, count, rng))
 
 
 class Stub:
@@ -152,7 +154,7 @@ def run(scheduler: Scheduler, load: Load) -> Outcome:
         ends += emissions.finished
         steps += 1
     assert all(len(end.token_ids) == load.outputs[int(end.request_id)] for end in ends), "an output has another length"
-    assert len(ends) == NUM_REQUESTS, "a request was lost"
+    assert len(ends) == len(load.prompts), "a request was lost"
     scheduler.check_invariants()
     often = [end.num_preemptions for end in ends]
     return Outcome(
@@ -187,26 +189,29 @@ def figures(outcomes: list[Outcome], where: str, targets: dict[str, float]) -> l
     return table
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--seeds", type=whole, default=10)
     parser.add_argument("--lengths", choices=KINDS, default="uniform", help="of outputs; targets are for uniform ones")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--requests", type=whole, default=NUM_REQUESTS, help="of a seed (default %(default)s, for which targets are)"
+    )
+    args = parser.parse_args(argv)
     outcomes: dict[str, list[Outcome]] = {"no host tier": [], "host tier": []}
     print("seed                steps  twice %  preemptions  again  most of one  modelled s  out GB  back GB")
     for seed in range(args.seeds):
         for (where, some), slots in zip(outcomes.items(), (0, HOST_SLOTS), strict=True):
-            outcome = run(build(slots), draw(args.lengths, seed))
+            outcome = run(build(slots), draw(args.lengths, args.requests, seed))
             some.append(outcome)
             print(
                 f"{seed:>4}  {where:<12}  {outcome.steps:>5,}  {outcome.recomputed_percent:>7.2f}  "
                 f"{outcome.preemptions:>11}  {outcome.preempted_again:>5}  {outcome.most_preemptions:>11}  "
                 f"{outcome.seconds:>10.1f}  {outcome.demoted_gb:>6.2f}  {outcome.promoted_gb:>7.2f}"
             )
-    uniform = args.lengths == "uniform"
+    targeted = args.lengths == "uniform" and args.requests == NUM_REQUESTS
     table = figures(
-        outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if uniform else {}
+        outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if targeted else {}
     )
     table += figures(outcomes["host tier"], "host tier", {"recomputed_percent": 0.0})
     longer = [  # percent
@@ -217,9 +222,7 @@ def main() -> None:
     table.append(Figure(f"{what}, median", statistics.median(longer), "%", 0.0, samples=longer))
     table.append(Figure(f"{what}, worst", max(longer), "%"))
     print(f"\n{ROOFLINE}; swaps {HOST_BYTES_PER_S / 1e9:g} GB/s")
-    title = (
-        f"pressure: {NUM_REQUESTS} requests, outputs {args.lengths}, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
-    )
+    title = f"pressure: {args.requests} requests, outputs {args.lengths}, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
     report(title, table, 0, args.json)
 
 

@@ -1,9 +1,9 @@
 """Traces replayed: the real scheduler and cache manager, a modelled clock instead of a model, a co-tenant's schedule.
 
-python -m benchmarks.replay [--data FOLDER] [--trace mooncake] [--block 512] [--gpu h200] [--gpus 2]
+python -m benchmarks.replay [--data DIR] [--trace mooncake] [--block 512] [--gpu h200] [--gpus 2]
                             [--tenant 0:0,300:0.4,600:0.1] [--host-gb 512] [--slo 5,0.1]
                             [--json FILE] [--plot PREFIX]
-python -m benchmarks.replay --scaling [--json FILE] [--plot PREFIX]
+python -m benchmarks.replay --scaling [--up-to N] [--json FILE] [--plot PREFIX]
 
 Without --tenant there are replays alone and with a co-tenant that has 40 % of the pool from 300 s to 600 s and 10 % after
 that; without --host-gb the last of them is repeated with a host tier. Without the folder of traces the load is synthetic.
@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import above_0, from_0, whole
+from benchmarks.arguments import above_0, add_data, from_0, whole
 from benchmarks.figures import Figure, report
 from benchmarks.replay_clock import GPUS, MODELS, Roofline
 from benchmarks.replay_plot import draw, draw_scaling, pyplot
@@ -29,15 +29,14 @@ from benchmarks.replay_run import NOBODY, Settings, Tenant, replay, settings_for
 from benchmarks.replay_scaling import LOADS, measure
 from benchmarks.replay_traces import BLOCK_SIZES, FILES, BadTrace, Trace, synthetic
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 DEFAULT_TENANT = "0:0,300:0.4,600:0.1"
 DEFAULT_HOST_GB = 256.0  # a GPU's share: machines of 8 such GPUs have 2 TB
 TARGET_S = 10.0  # for the whole Mooncake cut in blocks of 512, on one core
 LEAST_BLOCKS = 2  # the null block, and one
 
 
-def main() -> None:
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
     roofline = Roofline(GPUS[args.gpu], MODELS[args.model], args.gpus, args.reached, args.overhead_ms / 1e3)
     if args.plot:
         pyplot()  # before the work, not after it
@@ -69,7 +68,7 @@ def scaling(args: argparse.Namespace, roofline: Roofline) -> None:
     print(f"modelled: {roofline}")
     for grows, what in LOADS.items():
         print(f"{grows}: {what}")
-    series = measure(roofline, lambda words: print(words, file=sys.stderr))
+    series = measure(roofline, lambda words: print(words, file=sys.stderr), args.up_to)
     figures = [figure for one in series for figure in one.figures()]
     report("replay: how its cost grows, in processor time", figures, 0, None)
     if args.json:
@@ -78,12 +77,12 @@ def scaling(args: argparse.Namespace, roofline: Roofline) -> None:
         draw_scaling(series, args.plot)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; leaves with a sentence where it makes no sense."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="of traces (default: ../shared/data)")
+    add_data(parser, "the traces", "the synthetic one")
     parser.add_argument(
         "--trace", choices=(*FILES, "synthetic"), help="default: mooncake; synthetic where there are none"
     )
@@ -115,17 +114,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="PREFIX", help="of PREFIX.png and PREFIX.svg")
     parser.add_argument("--scaling", action="store_true", help="measure how the cost of a replay grows instead")
-    args = parser.parse_args()
+    parser.add_argument("--up-to", type=whole, metavar="N", help="in --scaling the sizes up to N")
+    args = parser.parse_args(argv)
     for file in (args.json, args.plot):
         if file is not None and (why := unwritable(file)):
             parser.error(f"nothing can be written to {file} ({why}): name a file in a folder that is yours")
     if args.no_cache and args.host_gb:
         parser.error("a host tier keeps what the prefix cache finds again: take either --host-gb or --no-cache")
     if args.trace is None:
-        args.trace = "synthetic" if args.data is None and not DATA.is_dir() else "mooncake"
-    args.data = args.data or DATA
-    if args.trace != "synthetic" and not args.data.is_dir():
-        parser.error(f"there is no folder {args.data}: name one with traces by --data, or take --trace synthetic")
+        args.trace = "synthetic" if args.data is None else "mooncake"
+    if args.trace != "synthetic" and args.data is None:
+        parser.error(f"the trace {args.trace} is in no folder: name one by --data, or take --trace synthetic")
     return args
 
 

@@ -45,19 +45,18 @@ class Series:
         return [Figure(f"{self.cost}, {size:,} {self.grows}", cost, self.unit) for size, cost in pairs]
 
 
-def measure(roofline: Roofline, say: Callable[[str], None]) -> list[Series]:
-    """All of it; half a minute or so."""
-    say("scaling with requests ...")
-    by_requests = [_requests(roofline, size) for size in REQUESTS]
-    say("scaling with running sequences ...")
-    by_running = [_running(roofline, size) for size in RUNNING]
-    say("scaling with the pool ...")
-    by_pool = [_pool(roofline, size) for size in POOLS]
-    return [
-        *_series("requests", REQUESTS, by_requests),
-        *_series("running sequences", RUNNING, by_running),
-        *_series("blocks of the pool", POOLS, by_pool),
-    ]
+def measure(roofline: Roofline, say: Callable[[str], None], up_to: int | None = None) -> list[Series]:
+    """All of it; half a minute or so. With `up_to` the sizes up to that; it is a size itself where all are larger."""
+    series: list[Series] = []
+    for grows, sizes, least, cost in (
+        ("requests", REQUESTS, 1, _requests),
+        ("running sequences", RUNNING, 1, _running),
+        ("blocks of the pool", POOLS, POOLS[0], _pool),
+    ):
+        say(f"scaling with the number of {grows} ...")
+        some = sizes if up_to is None else tuple(n for n in sizes if n <= up_to) or (max(up_to, least),)
+        series += _series(grows, some, [cost(roofline, size) for size in some])
+    return series
 
 
 def _series(grows: str, sizes: tuple[int, ...], measured: list[dict[tuple[str, str], float]]) -> list[Series]:

@@ -1,6 +1,7 @@
 """Swapping between two host pools, block by block, against one large copy of the same bytes by the same single thread.
 
-python -m benchmarks.swap [--json FILE] [--mib 128] [--repeats 15] [--seed 0]
+python -m benchmarks.swap [--json FILE] [--mib 128] [--for-the-record 512] [--kib 128 512 ...] [--repeats 15]
+                          [--seed 0]
 
 Blocks are those of Llama-like models: 64 KiB a layer. They lie in two host arenas twice as large as what travels; every page
 of both has been touched, and the three kinds of copies take turns: the large one; all blocks of a shuffled table to shuffled
@@ -8,7 +9,8 @@ slots; and runs of 16 neighbours. A figure is the large copy's median time throu
 
 The C library writes past the caches in single copies above a certain size (x86_non_temporal_threshold in the output of
 `ld.so --list-tunables`; it follows from the last-level cache), and is then up to 1.8 times as fast as with anything smaller.
-One large copy above that size says little about blocks: choose --mib below it. 512 MiB are measured for the record.
+One large copy above that size says little about blocks: choose --mib below it. Another amount is measured for the record, with
+blocks of 512 KiB.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,15 +77,25 @@ def swaps(block_kib: int, mib: int, repeats: int, seed: int) -> tuple[dict[str, 
     return seconds, num_bytes
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--mib", type=whole, default=128, help="what one swap carries")
+    parser.add_argument(
+        "--for-the-record", type=whole, default=512, metavar="MIB", help="what another swap carries (%(default)s)"
+    )
+    parser.add_argument("--kib", type=int, nargs="+", choices=list(TARGETS), default=list(TARGETS), help="of a block")
     parser.add_argument("--repeats", type=whole, default=15)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     figures = []
-    for mib, block_kib, target in [(args.mib, *item) for item in TARGETS.items()] + [(512, 512, None)]:
+    work = [(args.mib, block_kib, TARGETS[block_kib]) for block_kib in args.kib] + [(args.for_the_record, 512, None)]
+    for mib, block_kib, _ in work:
+        if mib << 10 < block_kib * RUN_BLOCKS:
+            parser.error(
+                f"{RUN_BLOCKS} blocks of {block_kib:,} KiB are a run, and more than {mib} MiB: take more of these"
+            )
+    for mib, block_kib, target in work:
         seconds, num_bytes = swaps(block_kib, mib, args.repeats, args.seed)
         large = statistics.median(seconds.pop("large"))
         figures.append(Figure(f"{mib} MiB, one large copy", num_bytes / large / 1e9, "GB/s", better="higher"))

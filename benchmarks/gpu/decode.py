@@ -166,7 +166,8 @@ def _host_and_device(rows: int, steps: list[Step]) -> Iterator[Item]:
 
 def _ways(bench: Bench, llm: LLM, rows: int, steps: list[Step]) -> Iterator[Item]:
     """Steps as they were, and without what the engine has; these of fewer tokens."""
-    runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+    with llm.locked_engine() as parts:
+        runner = parts.core.runner
     graphs, overlaps = runner.graphs is not None and bool(runner.graphs.sizes), runner.overlaps
     yield Figure(f"decode step of {rows}", 1e3 * statistics.fmean(step.took_s for step in steps), "ms")
     ways = [("without CUDA graphs", overlaps)] * graphs + [("without CUDA graphs and overlap", False)] * overlaps
@@ -187,7 +188,8 @@ def _ways(bench: Bench, llm: LLM, rows: int, steps: list[Step]) -> Iterator[Item
 @contextmanager
 def stripped(llm: LLM, overlap: bool) -> Iterator[None]:
     """Without CUDA graphs, and with `overlap` or without it, as if the engine had been made so. Nobody uses it meanwhile."""
-    runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+    with llm.locked_engine() as parts:
+        runner = parts.core.runner
     before = runner.graphs, runner.overlaps
     runner.graphs, runner.overlaps = None, overlap
     try:

@@ -29,6 +29,9 @@ from .steps import watched
 from .stranger import Counts, Stranger
 
 LOOK_S = 0.02
+REQUESTS = 512  # at a time: many more than fit
+SHORTEST, LONGEST, GENERATED = 1, 4, 8  # of their prompts and outputs, in contexts of the scale
+INTERVAL = 64  # tokens of a request between two looks whether the time is over
 RAMP_SHARE = 0.9  # what the engine has to reach once before the average begins, or
 RAMP_MOST = 0.4  # so much of the time has gone
 
@@ -109,40 +112,38 @@ class Demand:
 
 @contextmanager
 def _demand(bench: Bench, one: Rig) -> Iterator[Demand]:
-    """More requests than fit, all the time, in threads of their own."""
+    """More requests than fit, all the time, in a thread of their own."""
     demand, stop = Demand(), threading.Event()
-    scale = bench.scale
-
-    def prompts() -> Iterator[list[int]]:
-        rng = np.random.default_rng(bench.seed)
-        while not stop.is_set():
-            yield rng.integers(1, scale.vocab, int(rng.integers(scale.context, 4 * scale.context))).tolist()
+    scale, rng = bench.scale, np.random.default_rng(bench.seed)
 
     def ask() -> None:
-        try:
-            for output in one.llm.generate_each(prompts(), greedy(8 * scale.context), look_ahead=512):
-                demand.outputs += 1
-                demand.failures += any(c.finish_reason == "error" for c in output.completions)
-                if stop.is_set():
-                    return
-        except BaseException as error:
-            if not stop.is_set():
-                demand.raised.append(error)
+        while not stop.is_set():
+            lengths = rng.integers(SHORTEST * scale.context, LONGEST * scale.context, REQUESTS).tolist()
+            prompts = [rng.integers(1, scale.vocab, length).tolist() for length in lengths]
+            stream = one.llm.stream(prompts, greedy(GENERATED * scale.context), stream_interval=INTERVAL)
+            try:
+                for chunk in stream:
+                    if chunk.output is not None:
+                        demand.outputs += 1
+                        demand.failures += any(c.finish_reason == "error" for c in chunk.output.completions)
+                    if stop.is_set():
+                        break
+            finally:
+                stream.close()
 
-    thread = threading.Thread(target=ask, name="demand")
+    def run() -> None:
+        try:
+            ask()
+        except BaseException as error:
+            demand.raised.append(error)
+
+    thread = threading.Thread(target=run, name="demand")
     thread.start()
     try:
         yield demand
     finally:
         stop.set()
-        _abort_all(one)
         thread.join(60)
-
-
-def _abort_all(one: Rig) -> None:
-    with one.desk.lock:
-        tickets = list(one.desk.tickets.values())
-    one.desk.drop(tickets)
 
 
 def _total(bench: Bench) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.figures import Figure
 
 from .report import Item, Part, device_of
@@ -153,9 +154,9 @@ class Runner:
         yield part
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(theirs, self._setting))
+        context: Any = multiprocessing.get_context(processes.METHOD)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self._setting))
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_S):

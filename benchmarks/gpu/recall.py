@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.figures import Figure
+from pagetide.engine.llm import Stream
 
 from .bandwidth import TO_HOST
 from .bench import Bench
@@ -66,14 +67,13 @@ def _live(bench: Bench, one: Rig) -> Iterator[Item]:
     for number in range(scale.recall_rounds + warm):
         one.llm.reset_prefix_cache()  # what the last round left
         one.resize_to(extents)
-        one.growing(False)
         with running(bench, one, rows, scale.recall_context, FEW_TOKENS, seed=100 + number):
             swapped = _swapped(one)
-            took = one.recall(scale.recall_bytes // one.extent_bytes * one.extent_bytes)
+            idle = one.idle_extents()  # those ahead of need go first, and on top
+            took = one.recall((scale.recall_bytes // one.extent_bytes + idle) * one.extent_bytes)
             if number >= warm:
                 ratios.append(took / copy_s)
                 shares.append((_swapped(one) - swapped) / scale.recall_bytes)
-        one.growing(True)
     yield bounded("recall_live", statistics.median(ratios), ratios)
     yield Figure(
         "... of the recalled bytes, swapped out", statistics.median(shares), "x", better="higher", samples=shares
@@ -90,17 +90,14 @@ def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
     one.llm.reset_prefix_cache()
     least = max(len(one.arena.mapped_extents), _extents_for(one, rows, context + MANY_TOKENS))
     one.resize_to(least + extents)
-    with running(bench, one, rows, context, MANY_TOKENS, seed=200), watched(one.llm) as steps:
-        one.growing(False)
+    with running(bench, one, rows, context, MANY_TOKENS, seed=200) as stream, watched(one.llm) as steps:
         stop = threading.Event()
         failed: list[BaseException] = []
 
         def drive() -> None:
             try:
                 while not stop.is_set():
-                    if one.desk.has_work:
-                        one.desk.step()
-                    else:
+                    if next(stream, None) is None:
                         raise RuntimeError(
                             f"the rows decoded their {MANY_TOKENS:,} tokens before the recalls were over"
                         )
@@ -119,7 +116,6 @@ def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
         finally:
             stop.set()
             driver.join()
-            one.growing(True)
     if failed:
         raise failed[0]
     took = [1e3 * step.took_s for step in steps.all]
@@ -134,14 +130,14 @@ def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
 
 def _grow_in_slices(one: Rig, num_extents: int, failed: list[BaseException]) -> None:
     """As the engine grows under load: as many extents before a step as its slice holds."""
-    one.have_granted((num_extents - len(one.arena.mapped_extents)) * one.extent_bytes)
     deadline = time.monotonic() + 20
-    while len(one.arena.mapped_extents) < num_extents and not failed:
-        with one.desk.lock:
-            missing = num_extents - one.core.scheduler.num_extents
+    while (missing := num_extents - len(one.arena.mapped_extents)) > 0 and not failed:
+        one.have_granted(missing * one.extent_bytes)  # again and again: steps measure what the process holds besides
+        slice_extents = max(1, one.llm.stats()["memory"]["map_slice_bytes"] // one.extent_bytes)
+        with one.llm.locked_engine() as engine:
+            missing = num_extents - engine.core.scheduler.num_extents
             if missing > 0:
-                one.settle()
-                one.core.scheduler.grow(min(missing, one.core.memory._map_slice(one.core.scheduler)))
+                engine.core.scheduler.grow(min(missing, slice_extents))
         if time.monotonic() > deadline:
             raise TimeoutError("the pool did not grow within 20 s")
         time.sleep(0.001)
@@ -157,28 +153,26 @@ def _wait_for_steps(steps: Steps, count: int, failed: list[BaseException]) -> No
 
 def _extents_for(one: Rig, rows: int, tokens: int) -> int:
     """Extents for rows of so many tokens each."""
-    cache = one.core.scheduler.cache
-    return -(-(rows * -(-tokens // cache.block_size) + 1) // cache.blocks_per_extent)
+    return -(-(rows * -(-tokens // one.block_size) + 1) // one.blocks_per_extent)
 
 
 @contextmanager
-def running(bench: Bench, one: Rig, rows: int, context: int, new_tokens: int, seed: int) -> Iterator[None]:
-    """Rows of nearly `context` tokens that run, with `new_tokens` still to come; the pool holds them all. Ended afterwards."""
+def running(bench: Bench, one: Rig, rows: int, context: int, new_tokens: int, seed: int) -> Iterator[Stream]:
+    """Rows of nearly `context` tokens that run, with about `new_tokens` still to come, and what they generate; the pool holds
+    them all. No step is under way. Ended afterwards.
+    """
     tokens = context - 8
-    tickets = one.desk.submit(one.desk.encode(bench.prompts(rows, tokens, seed), greedy(new_tokens)), 0, None)
+    goal = one.llm.stats()["computed_tokens"] + rows * tokens
+    stream = one.llm.stream(bench.prompts(rows, tokens, seed), greedy(new_tokens))
     try:
-        goal = one.core.scheduler.stats.computed_tokens + rows * tokens
-        for _ in range(1000):
-            if one.core.scheduler.stats.computed_tokens >= goal:
-                break
-            one.desk.step()
-        else:
-            raise RuntimeError(f"of {rows} rows only {one.core.scheduler.num_running} come to run")
-        with one.desk.lock:
-            one.settle()
-        yield
+        while one.llm.stats()["computed_tokens"] < goal:
+            if next(stream, None) is None:
+                raise RuntimeError(f"{rows} rows did not run together: the first ended before the last had begun")
+        with one.llm.locked_engine():  # has no step under way
+            pass
+        yield stream
     finally:
-        one.desk.drop(tickets)
+        stream.close()
 
 
 def _swapped(one: Rig) -> int:

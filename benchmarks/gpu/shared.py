@@ -33,16 +33,13 @@ class Rig:
 
     def __init__(self, bench: Bench, llm: LLM, socket: Path) -> None:
         self.bench, self.llm = bench, llm
-        self.desk: Any = llm._desk
-        self.core: Any = self.desk.engine.core
-        self.arena: Any = self.desk.engine.arena
         self._socket = socket
-        if self.core.memory is None or self.core.memory.lease is None:
-            raise RuntimeError("the engine has no elastic pool with a lease here; its log says why")
-
-    @property
-    def lease(self) -> Any:
-        return self.core.memory.lease
+        with llm.locked_engine() as engine:
+            if engine.core.memory is None or engine.core.memory.lease is None:
+                raise RuntimeError("the engine has no elastic pool with a lease here; its log says why")
+            self.arena, self.lease = engine.arena, engine.core.memory.lease
+            self.blocks_per_extent = engine.core.scheduler.cache.blocks_per_extent
+            self.block_size = engine.plan.block_size
 
     @property
     def extent_bytes(self) -> int:
@@ -58,40 +55,32 @@ class Rig:
     def have_granted(self, more_bytes: int) -> None:
         """Ask until the lease covers so much more than is held; steps may go on meanwhile. Raises TimeoutError."""
         deadline = time.monotonic() + DEADLINE_S
-        while True:  # not before the cool-down of the last recall is over
-            with self.desk.lock:
-                self.core.memory._listen()
-                target = self.lease.held_bytes + more_bytes
-                if self.lease.granted_bytes >= target:
-                    return
-                self.lease.ask(target, expires_s=1.0)
+        while self.lease.granted_bytes < (target := self.lease.held_bytes + more_bytes):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{target:,} bytes are not granted, only {self.lease.granted_bytes:,}")
-            time.sleep(0.02)
+            self.lease.ask(target, expires_s=1.0)  # not granted before the cool-down of the last recall is over
+            time.sleep(0.02)  # meanwhile steps, or the keeper of memory, take in what the broker says
 
     def resize_to(self, num_extents: int) -> None:
         """Have so many extents mapped, while nobody needs them. Raises RuntimeError where that cannot be."""
         missing = num_extents - len(self.arena.mapped_extents)
         if missing > 0:
             self.have_granted(missing * self.extent_bytes)
-        with self.desk.lock:
-            self.settle()
-            missing = num_extents - self.core.scheduler.num_extents
+        with self.llm.locked_engine() as engine:
+            scheduler = engine.core.scheduler
+            missing = num_extents - scheduler.num_extents
             if missing > 0:
-                self.core.scheduler.grow(missing)
+                scheduler.grow(missing)
             else:
-                self.core.scheduler.give_back(-missing)
-            self.core.catch_up()
+                scheduler.give_back(-missing)
+            engine.core.catch_up()
             if len(self.arena.mapped_extents) != num_extents:
                 raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
 
-    def settle(self) -> None:
-        """Have no step under way: nobody may change the pool beside one. Under the desk's lock."""
-        self.desk.settle(self.desk.engine)
-
-    def growing(self, on: bool) -> None:
-        """Whether the pool may grow by itself."""
-        self.core.memory._grow_at = 0.0 if on else FOR_EVER_S + time.monotonic()
+    def idle_extents(self) -> int:
+        """Extents that a recall has without preempting anybody."""
+        with self.llm.locked_engine() as engine:
+            return int(engine.core.scheduler.idle_extents)
 
     def recall(self, num_bytes: int) -> float:
         """Seconds from the order until the device has the memory back, but for 1/64 of it. Raises TimeoutError."""

@@ -40,7 +40,8 @@ class Steps:
 @contextmanager
 def watched(llm: LLM, rows: int = 0) -> Iterator[Steps]:
     """Note every step of the engine. `rows` are all, for `Steps.before`."""
-    core: Any = llm._desk.engine.core  # type: ignore[union-attr]
+    with llm.locked_engine() as engine:
+        core: Any = engine.core
     scheduler, runner = core.scheduler, core.runner
     steps, spent, planned_ahead = Steps(), dict.fromkeys(HOST, 0.0), set[int]()
     took_in: list[tuple[float, bool]] = []  # by the step that is made

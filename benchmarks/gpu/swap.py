@@ -69,7 +69,7 @@ def _of_size(bench: Bench, block_kib: int, is_models: bool) -> Iterator[Item]:
     try:
         pool.measure(storage, num_blocks)
         if bench.clock.cuda:
-            yield Note(f"swap, blocks of {block_kib:,} KiB: what was chosen at the start", _told(pool, storage))
+            yield Note(f"swap, blocks of {block_kib:,} KiB: what was chosen at the start", _told(pool))
         for way, out, back in _ways(bench, pool, storage, blocks):
             for direction, run, large in (("out", out, TO_HOST), ("in", back, FROM_HOST)):
                 name = f"swap {direction}, blocks of {block_kib:,} KiB, {way}: share of one large copy"
@@ -101,7 +101,8 @@ def _ways(bench: Bench, pool: HostPool, storage: Storage, blocks: np.ndarray) ->
     yield CHOSEN, lambda: swapped(blocks, slots), lambda: swapped(NONE, NONE, slots, blocks)
     if not bench.clock.cuda:
         return
-    fastest = pool._cuda_of(storage).fastest
+    fastest = pool.fastest
+    assert fastest is not None
 
     def by(way: Any, *given: np.ndarray) -> float:
         fastest.out = fastest.back = ((1, way),)
@@ -123,7 +124,7 @@ def _kernel_ways(
     from pagetide.engine.attention.triton_gather import copy_blocks
 
     clock, payload = bench.clock, storage.geometry.payload_bytes
-    rows, host = storage.blocks, pool._storage.blocks
+    rows, host = storage.blocks, pool.storage.blocks
     packed = clock.host_buffer(len(blocks) * payload).view(len(blocks), payload)
     near = torch.empty_like(packed, device=clock.device)
     every = np.arange(len(blocks))
@@ -179,11 +180,13 @@ def _pinning(bench: Bench) -> Iterator[Item]:
             turns = iter(range(20_000))
             quiet = longest(lambda: next(turns, None) is not None)
             took, beside = [], []
-            for extent in range(num):
+            for extent in range(num - 1):
                 began = time.perf_counter()
-                taking = thread.submit(extents._map, [extent])
-                beside.append(longest(lambda job=taking: not job.done()))
-                taking.result()
+                extents.take([extent])  # the first itself; the others are ready. The next is prepared in the thread
+                if extent == 0:
+                    began = time.perf_counter()
+                prepared = thread.submit(lambda: None)  # behind it
+                beside.append(longest(lambda job=prepared: not job.done()))
                 took.append(1e3 * (time.perf_counter() - began))
         finally:
             extents.close()
@@ -193,11 +196,11 @@ def _pinning(bench: Bench) -> Iterator[Item]:
     yield Figure("... and the longest of 20,000 without", quiet, "ms")
 
 
-def _told(pool: HostPool, storage: Storage) -> tuple[str, ...]:
-    fastest = pool._cuda_of(storage).fastest
+def _told(pool: HostPool) -> tuple[str, ...]:
+    assert pool.fastest is not None
     return tuple(
         f"{direction}: " + ", ".join(f"from {least:,} pieces on by {way.name}" for least, way in chosen)
-        for direction, chosen in (("out", fastest.out), ("in", fastest.back))
+        for direction, chosen in (("out", pool.fastest.out), ("in", pool.fastest.back))
     )
 
 
