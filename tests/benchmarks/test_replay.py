@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_results import read_results
 
 from benchmarks.replay_clock import GPUS, MODELS, Clock, Roofline
 from benchmarks.replay_run import Replay, Settings, Tenant, replay, settings_for
@@ -206,7 +206,7 @@ def test_the_program_writes_what_it_rests_on(tmp_path: Path) -> None:
         "SLO:",
     ):
         assert words in done.stdout
-    content = json.loads(file.read_text())
+    content = read_results(file)
     clock, replays = content["parameters"]["modelled_clock"], content["parameters"]["replays"]
     assert clock["gpu"]["name"] == "NVIDIA H200 SXM" and clock["gpu"]["flops"] == 989e12 and clock["gpus"] == 2
     assert clock["model"]["layers"] == 32 and clock["share_of_peaks_reached"] == 1.0

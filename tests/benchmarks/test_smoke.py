@@ -1,0 +1,111 @@
+"""Every benchmark, as a user starts it but for its sizes: it runs to its end and writes its figures, whatever these say.
+
+Those with processes fork them here from a server that has loaded the libraries once; a user's are fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from benchmark_results import MACHINE, VERSIONS, check_results, read_results
+from families import tiny
+from nvml_standin import COMPILER
+from transformers import AutoTokenizer
+
+from benchmarks import goodput, processes
+from benchmarks.gpu import __main__ as gpu
+from pagetide.engine import demo_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = 'if __name__ == "__main__":'
+
+# A command line for each. MODEL is a tiny one.
+COMMANDS = {
+    "api": "--data none --rounds 1 --prompts 2 --new-tokens 2",
+    "bookkeeping": "--steps 2 --sequences 8 --repeats 1",
+    "divergence": "--model MODEL --dtypes float32 --prompts 4 --new-tokens 16",
+    "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
+    "prefix": "--repeats 1 --blocks 2000",
+    "prefix_hits": "--data none --requests 10",
+    "pressure": "--seeds 1 --requests 20",
+    "replay": "--scaling --up-to 10",  # the replay itself: test_replay.py
+    "swap": "--mib 2 --kib 128 --for-the-record 8 --repeats 1",
+}
+WITH_PROCESSES = {
+    "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
+    "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
+    "monitor": "--starts 1 --seconds 0.1",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights behind the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(str(Path(str(demo_model.__file__)).parent))
+    tokenizer.save_pretrained(folder)
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+def run(name: str, command: str, folder: Path) -> list[str]:
+    """The names of the figures that a benchmark writes."""
+    file = folder / "new" / f"{name}.json"
+    importlib.import_module(f"benchmarks.{name}").main([*command.split(), "--json", str(file)])
+    return [figure["name"] for figure in read_results(file)["figures"]]
+
+
+def test_every_benchmark_is_run() -> None:
+    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if MAIN in path.read_text("utf-8")}
+    assert programs == COMMANDS.keys() | WITH_PROCESSES.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_it_runs_to_its_end(name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(name, COMMANDS[name].replace("MODEL", str(model)), tmp_path)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+
+
+def test_those_with_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other in one test: they share the server that their processes are forked from."""
+    monkeypatch.setattr(processes, "METHOD", "forkserver")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # the server finds pagetide where it is installed, not in the checkout
+    multiprocessing.set_forkserver_preload(["pagetide.engine.llm"])
+    monkeypatch.setattr(goodput, "SETTLE_S", 0.0)  # in which a broker forgets
+    for name, command in WITH_PROCESSES.items():
+        if name != "monitor" or COMPILER is not None:  # its driver is a stand-in that is compiled
+            run(name, command, tmp_path)
+    arguments = ["--device", "cpu", "--tiny", "--only", "recall,memory", "--seconds", "0.2", "--results", str(tmp_path)]
+    assert gpu.main(arguments) == 0  # those parts that move memory; the others: test_gpu.py
+    parts = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert [(name, part["error"]) for name, part in parts.items()] == [
+        ("bandwidth", None), ("recall", None), ("memory", None)
+    ]  # fmt: skip
+    for part in parts.values():
+        check_results(part)
+
+
+def test_another_form_of_results_is_refused() -> None:
+    figure = {
+        "name": "a", "value": 2.0, "unit": "ms", "target": 1.0, "better": "lower", "meets": False, "samples": [2.0]
+    }  # fmt: skip
+    machine, versions = dict.fromkeys(MACHINE, "x"), dict.fromkeys(VERSIONS, "1")
+    content = {"figures": [figure], "machine": machine, "versions": versions, "seed": 0}
+    check_results(content)
+    for wrong in (
+        {"value": math.nan}, {"value": True}, {"samples": [math.inf]}, {"meets": True}, {"meets": None}, {"better": "more"},
+        {"name": ""}, {"extra": 1},
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            check_results(content | {"figures": [figure | wrong]})
+    for missing in content:
+        with pytest.raises(AssertionError):
+            check_results({key: value for key, value in content.items() if key != missing})
+    with pytest.raises(AssertionError, match="nothing was measured"):
+        check_results(content | {"figures": []})
