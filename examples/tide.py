@@ -469,7 +469,7 @@ def _label(sea: Any, times: list[float], bands: list[list[float]], bottom: float
                 times[-1] / 2, (bottom + min(upper)) / 2, name, ha="center", va="center", color=DARK[0], fontsize=9
             )
             continue
-        reach = len(times) * len(name) // 200  # half of what the words take
+        reach = max(1, len(times) * len(name) // 200)  # half of what the words take
         places = range(reach, len(times) - reach)
         room = {i: (max(lower[i - reach : i + reach]), min(upper[i - reach : i + reach])) for i in places}
         place = max(places, key=lambda i, room=room: room[i][1] - room[i][0])

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,25 @@ def tide() -> ModuleType:
     finally:
         del sys.modules["tide"]
     return module
+
+
+def test_a_second_of_it_with_one_engine(
+    tide: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine is a process that loads torch first: here is one, and the picture and the table have it twice."""
+    pytest.importorskip("matplotlib", reason='the picture needs the extra "examples"')
+    monkeypatch.setattr(tide, "SETTLE_S", 0.0)
+    monkeypatch.setattr(tide, "_minimum_bytes", lambda seed: 2 << 30)  # more than one holds at least
+    arrivals = [tide.Arrival(0.0, 16, 8), tide.Arrival(0.3, 100, 8)]
+    seen = tide.run([arrivals], 1.0, 0)
+    assert seen.engines[0]["requests"] == 2 and seen.engines[0]["arrivals"] == [0.0, 0.3] and seen.pieces > 0
+    seen.engines *= 2
+    few = seen.samples[:: max(1, len(seen.samples) // 10)]  # as of a busy machine
+    seen.samples = [replace(sample, other=2 * sample.other, kv=2 * sample.kv) for sample in few]
+    tide.draw(seen, tmp_path / "tide")
+    assert ET.parse(tmp_path / "tide.svg").getroot().tag == f"{SVG}svg" and (tmp_path / "tide.png").stat().st_size
+    assert tide.report(seen) == 0, "every request is served and unchanged"
+    assert "outputs as without pressure" in capsys.readouterr().out
 
 
 @pytest.mark.stress
