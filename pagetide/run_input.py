@@ -107,14 +107,14 @@ class InputFile:
         while raw := self._file.readline(LONGEST_LINE_BYTES):
             number += 1
             digest.update(raw)
-            whole = raw.endswith(b"\n") or len(raw) < LONGEST_LINE_BYTES
-            while not whole:
-                rest = self._file.readline(LONGEST_LINE_BYTES)
-                digest.update(rest)
-                whole, raw = rest.endswith(b"\n") or len(rest) < LONGEST_LINE_BYTES, b""
+            part, too_long = raw, False
+            while len(part) == LONGEST_LINE_BYTES and not part.endswith(b"\n"):
+                part = self._file.readline(LONGEST_LINE_BYTES)
+                digest.update(part)
+                too_long = too_long or part != b""
             if number == 1:
                 raw = raw.removeprefix(_BOM)
-            if not raw:
+            if too_long:
                 yield number, None
             elif raw.strip():
                 yield number, raw.removesuffix(b"\n").removesuffix(b"\r")
@@ -172,12 +172,12 @@ def _object(raw: bytes | None) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of `pairs`. Raises ValueError where one of two values would be lost."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in content if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
+    """An object of `pairs`. Raises ValueError where one of two values would be lost. Looks at each pair once."""
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {name!r:.80} stands there twice")
+        content[name] = value
     return content
 
 
@@ -280,14 +280,14 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         name = _RENAMED.get(key, key)
         if name in _SAMPLING:
             if name in found and found[name] != value:
-                raise Refused(f"{key} {value!r} and another {name} of {found[name]!r}: they mean the same")
+                raise Refused(f"{key} {value!r:.80} and another {name} of {found[name]!r:.80}: they mean the same")
             found[name] = value
         elif key in _ONLY and value != _ONLY[key]:
             raise Refused(f"{key} must be left out here, got {value!r:.80}")
         elif key not in (*_NO_MATTER, *_ONLY, *_OTHER):
             known = (*_SAMPLING, *_RENAMED, *_OTHER, "prompt", "messages")
-            near = difflib.get_close_matches(key, known, n=1)
-            raise Refused(f"unknown field {key!r}{f'; did you mean {near[0]}?' if near else ''}")
+            near = difflib.get_close_matches(key[:80], known, n=1)
+            raise Refused(f"unknown field {key!r:.80}{f'; did you mean {near[0]}?' if near else ''}")
     if isinstance(found.get("logprobs"), bool) or "top_logprobs" in given:
         found["logprobs"] = _chat_logprobs(found.get("logprobs"), given.get("top_logprobs", 0))
     if "response_format" in given:
