@@ -30,6 +30,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64  # bytes; where a piece may begin
 PAGE_BYTES = 4096
 EXTENT_TARGET_BYTES = 32 << 20
+MOST_LAYERS = 4096  # of a model; the deepest have some hundred
+_MOST_SIZE = 1 << 20  # of heads, and of their elements
 
 
 class GeometryError(ValueError):
@@ -224,6 +226,8 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     num_layers = _need(config, "num_hidden_layers")
+    if not 1 <= num_layers <= MOST_LAYERS:
+        raise GeometryError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {num_layers:,}")
     types = _layer_types(config, num_layers)
     views = _layer_configs(config, num_layers)
     sources = _sources(config, num_layers, types)
@@ -262,10 +266,13 @@ def _layer_configs(config: Any, num_layers: int) -> Sequence[Any]:
 def _sources(config: Any, num_layers: int, types: Sequence[str]) -> Iterator[int | None]:
     """Per layer, the one whose K and V it reads (gemma 3n and 4: the last unshared one of its type), or None."""
     sources = getattr(config, "kv_source_layers", None)
-    first_shared = num_layers - (_first(config, "num_kv_shared_layers") or 0)
+    first_shared = num_layers - (_size(config, "num_kv_shared_layers", index=0) or 0)
     for index in range(num_layers):
         if sources is not None:
-            yield None if sources[index] == index else sources[index]
+            source = _of_layer("kv_source_layers", sources, index)
+            if not isinstance(source, int) or not 0 <= source <= index:
+                raise GeometryError(f"kv_source_layers: layer {index} cannot read K and V of layer {source!r:.40}")
+            yield None if source == index else source
         elif index < first_shared:
             yield None
         else:
@@ -298,7 +305,9 @@ def _kv_heads(config: Any, index: int, kind: str, block: Any) -> int:
     if _first(config, "multi_query"):
         return 1
     if (queries_per_kv := _first(block, "n_heads_in_group")) is not None:
-        return _need(config, "num_attention_heads", index=index) // int(queries_per_kv)
+        if not isinstance(queries_per_kv, int) or queries_per_kv < 1:
+            raise GeometryError(f"n_heads_in_group must be an integer of at least 1, got {queries_per_kv!r:.40}")
+        return _need(config, "num_attention_heads", index=index) // queries_per_kv
     if kind == "full_attention" and getattr(config, "attention_k_eq_v", True):  # gemma 4 before it had per_layer_config
         shared = _size(config, "num_global_key_value_heads", index=index)
         if shared is not None:
@@ -317,13 +326,16 @@ def _head_dim(config: Any, index: int, kind: str) -> int:
     if (size := _by_kind(config, "head_dim", index, kind)) is not None:
         return size
     hidden = _need(config, "hidden_size", "head_dim", index=index)
-    return hidden // _need(config, "num_attention_heads", "head_dim", index=index)
+    heads = _need(config, "num_attention_heads", "head_dim", index=index)
+    if not heads:
+        raise GeometryError("num_attention_heads is 0: the size of a head cannot be told")
+    return hidden // heads
 
 
 def _block_attention(config: Any, index: int) -> Any:
     """The attention part of `block_configs` (Nemotron-NAS: one record or dict a layer), or None."""
     blocks = getattr(config, "block_configs", None)
-    return None if blocks is None else _get(blocks[index], "attention")
+    return None if blocks is None else _get(_of_layer("block_configs", blocks, index), "attention")
 
 
 def _by_kind(config: Any, name: str, index: int, kind: str) -> int | None:
@@ -342,8 +354,14 @@ def _need(config: Any, name: str, *instead: str, index: int = 0) -> int:
 
 def _size(config: Any, *names: str, index: int) -> int | None:
     """The first of the attributes that is there and not None, an int; of a list by layer, the layer's item."""
-    value: int | None = _first(config, *names, index=index)
-    return value
+    for name in names:
+        value = _first(config, name, index=index)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_SIZE:
+            raise GeometryError(f"{name} must be an integer from 0 to {_MOST_SIZE:,}, got {value!r:.40}")
+        return value
+    return None
 
 
 def _first(config: Any, *names: str, index: int = 0) -> Any:
@@ -351,8 +369,15 @@ def _first(config: Any, *names: str, index: int = 0) -> Any:
     for name in names:
         if (value := _get(config, name)) is not None:
             by_layer = isinstance(value, (list, tuple)) and name not in ("layer_types", "layers_block_type")
-            return value[index] if by_layer else value
+            return _of_layer(name, value, index) if by_layer else value
     return None
+
+
+def _of_layer(name: str, values: Sequence[Any], index: int) -> Any:
+    """The layer's item of a list by layer."""
+    if index >= len(values):
+        raise GeometryError(f"{name} has {len(values)} items, and there is a layer {index}")
+    return values[index]
 
 
 def _get(record: Any, name: str) -> Any:

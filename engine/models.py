@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from .. import configs
+from ..monitor.yaml_file import InvalidYaml, read_yaml
 from ..scheduler.request import SamplingParams
 from .attention.backends import NAMES as ATTENTION
 from .errors import CheckpointError, ConfigError, ModelNotFound
@@ -85,9 +86,9 @@ class ModelEntry:
     def resolve(self, cache_dir: Path | None = None) -> ModelSpec:
         """The entry's model. Raises ModelNotFound when its folder, or the hub id it names, is not on this machine."""
         written = os.path.expanduser(os.path.expandvars(self.path))
-        folder = Path(os.path.normpath(self.file.parent / written))
         try:
-            if not folder.exists() and _HUB_ID.fullmatch(self.path):
+            folder, there = _looked_for(os.path.normpath(self.file.parent / written))
+            if not there and _HUB_ID.fullmatch(self.path):
                 cached = _cached_folder(self.path, cache_dir)
                 if cached is None:
                     raise ModelNotFound(
@@ -120,8 +121,8 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
     entries = {} if path_only else read_models()
     if text in entries:
         return entries[text].resolve(cache_dir)
-    folder = Path(text).expanduser()
-    if folder.exists():
+    folder, there = _looked_for(text)
+    if there:
         check_folder(folder)
         return ModelSpec(text, folder.absolute(), "a folder")
     if path_only:
@@ -136,7 +137,7 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
         f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)}" if is_hub_id else ""
     )
     looked = "a known name, a folder or a hub id in the local cache" if is_hub_id else "a known name or a folder"
-    raise ModelNotFound(f"{text!r} is not {looked}; {_known_names(entries)}{fetch}")
+    raise ModelNotFound(f"{text!r:.200} is not {looked}; {_known_names(entries)}{fetch}")
 
 
 def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
@@ -147,12 +148,12 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
     text = os.fspath(reference)
     path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
     entries = {} if path_only else read_models()
-    folder = entries[text].resolve(cache_dir).path if text in entries else Path(text).expanduser()
-    if not folder.exists() and not path_only and _HUB_ID.fullmatch(text):
+    folder, there = (entries[text].resolve(cache_dir).path, True) if text in entries else _looked_for(text)
+    if not there and not path_only and _HUB_ID.fullmatch(text):
         folder = _cached_tokenizer(text, cache_dir) or folder
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelNotFound(
-            f"there is no tokenizer {text!r}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
+            f"there is no tokenizer {text!r:.200}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
             f"model, the folder that holds the tokenizer, or a hub id in the local cache"
         )
     return folder
@@ -172,6 +173,18 @@ def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEn
             raise ConfigError(f"there is no models file {path};{said} correct the path, or unset it")
         entries |= _read_file(path)
     return entries
+
+
+def _looked_for(text: str) -> tuple[Path, bool]:
+    """The path that `text` is, and whether there is something. Raises ModelNotFound for what the system cannot look for."""
+    try:
+        folder = Path(text).expanduser()
+        return folder, folder.exists()
+    except (OSError, RuntimeError) as error:  # too long, not allowed; the home of a user that does not exist
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFound(
+            f"{text!r:.200} cannot be looked for as a folder: {why}; name a known model, a folder or a hub id"
+        ) from error
 
 
 def check_folder(folder: Path) -> None:
@@ -241,17 +254,9 @@ def _known_names(entries: Mapping[str, ModelEntry]) -> str:
 
 def _read_file(file: Path) -> dict[str, ModelEntry]:
     try:
-        text = file.read_text("utf-8")
-        document = yaml.compose(text, Loader=yaml.SafeLoader)  # for the lines, and for keys given twice
-        content = yaml.safe_load(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: bytes that are no text, a date that is none
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        document, content = read_yaml(file)
+    except InvalidYaml as error:
+        raise ConfigError(str(error)) from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
@@ -268,9 +273,9 @@ def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.tag != "tag:yaml.org,2002:str" or not key.value:
-            raise ConfigError(f"{file}:{line}: a name must be text, got {key.value!r}; put it in quotes")
+            raise ConfigError(f"{file}:{line}: a name must be text, got {key.value!r:.80}; put it in quotes")
         if key.value in keys:
-            raise ConfigError(f"{file}:{line}: {key.value!r} stands there twice, first in line {keys[key.value]}")
+            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {keys[key.value]}")
         keys[key.value] = line
         if isinstance(value, yaml.MappingNode):
             _keys(file, value)
@@ -283,13 +288,13 @@ def _entry(name: str, value: object, file: Path, line: int) -> ModelEntry:
         return ModelEntry(name, value, file, line)
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{where}: model {name!r} must be a path, or a mapping of {', '.join(_ENTRY_KEYS)}; got {value!r}"
+            f"{where}: model {name!r} must be a path, or a mapping of {', '.join(_ENTRY_KEYS)}; got {value!r:.80}"
         )
     _refuse_unknown(value, _ENTRY_KEYS, f"{where}: model {name!r}")
     path = value.get("path")
     if not isinstance(path, str) or not path:
         raise ConfigError(
-            f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r}"
+            f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r:.80}"
         )
     try:
         return ModelEntry(name, path, file, line, _options(value))
@@ -307,17 +312,19 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
         options["attention"] = check_attention(value["attention"])
     trust = value.get("trust_remote_code", False)
     if not isinstance(trust, bool):
-        raise ValueError(f"trust_remote_code must be true or false, got {trust!r}")
+        raise ValueError(f"trust_remote_code must be true or false, got {trust!r:.80}")
     tokenizer, sampling = value.get("tokenizer") or {}, value.get("sampling") or {}
     if not isinstance(tokenizer, dict) or any(not isinstance(key, str) for key in tokenizer):
-        raise ValueError(f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r}")
+        raise ValueError(
+            f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r:.80}"
+        )
     fixed = [key for key in _NOT_TOKENIZER_OPTIONS if key in tokenizer]
     if fixed:
         raise ValueError(
             f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's"
         )
     if not isinstance(sampling, dict):
-        raise ValueError(f"sampling must map {', '.join(_SAMPLING_KEYS)} to values, got {sampling!r}")
+        raise ValueError(f"sampling must map {', '.join(_SAMPLING_KEYS)} to values, got {sampling!r:.80}")
     _refuse_unknown(sampling, _SAMPLING_KEYS, "sampling")
     given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in sampling.items()}
     return options | {"trust_remote_code": trust, "tokenizer": dict(tokenizer), "sampling": SamplingParams(**given)}
@@ -326,21 +333,21 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
 def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ConfigError(f"{what}: unknown key {unknown[0]!r}; the known ones are {', '.join(known)}")
+        raise ConfigError(f"{what}: unknown key {unknown[0]!r:.80}; the known ones are {', '.join(known)}")
 
 
 def check_dtype(dtype: object) -> str:
     """The name of `dtype`, a name or a torch dtype. Raises ConfigError for one that is not served."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return name
 
 
 def check_attention(attention: object) -> str:
     """The name of an attention backend, or "auto". Raises ConfigError for one that is not known."""
     if attention not in ATTENTION:
-        raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r}")
+        raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r:.80}")
     return str(attention)
 
 
@@ -348,5 +355,5 @@ def check_device(device: object) -> str:
     """The name of `device`, a name or a torch device. Raises ConfigError for one that no machine has."""
     name = str(device)
     if not _DEVICE.fullmatch(name):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N (cuda:0, cuda:1, ...), got {device!r}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N (cuda:0, cuda:1, ...), got {device!r:.80}")
     return name

@@ -62,16 +62,14 @@ def _checked(name: str, value: Any) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, not yet checked. Raises ConfigInvalid: no such file, no YAML, a key that is not known."""
-    import yaml
+    from . import yaml_file  # and yaml with it, which a monitor without a file does not need
 
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        _, content = yaml_file.read_yaml(path)
     except OSError as error:
         raise ConfigInvalid(f"the configuration {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigInvalid(f"the configuration {path} is no text in UTF-8: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigInvalid(f"the configuration {path} is no YAML: {' '.join(str(error).split())}") from error
+    except yaml_file.InvalidYaml as error:
+        raise ConfigInvalid(f"the configuration {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -80,7 +78,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if key not in _CHECKS:
             near = difflib.get_close_matches(str(key), _CHECKS, n=1)
             meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(_CHECKS)}"
-            raise ConfigInvalid(f"the configuration {path} has an unknown key {key!r}{meant}")
+            raise ConfigInvalid(f"the configuration {path} has an unknown key {key!r:.80}{meant}")
     return content
 
 
@@ -89,7 +87,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
-        raise ConfigInvalid(f"{name} must be a text, got {value!r}")
+        raise ConfigInvalid(f"{name} must be a text, got {value!r:.80}")
     return value
 
 
@@ -99,12 +97,12 @@ def _seconds(name: str, value: Any) -> float:
     try:
         seconds = float(match[1]) / (1000 if match[2] == "ms" else 1) if match else float(value)
     except (TypeError, ValueError):
-        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r}") from None
+        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r:.80}") from None
     if isinstance(value, bool) or not math.isfinite(seconds):
-        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r}")
+        raise ConfigInvalid(f"{name} must be a number of seconds, such as 0.02 or 20ms, got {value!r:.80}")
     if not SHORTEST_INTERVAL_S <= seconds <= LONGEST_INTERVAL_S:
         raise ConfigInvalid(
-            f"{name} must be between {SHORTEST_INTERVAL_S:g} and {LONGEST_INTERVAL_S:g} seconds, got {value!r}"
+            f"{name} must be between {SHORTEST_INTERVAL_S:g} and {LONGEST_INTERVAL_S:g} seconds, got {value!r:.80}"
         )
     return seconds
 
@@ -115,7 +113,7 @@ def _whole(name: str, value: Any, low: int, high: int, what: str) -> int:
     except ValueError:
         number = None
     if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
-        raise ConfigInvalid(f"{name} must be {what} between {low} and {high}, got {value!r}")
+        raise ConfigInvalid(f"{name} must be {what} between {low} and {high}, got {value!r:.80}")
     return number
 
 
@@ -129,7 +127,7 @@ def _items(name: str, value: Any) -> list[str]:
     if isinstance(values, int) and not isinstance(values, bool):
         values = [values]
     if not isinstance(values, list | tuple) or not all(isinstance(item, str | int) for item in values):
-        raise ConfigInvalid(f"{name} must be a list such as [0, 1], got {value!r}")
+        raise ConfigInvalid(f"{name} must be a list such as [0, 1], got {value!r:.80}")
     return [text for item in values for part in str(item).split(",") if (text := part.strip())]
 
 
@@ -155,7 +153,7 @@ def _path(name: str, value: Any) -> Path:
 def _level(name: str, value: Any) -> str:
     level = _text(name, value).lower()
     if level not in LOG_LEVELS:
-        raise ConfigInvalid(f"{name} must be one of {', '.join(LOG_LEVELS)}, got {value!r}")
+        raise ConfigInvalid(f"{name} must be one of {', '.join(LOG_LEVELS)}, got {value!r:.80}")
     return level
 
 

@@ -28,6 +28,7 @@ import yaml
 from .engine.attention.backends import NAMES as ATTENTION
 from .engine.config import EngineConfig, ModelSpec
 from .engine.errors import ConfigError
+from .monitor.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from .scheduler.request import SamplingParams
 
 FORMATS = ("auto", "text", "jsonl", "openai")
@@ -192,9 +193,9 @@ def _plain(text: str) -> Any:
         except ValueError:
             continue
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"cannot be read as YAML: {text!r}") from error
+        return parse_yaml(text)
+    except InvalidYaml as error:
+        raise argparse.ArgumentTypeError(f"cannot be read as YAML: {text!r:.80}") from error
 
 
 def read_config(args: argparse.Namespace) -> RunConfig:
@@ -251,7 +252,7 @@ def _check(section: str, key: str, setting: Setting) -> None:
         fits, wanted = isinstance(value, str) and value != "", "a text"
     if not fits:
         name = f"{section}.{key}" if section else key
-        raise ConfigError(f"{where}: {name} must be {wanted}, got {value!r}")
+        raise ConfigError(f"{where}: {name} must be {wanted}, got {value!r:.80}")
 
 
 def _in_place(settings: Settings, section: str, make: Any) -> Any:
@@ -271,13 +272,9 @@ def _in_place(settings: Settings, section: str, make: Any) -> Any:
 
 def _of_file(file: Path) -> Settings:
     try:
-        text = file.read_text("utf-8")
-        document = yaml.compose(text, Loader=yaml.SafeLoader)  # for the lines, and for keys given twice
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a date that is none
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        document, content = read_yaml(file)
+    except InvalidYaml as error:
+        raise ConfigError(str(error)) from error
     if content is None:
         return {}
     if not isinstance(document, yaml.MappingNode):
@@ -298,7 +295,7 @@ def _of_file(file: Path) -> Settings:
         elif key in _SHORT:
             settings[key, "path"] = Setting(value, where)
         elif value is not None:
-            raise ConfigError(f"{where}: {key} must map some of {', '.join(KEYS[key])} to values, got {value!r}")
+            raise ConfigError(f"{where}: {key} must map some of {', '.join(KEYS[key])} to values, got {value!r:.80}")
     return {place: _from_folder(file, place, setting) for place, setting in settings.items()}
 
 
@@ -308,9 +305,9 @@ def _entries(file: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, str, 
     for key, value in mapping.value:
         line = key.start_mark.line + 1
         if key.tag != "tag:yaml.org,2002:str":
-            raise ConfigError(f"{file}:{line}: a key must be text, got {key.value!r}")
+            raise ConfigError(f"{file}:{line}: a key must be text, got {key.value!r:.80}")
         if key.value in seen:
-            raise ConfigError(f"{file}:{line}: {key.value!r} stands there twice, first in line {seen[key.value]}")
+            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {seen[key.value]}")
         seen[key.value] = line
         yield key.value, f"{file}:{line}", value
 

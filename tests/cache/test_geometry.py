@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +254,32 @@ def test_shared_layers_read_the_last_unshared_one_of_their_type() -> None:
 def test_what_is_missing_is_named(config: SimpleNamespace, says: str) -> None:
     with pytest.raises(GeometryError, match=says):
         layer_shapes(config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer from 0 to 1,048,576, got -1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be from 1 to 4,096, got 0"),
+        ({"num_hidden_layers": 4097}, "num_hidden_layers must be from 1 to 4,096, got 4,097"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_attention_heads": "8"}, "num_attention_heads must be an integer from 0 to 1,048,576, got '8'"),
+        ({"num_key_value_heads": True}, "num_key_value_heads must be an integer"),
+        ({"num_key_value_heads": [4]}, "num_key_value_heads has 1 items, and there is a layer 1"),
+        ({"head_dim": math.nan}, "head_dim must be an integer .*, got nan"),
+        ({"head_dim": 1 << 40}, "head_dim must be an integer"),
+        ({"num_kv_shared_layers": "1"}, "num_kv_shared_layers must be an integer"),
+        ({"kv_source_layers": [0]}, "kv_source_layers has 1 items, and there is a layer 1"),
+        ({"kv_source_layers": [1, 1]}, "kv_source_layers: layer 0 cannot read K and V of layer 1"),
+        ({"kv_source_layers": [0, -1]}, "kv_source_layers: layer 1 cannot read K and V of layer -1"),
+        ({"block_configs": [None]}, "block_configs has 1 items, and there is a layer 1"),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 0}}] * 2}, "n_heads_in_group must be an integer of at least 1"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_are_named(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(GeometryError, match=says):
+        layer_shapes(_config(**wrong))
 
 
 # --- shapes from real configs against real models, tiny ones with random weights

@@ -21,7 +21,7 @@ from pagetide.engine.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from pagetide.engine.models import BUILT_IN_FILE, CONFIG_VARIABLE
+from pagetide.engine.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer
 from pagetide.scheduler.request import SamplingParams
 
 
@@ -168,6 +168,13 @@ def test_bad_files_name_file_and_line(tmp_path: Path, text: str, line: int | Non
     assert words in str(caught.value)
 
 
+def test_aliases_of_aliases_are_refused_with_file_and_line(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"mine\.yaml:\d+: not valid YAML: it stands for more than 100,000 values"):
+        read_models(tmp_path / "mine.yaml")
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"a: \xff\xfe")
@@ -206,6 +213,33 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model(Path("demo")).path == folder  # a Path is never a name
     monkeypatch.setenv(CONFIG_VARIABLE, str(write(tmp_path / "mine.yaml", f"demo: {make_model(tmp_path / 'named')}")))
     assert resolve_model("demo").path == tmp_path / "named"  # a name goes before a folder
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("a" * 5000, "File name too long"),
+        ("/" + "a" * 300, "File name too long"),
+        ("~nobody-of-that-name/model", "home directory"),
+        (Path("b/" * 3000), "File name too long"),
+    ],
+)
+def test_names_that_no_folder_can_have(reference: str | Path, said: str) -> None:
+    for resolve in (resolve_model, resolve_tokenizer):
+        with pytest.raises(ModelNotFound, match=f"cannot be looked for as a folder: .*{said}") as refused:
+            resolve(reference)
+        assert len(str(refused.value)) < 500
+    with pytest.raises(ModelNotFound, match=r"'a/\\x00b' is not a known name or a folder"):
+        resolve_model("a/\0b")
+
+
+def test_so_are_they_in_a_models_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(f"long: {'a' * 5000}\nhome: ~nobody-of-that-name/x\n")
+    monkeypatch.setenv("PAGETIDE_CONFIG", str(tmp_path / "mine.yaml"))
+    with pytest.raises(ModelNotFound, match=r"model 'long' \(.*mine.yaml:1\): .*File name too long"):
+        resolve_model("long")
+    with pytest.raises(ModelNotFound, match=r"model 'home' \(.*mine.yaml:2\)"):
+        resolve_model("home")
 
 
 @pytest.mark.parametrize("reference", ["./gone", "/gone/away", "~/gone", Path("gone")])

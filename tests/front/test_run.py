@@ -613,6 +613,8 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("[1]", "run.yaml: must hold `key: value` lines, got a list"),
         ("a: [", "run.yaml:1: not valid YAML"),
         ("a: \x00", "not valid YAML"),
+        ("input: &a [x]\n" + "\n".join(["sampling: [" + ", ".join(["*a"] * 60_000) + "]"]), "more than 100,000 values"),
+        ("model: [" + "x, " * 5000 + "]", "run.yaml:1: model must be a text, got ['x', 'x'"),
     ],
 )
 def test_a_config_that_is_wrong_is_told_where(tmp_path: Path, text: str, message: str) -> None:

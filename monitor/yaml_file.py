@@ -1,0 +1,76 @@
+"""YAML that people write, such as a models file: read once, within bounds, with the lines that its keys stand in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 1 << 20
+MOST_VALUES = 100_000  # aliases counted as what they repeat: a few lines of aliases of aliases can stand for billions
+
+
+class InvalidYaml(ValueError):
+    """A file or a text that cannot be taken as YAML. The message begins with the file, and with the line where there is one."""
+
+
+def read_yaml(file: Path) -> tuple[yaml.Node | None, Any]:
+    """A file's document as nodes, which know their lines, and as plain values; None of either for an empty one.
+
+    Raises:
+        InvalidYaml: larger than MOST_BYTES, no YAML, or more than MOST_VALUES values.
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as opened:
+        raw = opened.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise InvalidYaml(f"{file}: more than {MOST_BYTES >> 20} MiB, which is too much for settings")
+    try:
+        return _parse(raw.decode("utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a date that is none
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise InvalidYaml(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain values of a text. Raises InvalidYaml as `read_yaml` does."""
+    try:
+        return _parse(text)[1]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InvalidYaml(f"{text!r:.80}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _parse(text: str) -> tuple[yaml.Node | None, Any]:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        _count(node, {})
+        return node, loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, counted: dict[int, int]) -> int:
+    """The values that a node stands for, itself included, each alias counted as what it repeats. Visits each node once."""
+    known = counted.get(id(node))
+    if known is not None:
+        if not known:
+            raise _problem("an alias stands within what it repeats", node)
+        return known
+    counted[id(node)] = 0  # being counted
+    total = 1
+    if not isinstance(node, yaml.ScalarNode):
+        for item in node.value:
+            total += sum(_count(part, counted) for part in item) if isinstance(item, tuple) else _count(item, counted)
+            if total > MOST_VALUES:
+                raise _problem(f"it stands for more than {MOST_VALUES:,} values, as aliases repeat one another", node)
+    counted[id(node)] = total
+    return total
+
+
+def _problem(what: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
