@@ -37,6 +37,7 @@ from .encoder import Encoder
 from .errors import ConfigError, NotEnoughMemory
 from .graphs import CudaRecorder, sizes_for
 from .host_pool import HostPool
+from .hub_kernels import no_hub_kernels
 from .linears import pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .memory import READY_LIMIT_BYTES, EngineMemory
@@ -150,7 +151,7 @@ def build(config: EngineConfig) -> Engine:
     Raises what `Checkpoint.open`, `plan_memory`, `load_model`, `load_tokenizer` and `probe` raise.
     """
     began = time.perf_counter()
-    with _loading:
+    with _loading, no_hub_kernels():
         checked = _self_check(config)  # before this process takes anything of the device
         faults = {} if checked is None else checked.faults
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read

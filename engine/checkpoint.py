@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
 from .errors import CheckpointError, ConfigError, UnsupportedModel
 from .loaded import Loaded
+from .model_config import check_config, read_json
 from .models import ModelSpec
 from .quiet import quiet_transformers
 from .weight_files import StoredTensor, WeightFiles, find_weights
@@ -75,8 +74,10 @@ class Checkpoint:
         config = _read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
         generation_file = spec.path / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.is_file() else {}
-        return cls(spec, config, weights, tensors, generation)._checked(generation_file)
+        generation = read_json(generation_file) if generation_file.is_file() else {}
+        checkpoint = cls(spec, config, weights, tensors, generation)
+        checkpoint._refuse_more_layers_than_tensors()
+        return checkpoint._checked(generation_file)
 
     @classmethod
     def _of_loaded(cls, spec: ModelSpec, loaded: Loaded) -> Checkpoint:
@@ -98,6 +99,15 @@ class Checkpoint:
                 when_asked,
             )
         return self
+
+    def _refuse_more_layers_than_tensors(self) -> None:
+        """Where the headers tell: making the modules of layers that nothing is stored of would only take long to fail."""
+        layers = getattr(self.text_config, "num_hidden_layers", None)
+        if self.tensors and isinstance(layers, int) and layers > len(self.tensors):
+            raise CheckpointError(
+                f"{self.spec.path / 'config.json'} says that there are {layers:,} layers, and the weights have "
+                f"{len(self.tensors):,} tensors in all: one of them is of another model; fetch or save it again"
+            )
 
     def _asks_for(self, settings: Mapping[str, Any]) -> str:
         """Which of `settings`, given with what means "off", the generation config sets, in words."""
@@ -180,8 +190,8 @@ class Checkpoint:
             return None
         limit = min(limits)
         rope = getattr(text, "rope_parameters", None) or {}
-        factor = rope.get("factor") or 1.0
-        original = rope.get("original_max_position_embeddings") or limit
+        factor = self._above_zero(rope, "factor", 1.0)
+        original = self._above_zero(rope, "original_max_position_embeddings", limit)
         match rope.get("rope_type"):
             case "yarn":
                 return max(limit, int(original * factor))
@@ -191,6 +201,18 @@ class Checkpoint:
                 return min(limit, int(original))
             case _:
                 return limit
+
+    def _above_zero(self, rope: Mapping[str, Any], key: str, default: float) -> float:
+        """A number of the rotary scaling; `default` where there is none."""
+        value = rope.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(
+                f"{self.spec.path}: the rope parameter {key} must be a number above 0, got {value!r:.80}; correct it in "
+                "config.json"
+            )
+        return value
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -259,7 +281,8 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = spec.path / "config.json"
-    written = _read_json(file)
+    written = read_json(file)
+    check_config(file, written)
     kind, code = written.get("model_type"), written.get("auto_map") or {}
     if kind not in CONFIG_MAPPING and not code:
         what = (
@@ -295,16 +318,6 @@ def _refuse_other_kinds(config: PreTrainedConfig, code: Mapping[str, Any]) -> No
         raise UnsupportedModel(
             f"a {config.model_type} model does not continue text: transformers has no causal LM of it"
         )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}; fetch or save it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got a {type(content).__name__}; fetch or save it again")
-    return content
 
 
 assert set(_SAMPLING_KEYS) < {f.name for f in fields(SamplingParams)}

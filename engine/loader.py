@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..monitor.host_memory import free_host_bytes, host_memory
 from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, NoSuchDevice, NotEnoughMemory
+from .errors import CheckpointError, EngineError, NoSuchDevice, NotEnoughMemory
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .quiet import quiet_transformers
 from .weight_files import shorten
@@ -144,8 +144,12 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
                 use_safetensors=checkpoint.weights.safetensors,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                # Whatever the configuration names instead may be code that transformers fetches from the hub, also where
+                # it only says "flash_attention_2" and that package is not installed. The engine attends by its own means.
+                attn_implementation="eager",
+                experts_implementation=None,
             )
-        except MemoryError:
+        except (MemoryError, EngineError):
             raise
         except Exception as error:  # of safetensors, pickle, torch, transformers, the folder's own code; none is lost
             details = "; ".join([f"{type(error).__name__}: {error}", *said])
