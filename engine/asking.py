@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .encoder import Encoder
+from .encoder import Encoder, Prepared
 from .handover import Handover
 
 Prompt = str | Sequence[int]
@@ -17,13 +17,14 @@ MOST_PRIORITY = 1000  # either way
 
 
 class Asked(NamedTuple):
-    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings; and
-    what it came to in another process, if it was handed over.
+    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings and what
+    was made of them; and what it came to in another process, if it was handed over.
     """
 
     prompt: str | None
     token_ids: Int32
     params: SamplingParams
+    prepared: Prepared
     before: Handover | None = None
 
 
@@ -45,13 +46,27 @@ def together(
     return list(zip(many, each, strict=True))
 
 
-def encoded(prompt: Prompt, params: SamplingParams, encoder: Encoder, defaults: SamplingParams) -> Asked:
-    """One prompt as token ids, with `params` over the model's own. Raises RequestRejected."""
-    try:
-        whole = params.over(defaults)
-    except ValueError as error:  # what was given and what the model's own settings say cannot be together
-        raise RequestRejected(f"with the model's own settings: {error}") from error
-    return Asked(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, whole), whole)
+def encoded(
+    pairs: Iterable[tuple[Prompt, SamplingParams]],
+    encoder: Encoder,
+    defaults: SamplingParams,
+    eos_token_ids: Sequence[int],
+) -> list[Asked]:
+    """Prompts as token ids, each with its parameters over the model's own. Parameters that several share are prepared once.
+
+    Raises RequestRejected. Constraints are not compiled yet.
+    """
+    prepared: dict[int, tuple[SamplingParams, Prepared]] = {}  # by the identity of the parameters
+    asked = []
+    for prompt, params in pairs:
+        if (known := prepared.get(id(params))) is None:
+            try:
+                whole = params.over(defaults)
+            except ValueError as error:  # what was given and what the model's own settings say cannot be together
+                raise RequestRejected(f"with the model's own settings: {error}") from error
+            known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
+        asked.append(Asked(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known))
+    return asked
 
 
 def conversations(messages: Any) -> list[Any]:

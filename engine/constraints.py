@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,35 +20,80 @@ from ..scheduler.request import Constraint, Sampling
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
 
-_MOST_COMPILED = 64  # constraints kept; the least recently used one goes
+_MOST_KEPT = 64  # constraints that no request has any more; the least recently used one goes
+# What the library may spend on one constraint before the first token. The worst took 0.9 s and 64 MiB so, and 4.8 s and 200 MiB
+# with the library's own 1,000,000; they failed all the same.
+_LEXER_FUEL = 300_000
+_LONGEST_MESSAGE = 400  # characters of the library's own words, which may repeat the whole constraint
 _END = "<|pagetide: the end|>"  # a token of ours behind the vocabulary, that says where an output may end
 _WHITESPACE = r"( |\n[ \t]{0,20})"  # between the parts of a JSON document, as llama.cpp has it: weak models never stop
 _INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
 
 
+class CompiledConstraint:
+    """A constraint of one model, compiled when it is first asked for, for all requests that have it. Safe for concurrent use.
+
+    Whoever holds it keeps what is compiled: a request does as long as it lives, so that no step has to compile.
+    """
+
+    def __init__(self, constraints: Constraints, constraint: Constraint) -> None:
+        self._constraints = constraints
+        self._constraint = constraint
+        self._master: Any = None
+        self._compiling = threading.Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is compiled."""
+        return self._master is not None
+
+    def compile(self) -> None:
+        """Compile it, unless it is; another thread that does so already is waited for. Other constraints are not held up.
+
+        Raises:
+            RequestRejected: there is no llguidance, no tokenizer that it can work with, or it is wrong in itself.
+        """
+        if not self.ready:
+            with self._compiling:
+                if not self.ready:
+                    self._master = self._constraints.compiled(self._constraint)
+
+    def matcher(self) -> Any:
+        """An `LLMatcher` of its own for one output, at its beginning. Raises as `compile` does."""
+        self.compile()
+        return self._master.deep_copy()
+
+
 class Constraints:
-    """Compiles the constraints of one model. Safe for concurrent use. What it needs is made with the first constraint."""
+    """The constraints of one model. Safe for concurrent use. What it needs of the tokenizer is made with the first one."""
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._data: Any = None  # llguidance's form of the tokenizer
         self._executor: Any = None
-        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._alive: WeakValueDictionary[Constraint, CompiledConstraint] = WeakValueDictionary()
+        self._newest: OrderedDict[Constraint, CompiledConstraint] = (
+            OrderedDict()
+        )  # kept when no request has them any more
+        self._lock = threading.Lock()  # never held while something is compiled
+        self._preparing = threading.Lock()
 
-    def check(self, constraint: Constraint | None) -> None:
-        """Compile it, unless it is known. None is fine.
-
-        Raises:
-            RequestRejected: there is no llguidance, no tokenizer that it can work with, or it is wrong in itself.
-        """
-        if constraint is not None:
-            self._master(constraint)
+    def of(self, constraint: Constraint) -> CompiledConstraint:
+        """The constraint, compiled or not. There is only one of each."""
+        with self._lock:
+            found = self._alive.get(constraint)
+            if found is None:
+                found = self._alive[constraint] = CompiledConstraint(self, constraint)
+            self._newest[constraint] = found
+            self._newest.move_to_end(constraint)
+            while len(self._newest) > _MOST_KEPT:
+                self._newest.popitem(last=False)
+            return found
 
     def matcher(self, constraint: Constraint) -> Any:
-        """An `LLMatcher` of its own for one output, at its beginning. Raises as `check` does."""
-        return self._master(constraint).deep_copy()
+        """An `LLMatcher` of its own for one output, at its beginning. Raises as `CompiledConstraint.compile` does."""
+        return self.of(constraint).matcher()
 
     def masks(self, matchers: list[Any]) -> tuple[Bool, Bool]:
         """What may come next: bool[n, vocab] of the tokens, and bool[n] telling where the output may end.
@@ -66,21 +112,10 @@ class Constraints:
         tokens[:, :width] = unpacked[:, :width]
         return tokens, unpacked[:, end]
 
-    def _master(self, constraint: Constraint) -> Any:
-        with self._lock:
-            known = self._compiled.get(constraint)
-            if known is None:
-                known = self._compiled[constraint] = self._compile(constraint)
-                while len(self._compiled) > _MOST_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(constraint)
-            return known
-
-    def _compile(self, constraint: Constraint) -> Any:
+    def compiled(self, constraint: Constraint) -> Any:
+        """What all matchers of a constraint are copied from, compiled anew. Raises RequestRejected."""
         library = _library()
-        if self._data is None:
-            self._data = _tokenizer_data(self._tokenizer, library)
-            self._executor = library.LLExecutor(torch.get_num_threads())
+        self._prepare(library)
         kind, text = constraint
         try:
             if kind == "json_schema":
@@ -90,13 +125,20 @@ class Constraints:
             else:
                 grammar = library.LLMatcher.grammar_from_lark(text)
         except (ValueError, RecursionError) as error:
-            raise RequestRejected(f"the {kind} cannot be used: {error}") from error
-        matcher = library.LLMatcher(self._data, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some find only now that they match nothing
-        if matcher.is_error():
-            raise RequestRejected(f"the {kind} cannot be used: {_told(matcher)}")
+            raise RequestRejected(f"the {kind} cannot be used: {_shortened(str(error))}") from error
+        limits = library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+        matcher = library.LLMatcher(self._data, grammar, log_level=0, limits=limits)
+        trouble = _trouble(matcher, self._data)
+        if trouble is not None:
+            raise RequestRejected(f"the {kind} cannot be used: {trouble}")
         return matcher
+
+    def _prepare(self, library: Any) -> None:
+        with self._preparing:
+            if self._data is None:
+                data = _tokenizer_data(self._tokenizer, library)
+                self._executor = library.LLExecutor(torch.get_num_threads())
+                self._data = data
 
 
 class Constrained:
@@ -226,6 +268,26 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
         raise RequestRejected(f"constrained output cannot be had with this model's tokenizer: {error}") from error
 
 
+def _trouble(matcher: Any, data: Any) -> str | None:
+    """What a new matcher has against its constraint, or None. Some find only with the first mask that they match nothing, and
+    some with the first token that they are too large.
+    """
+    if not matcher.is_error():
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask[data.eos_token :] = 0
+        if not matcher.is_error() and mask.any():
+            trial = matcher.deep_copy()
+            trial.consume_token(int(mask.argmax()))
+            trial.compute_bitmask()
+            if trial.is_error():
+                return _told(trial)
+    return _told(matcher) if matcher.is_error() else None
+
+
 def _told(matcher: Any) -> str:
     """The first line of what a matcher says against it."""
-    return str(matcher.get_error()).strip().partition("\n")[0]
+    return _shortened(str(matcher.get_error()).strip().partition("\n")[0])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."

@@ -134,7 +134,7 @@ class Desk:
     ) -> list[Asked]:
         """Prompts and parameters as users give them. Raises RequestRejected."""
         engine = self.open()
-        return [encoded(prompt, own, engine.encoder, engine.sampling) for prompt, own in together(prompts, params)]
+        return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
 
     def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[Asked]:
         """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
@@ -152,7 +152,8 @@ class Desk:
         if not isinstance(many, list | tuple) or not many:
             raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
         each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
-        return [Asked(one.prompt, one.prompt_token_ids, one.params, one) for one in each]
+        prepare = engine.encoder.prepare  # their end ids are among their stop ids
+        return [Asked(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
@@ -166,16 +167,20 @@ class Desk:
         cache_salt: str | None,
         streams: bool = False,
     ) -> list[Ticket]:
-        """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority."""
+        """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority.
+
+        Constraints that are not compiled yet are compiled first: nobody waits for that but the caller.
+        """
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
+        for one in asked:
+            one.prepared.compile()
         with self.lock:
             engine = self.open()
             answers: list[tuple[list[Request], Answer]] = []
-            for index, (prompt, ids, params, before) in enumerate(asked):
+            for index, (prompt, ids, params, prepared, before) in enumerate(asked):
                 salt = cache_salt if before is None else before.cache_salt
                 own_priority = before.priority if before is not None and priority is None else priority
-                engine.encoder.check(params)
                 if streams and params.num_started > (params.n or 1):
                     raise RequestRejected(
                         f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
@@ -184,7 +189,7 @@ class Desk:
                 request = Request(
                     request_id=f"r{next(self._numbers)}",
                     prompt_token_ids=ids,
-                    sampling=params.resolve(engine.eos_token_ids, engine.encoder.bad_words(params)),
+                    sampling=params.resolve(engine.eos_token_ids, prepared.bad_words),
                     priority=checked_priority(own_priority),
                     arrival=engine.core.clock(),
                     cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
@@ -192,10 +197,10 @@ class Desk:
                 if before is not None:
                     request = before.request(request)
                 engine.core.scheduler.check(request)
-                answer = Answer(index, prompt, params)
+                answer = Answer(index, prompt, params, prepared)
                 requests = self._requests(engine, request, params)
                 answer.tickets = [
-                    Ticket(answer, number, one, engine.encoder.text_stream(ids, params), streams)
+                    Ticket(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
                     for number, one in enumerate(requests[: params.num_started])
                 ]
                 if before is not None:

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams, TokenLists
-from .constraints import Constraints
+from ..scheduler.request import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams, TokenLists
+from .constraints import CompiledConstraint, Constraints
+from .stop_strings import StopPatterns
 from .text import TextStream
 
 TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is made of a request's parameters before it is queued. Held as long as the request lives.
+
+    Attributes:
+        bad_words: The ids of each of its `bad_words`.
+        stops: Its stop strings, perhaps none.
+        constraint: What its output is to be, compiled or not yet.
+    """
+
+    bad_words: TokenLists = ()
+    stops: StopPatterns = field(default_factory=lambda: StopPatterns(()))
+    constraint: CompiledConstraint | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is left to be compiled."""
+        return self.constraint is None or self.constraint.ready
+
+    def compile(self) -> None:
+        """Compile the constraint, which may take seconds. Raises RequestRejected where it cannot be used."""
+        if self.constraint is not None:
+            self.constraint.compile()
 
 
 class Encoder:
@@ -69,18 +96,46 @@ class Encoder:
             raise RequestRejected(f"the chat template refuses these messages: {error}") from error
         return _ids(tokenizer, text, add_special_tokens=False)
 
-    def text_stream(self, prompt: TokenIds, params: SamplingParams) -> TextStream | None:
-        """What turns the output's ids into text; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return TextStream(self.tokenizer, prompt.tolist(), params.stop_strings)
-
-    def bad_words(self, params: SamplingParams) -> TokenLists:
-        """The ids of each of the `bad_words`, at the beginning of a text and behind a space; each list of ids once.
+    def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> Prepared:
+        """Look at resolved parameters, and make of them what takes long to make, but for the constraint, which is compiled by
+        `Prepared.compile`. The model's own end ids are `eos_token_ids`.
 
         Raises:
-            RequestRejected: no tokenizer, or a word without any id.
+            RequestRejected: stop strings or bad words without a tokenizer, a bad word without any id, ids outside the
+                vocabulary, or more ids than are served.
         """
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestRejected(
+                "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
+            )
+        stop_ids = () if params.stop_token_ids is None else params.stop_token_ids
+        self._check_ids("stop_token_ids", stop_ids)
+        self._check_ids("bad_words_ids", (i for ids in params.bad_words_ids or () for i in ids))
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("start_id", () if params.start_id is None else (params.start_id,))
+        if not params.ignore_eos and len({*stop_ids, *eos_token_ids}) > MOST_STOP_IDS:
+            raise RequestRejected(
+                f"stop_token_ids and the model's own end ids must be at most {MOST_STOP_IDS:,} together, got more"
+            )
+        bad_words = self._bad_words(params)
+        num_ids = sum(map(len, bad_words)) + sum(map(len, params.bad_words_ids or ()))
+        if num_ids > MOST_LISTED_IDS:
+            raise RequestRejected(
+                f"bad_words and bad_words_ids must be at most {MOST_LISTED_IDS:,} token ids together, got {num_ids:,}"
+            )
+        constraint = params.constraint
+        return Prepared(
+            bad_words,
+            StopPatterns(params.stop_strings),
+            None if constraint is None else self.constraints.of(constraint),
+        )
+
+    def text_stream(self, prompt: TokenIds, stops: StopPatterns) -> TextStream | None:
+        """What turns the output's ids into text; None without a tokenizer."""
+        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt.tolist(), stops)
+
+    def _bad_words(self, params: SamplingParams) -> TokenLists:
+        """The ids of each of the `bad_words`, at the beginning of a text and behind a space; each list of ids once."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_strings:
             if self.tokenizer is None:
@@ -92,25 +147,10 @@ class Encoder:
                 found[ids] = None
         return tuple(found)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises RequestRejected for what this model cannot do of `params`.
-
-        That is stop strings without a tokenizer, ids outside the vocabulary, a constraint that cannot be used.
-        """
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestRejected(
-                "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
-            )
-        self._check_ids("stop_token_ids", () if params.stop_token_ids is None else params.stop_token_ids)
-        self._check_ids("bad_words_ids", (i for ids in params.bad_words_ids or () for i in ids))
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("start_id", () if params.start_id is None else (params.start_id,))
-        self.constraints.check(params.constraint)
-
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         beyond = [int(i) for i in ids if i >= self.vocab_size]
         if beyond:
-            raise RequestRejected(f"{name} {beyond} are outside the vocabulary of {self.vocab_size:,}")
+            raise RequestRejected(f"{name} {beyond[:5]} are outside the vocabulary of {self.vocab_size:,}")
 
     def _tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:

@@ -5,6 +5,7 @@ comes of it goes to each loop in one call a step.
 
     caller's loop          a thread for the tokenizer      the stepper's thread
     begin ───────────────► what was asked, as ids ───────► _arrive, _submit, where there is room
+                             └► constraints, compiled ───►   (threads of their own: it may take seconds)
     want, forget, ask ───────────────────────────────────► handled between steps
     _settle ◄───────────── one call per loop and step ──── _hand_out
 """
@@ -18,7 +19,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 Waiter = asyncio.Future[Any]
 EXIT_WAIT_S = 10.0
+COMPILE_THREADS = 4
 
 _running: weakref.WeakSet[Stepper] = weakref.WeakSet()
 
@@ -90,6 +92,8 @@ class Stepper(threading.Thread):
         self._max_waiting = max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
         self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
+        self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
+        self._compiled: list[Future[None]] = []  # constraints that may be being compiled; of the tokenizer's thread
         self._arrived: OrderedDict[Call, None] = OrderedDict()  # waiting for room, first come first served
         self._open: dict[asyncio.AbstractEventLoop, dict[Call, None]] = {}  # calls that are not over
         self._calls: dict[Ticket, Call] = {}  # of tickets that have not ended
@@ -106,11 +110,24 @@ class Stepper(threading.Thread):
     # -- from any thread -----------------------------------------------------------------------------------------
 
     def begin(self, call: Call, asked: Callable[[], list[Asked]]) -> None:
-        """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed."""
+        """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
+
+        Whoever comes later is not held up where constraints have to be compiled in between.
+        """
 
         def encode() -> None:
+            if call.forgotten:
+                return
+            what = self._tried(asked)
+            if isinstance(what, BaseException) or all(one.prepared.ready for one in what):
+                self._inbox.put(partial(self._arrive, call, what))
+                return
+            self._compiled = [future for future in self._compiled if not future.done()]
+            self._compiled.append(self._compiling.submit(compile_all, what))
+
+        def compile_all(what: list[Asked]) -> None:
             if not call.forgotten:
-                self._inbox.put(partial(self._arrive, call, self._tried(asked)))
+                self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, what))))
 
         self._encode(encode)
 
@@ -148,7 +165,12 @@ class Stepper(threading.Thread):
 
     def drain(self, waiter: Waiter) -> None:
         """Refuse calls from now on; settle `waiter` when all before have ended. Raises EngineClosed."""
-        self._encode(lambda: self._inbox.put(partial(self._drain, waiter)))  # behind those that are being tokenised
+
+        def behind_all() -> None:  # that are being tokenised, or compiled
+            wait(self._compiled)
+            self._inbox.put(partial(self._drain, waiter))
+
+        self._encode(behind_all)
 
     def end(self, waiter: Waiter | None = None) -> None:
         """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent.
@@ -260,7 +282,8 @@ class Stepper(threading.Thread):
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
             self._failure = self._failure or trouble
-        self._encoding.shutdown()  # what it was at has arrived then
+        self._encoding.shutdown()  # what these were at has arrived then
+        self._compiling.shutdown()
         self._receive()
         self._hand_out()
         self.ended = True
@@ -382,6 +405,13 @@ class Stepper(threading.Thread):
 
     def _settle(self, waiter: Waiter, what: Any) -> None:
         self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
+
+
+def _compiled(asked: list[Asked]) -> list[Asked]:
+    """The same, with its constraints compiled. Raises RequestRejected."""
+    for one in asked:
+        one.prepared.compile()
+    return asked
 
 
 def _settle(settled: list[tuple[Waiter, Any]]) -> None:

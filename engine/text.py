@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from .stop_strings import StopPatterns, StopStrings
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -101,56 +103,20 @@ class Detokenizer:
         self._long = 2 * len(self._pending)
 
 
-class StopStrings:
-    """Cuts a text that comes in pieces before the first stop string.
-
-    The first is the one that is complete first, and of several complete at once the one that begins first: a text ends
-    as soon as it can, and at the same place however it is cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
-        self._hit = False
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take in more text. Returns the text that is free to show, and whether a stop string was met (for good)."""
-        if self._hit or not self._stops:
-            return ("" if self._hit else text), self._hit
-        text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            self._hit, self._held = True, ""
-            return text[: min(found)[1]], True
-        free = self._first_doubt(text)
-        self._held = text[free:]
-        return text[:free], False
-
-    def flush(self) -> str:
-        """The text held back as the possible beginning of a stop string, now that nothing follows."""
-        held, self._held = self._held, ""
-        return held
-
-    def _first_doubt(self, text: str) -> int:
-        """Where the longest end of `text` begins that a stop string could begin with."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            rest = text[start:]
-            if any(stop.startswith(rest) for stop in self._stops):
-                return start
-        return len(text)
-
-
 class TextStream:
     """The visible text of one output: `Detokenizer`, then `StopStrings`."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], stops: Sequence[str] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str] | StopPatterns = (),
     ) -> None:
+        patterns = stops if isinstance(stops, StopPatterns) else StopPatterns(stops)
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._stop_strings = StopStrings(stops)
+        self._stop_strings = StopStrings(patterns)
         self._parts: list[str] = []
-        self.has_stops = bool(stops)
+        self.has_stops = bool(patterns.stops)
         self.stopped = False  # a stop string was met
 
     @property

@@ -11,6 +11,7 @@ from ..scheduler.outcome import Finished
 from ..scheduler.plan import Scores
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
+from .encoder import Prepared
 from .handover import Handover, scores_of, settled
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
 from .score_table import ScoreTable
@@ -193,10 +194,13 @@ class Ticket:
 class Answer:
     """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
 
-    def __init__(self, index: int, prompt: str | None, params: SamplingParams) -> None:
+    def __init__(
+        self, index: int, prompt: str | None, params: SamplingParams, prepared: Prepared | None = None
+    ) -> None:
         self.index = index  # of the prompt, in its call
         self.prompt = prompt
         self.params = params
+        self.prepared = prepared  # kept, so that a constraint stays compiled
         self.tickets: Sequence[Ticket] = ()
         self.num_taken = 0  # tickets whose last chunk was given
 

@@ -16,7 +16,6 @@ from ..scheduler.request import Sampling
 from .histories import Histories, Lines
 from .logits import LARGEST, Bool, Int32, Int64, Rows, index
 
-_Words = tuple[Int64, Int64]  # n words of one length: all but their last ids [n, length - 1], and these [n]
 _GLANCE = 64  # logits that nearly always show that something is left in a row
 
 
@@ -147,30 +146,27 @@ class BadWords:
 
     def __init__(self, num_rows: int, vocab_size: int, histories: Histories) -> None:
         self._asked = np.zeros(num_rows, np.bool_)
-        self._alone: dict[int, Int64] = {}  # words of one token
-        self._longer: dict[int, list[_Words]] = {}
+        self._words: dict[int, _Words] = {}
+        self._newest: tuple[Sampling, _Words] | None = None  # which the next one often shares: forks of one prompt
         self._vocab_size = vocab_size
         self._histories = histories
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
-        words = {w for w in sampling.bad_words if w[-1] < self._vocab_size} - {(i,) for i in sampling.stop_token_ids}
-        if not words:
+        if not sampling.bad_words:
+            return False
+        words = self._words_of(sampling)
+        if not words.any:
             return False
         self._asked[row] = True
-        self._alone[row] = np.array(sorted(w[0] for w in words if len(w) == 1), np.int64)
-        longer = []
-        for length in sorted({len(w) for w in words if len(w) > 1}):
-            group = np.array(sorted(w for w in words if len(w) == length), np.int64)
-            longer.append((group[:, :-1], group[:, -1]))
-        if longer:
-            self._longer[row] = longer
+        self._words[row] = words
+        if words.longer:
             self._histories.keep(row, token_ids)
         return True
 
     def release(self, rows: Rows) -> None:
-        _forget(self._asked, self._alone, rows)
-        for row in rows.tolist() if self._longer else ():
-            self._longer.pop(row, None)
+        _forget(self._asked, self._words, rows)
+        if not self._words:
+            self._newest = None
 
     def asked(self, rows: Rows, positions: Int64) -> Bool:
         return self._asked[rows]
@@ -183,15 +179,52 @@ class BadWords:
     def took(self, rows: Rows, tokens: Int64) -> None:
         pass  # the histories know
 
+    def _words_of(self, sampling: Sampling) -> _Words:
+        newest = self._newest
+        if newest is not None:
+            before, words = newest
+            if before.bad_words is sampling.bad_words and before.stop_token_ids is sampling.stop_token_ids:
+                return words
+        words = _Words(sampling, self._vocab_size)
+        self._newest = sampling, words
+        return words
+
     def _banned(self, row: int) -> Int64:
         """The ids that would end a bad word now, some perhaps twice."""
-        if row not in self._longer:
-            return self._alone[row]
-        known, banned = self._histories.of(row), [self._alone[row]]
-        for beginnings, last in self._longer[row]:
-            length = beginnings.shape[1]
-            if length <= len(known):
-                banned.append(last[(beginnings == known[-length:]).all(1)])
+        words = self._words[row]
+        return words.ended_by(self._histories.of(row)) if words.longer else words.alone
+
+
+class _Words:
+    """Bad words of a request. Read-only.
+
+    Attributes:
+        alone: int64: those of one token.
+        longer: Whether there are others. The tokens before the last ones are looked up by their own last one, so that few of
+            many words are compared for each token.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        ends = {(i,) for i in sampling.stop_token_ids}
+        words = [word for word in sampling.bad_words if word[-1] < vocab_size and word not in ends]
+        self.alone = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        last: dict[tuple[int, ...], list[int]] = {}  # by all tokens but the last
+        lengths: dict[int, set[int]] = {}  # of these beginnings, by their own last token
+        for word in words:
+            if len(word) > 1:
+                last.setdefault(word[:-1], []).append(word[-1])
+                lengths.setdefault(word[-2], set()).add(len(word) - 1)
+        self._last = {beginning: np.array(ids, np.int64) for beginning, ids in last.items()}
+        self._lengths = {token: sorted(each) for token, each in lengths.items()}
+        self.longer = bool(last)
+        self.any = bool(words)
+
+    def ended_by(self, known: Int64) -> Int64:
+        """int64: the ids that end a word behind the tokens `known`, at least one."""
+        banned = [self.alone]
+        for length in self._lengths.get(int(known[-1]), ()):
+            if length <= len(known) and (ids := self._last.get(tuple(known[-length:].tolist()))) is not None:
+                banned.append(ids)
         return np.concatenate(banned)
 
 

@@ -7,15 +7,25 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from .value_checks import check_integer, check_most, check_number, check_strings, is_list
+
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
 MOST_BEAMS = 256
 MOST_LOGPROBS = 1024  # most likely tokens told of beside each one
+MOST_STOP_STRINGS = 128
+MOST_STOP_IDS = 1024
+MOST_BAD_WORDS = 1024
+MOST_PROCESSORS = 256
+LONGEST_STRING = 256  # characters of a stop string, or of a bad word
+MOST_LISTED_IDS = 16_384  # token ids in all lists of `bad_words_ids` together, and in `logit_bias`
+LONGEST_CONSTRAINT = 131_072  # characters of a schema, a regular expression or a grammar
 _MOST = 2**31 - 1  # token ids and counts are 32 bits wide
 _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 _NO_TOKENS.flags.writeable = False
@@ -49,17 +59,19 @@ class SamplingParams:
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the output.
         frequency_penalty: Taken from a token's logit for each time it is in the output already, -2 to 2.
         presence_penalty: Taken from a token's logit once, if it is in the output already, -2 to 2.
-        bad_words: A string or strings that are not to be generated, at the beginning of a text or behind a space.
-        bad_words_ids: Lists of token ids none of which is to be generated as a whole.
-        logit_bias: Token ids and what to add to their logits.
+        bad_words: A string or strings that are not to be generated, at the beginning of a text or behind a space. At most
+            1,024, of at most 256 characters each.
+        bad_words_ids: Lists of token ids none of which is to be generated as a whole. At most 16,384 ids in all.
+        logit_bias: Token ids, at most 16,384, and what to add to their logits.
         logits_processors: transformers' `LogitsProcessor`s or functions like them, called for this request alone with the
             tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary]; they return scores. They come behind the
             penalties and before temperature.
-        json_schema: A JSON schema (its text or a mapping) that the output is a document of.
+        json_schema: A JSON schema (its text or a mapping) that the output is a document of. This and the next two have at most
+            131,072 characters.
         regex: A regular expression that matches the whole output.
         grammar: A context-free grammar in Lark's notation that the output is a sentence of.
-        stop: A string or strings that end the text; the text is cut before it.
-        stop_token_ids: Ids that end the text, besides the model's own end ids.
+        stop: A string or strings that end the text; the text is cut before it. At most 128, of at most 256 characters each.
+        stop_token_ids: Ids that end the text, besides the model's own end ids. At most 1,024.
         ignore_eos: Go on past the model's own end ids.
         start_id: The token that the prompt is to begin with. It is put before a prompt that does not; a string has it in the
             place of the tokenizer's own BOS.
@@ -110,29 +122,28 @@ class SamplingParams:
                 raise ValueError(f"n is {self.n} and num_return_sequences {num_return_sequences}: they mean the same")
             object.__setattr__(self, "n", num_return_sequences)
         _keep(self)
-        _check_integer("n", self.n, least=1, most=MOST_FORKS)
-        _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
-        _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
-        _check_integer("top_k", self.top_k, least=0, most=_MOST)
-        _check_integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
-        _check_number("temperature", self.temperature, 0.0, math.inf, "must be 0 (greedy) or above")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
+        check_integer("n", self.n, least=1, most=MOST_FORKS)
+        check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
+        check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
+        check_integer("top_k", self.top_k, least=0, most=_MOST)
+        check_integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
+        check_number("temperature", self.temperature, 0.0, math.inf, "must be 0 (greedy) or above")
+        check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
+        check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Iterable) or isinstance(value, Mapping)):
-                raise ValueError(f"{name} must be a list, got {value!r}")
-        for stop in self.stop_strings:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop must be non-empty strings, got {stop!r}")
+                raise ValueError(f"{name} must be a list, got {value!r:.80}")
+        check_strings("stop", self.stop_strings, MOST_STOP_STRINGS, LONGEST_STRING)
+        check_most("stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
+            check_integer("stop_token_ids", token_id, least=0, most=_MOST)
         _check_choice(self)
         _check_treatments(self)
         for name in ("ignore_eos", "add_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
 
@@ -281,32 +292,35 @@ class Request:
         return [self, *forks]
 
 
+# No more of a list is read: iterators may be endless, and one too many is enough to be refused.
+_READ = {
+    "stop": MOST_STOP_STRINGS, "stop_token_ids": MOST_STOP_IDS, "bad_words": MOST_BAD_WORDS,
+    "bad_words_ids": MOST_LISTED_IDS, "logits_processors": MOST_PROCESSORS,
+}  # fmt: skip
+
+
 def _keep(params: SamplingParams) -> None:
     """Make the lists that were given, iterators too, the parameters' own. What is no list stays, to be refused."""
-    for name in ("stop", "stop_token_ids", "bad_words", "bad_words_ids", "logits_processors"):
+    for name, most in _READ.items():
         value = getattr(params, name)
-        if _is_list(value):
-            kept = tuple(value)
+        if is_list(value):
+            kept = tuple(islice(value, most + 1))
             if name == "bad_words_ids":
-                kept = tuple(tuple(ids) if _is_list(ids) else ids for ids in kept)
+                kept = tuple(tuple(islice(ids, most + 1)) if is_list(ids) else ids for ids in kept)
             object.__setattr__(params, name, kept)
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-
-
 def _check_choice(params: SamplingParams) -> None:
     """Raise ValueError for what makes no sense of `n`, `best_of` and the beams."""
-    _check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
-    _check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
-    _check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
+    check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
+    check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
+    check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
     if not (
         params.early_stopping is None or isinstance(params.early_stopping, bool) or params.early_stopping == "never"
     ):
-        raise ValueError(f"early_stopping must be True, False or 'never', got {params.early_stopping!r}")
+        raise ValueError(f"early_stopping must be True, False or 'never', got {params.early_stopping!r:.80}")
     if params.best_of is not None and params.best_of < (params.n or 1):
         raise ValueError(f"best_of {params.best_of} is below n {params.n}, which are to be chosen among them")
     if (params.num_beams or 1) == 1:
@@ -322,63 +336,46 @@ def _check_choice(params: SamplingParams) -> None:
 
 def _check_treatments(params: SamplingParams) -> None:
     """Raise ValueError for what cannot be done to logits."""
-    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
-    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
-    _check_integer("start_id", params.start_id, least=0, most=_MOST)
-    _check_integer("logprobs", params.logprobs, least=0, most=MOST_LOGPROBS)
-    _check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
+    check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    check_integer("start_id", params.start_id, least=0, most=_MOST)
+    check_integer("logprobs", params.logprobs, least=0, most=MOST_LOGPROBS)
+    check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
     for name, kind in (("bad_words", (str, Iterable)), ("bad_words_ids", Iterable), ("logits_processors", Iterable)):
         value = getattr(params, name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):
-            raise ValueError(f"{name} must be a list, got {value!r}")
-    for word in params.bad_strings:
-        if not isinstance(word, str) or not word:
-            raise ValueError(f"bad_words must be non-empty strings, got {word!r}")
+            raise ValueError(f"{name} must be a list, got {value!r:.80}")
+    check_strings("bad_words", params.bad_strings, MOST_BAD_WORDS, LONGEST_STRING)
+    check_most("logits_processors", params.logits_processors, MOST_PROCESSORS)
+    num_ids = 0
     for ids in params.bad_words_ids or ():
         if not isinstance(ids, tuple) or not ids:
-            raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {ids!r}")
+            raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {ids!r:.80}")
+        num_ids += len(ids)
+        if num_ids > MOST_LISTED_IDS:
+            raise ValueError(f"bad_words_ids must have at most {MOST_LISTED_IDS:,} ids in all, got more")
         for token_id in ids:
-            _check_integer("bad_words_ids", token_id, least=0, most=_MOST)
+            check_integer("bad_words_ids", token_id, least=0, most=_MOST)
     if params.logit_bias is not None and not isinstance(params.logit_bias, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {params.logit_bias!r}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {params.logit_bias!r:.80}")
+    check_most("logit_bias", params.logit_bias, MOST_LISTED_IDS)
     for token_id, bias in (params.logit_bias or {}).items():
-        _check_integer("logit_bias's token ids", token_id, least=0, most=_MOST)
-        _check_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf, "must be a finite number")
+        check_integer("logit_bias's token ids", token_id, least=0, most=_MOST)
+        check_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf, "must be a finite number")
     for processor in params.logits_processors or ():
         if not callable(processor):
-            raise ValueError(f"logits_processors must be callable, got {processor!r}")
+            raise ValueError(f"logits_processors must be callable, got {processor!r:.80}")
     given = [name for name in ("json_schema", "regex", "grammar") if getattr(params, name) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} cannot be given together: an output has one form")
     for name in given:
         value = getattr(params, name)
         if not isinstance(value, str) and not (name == "json_schema" and isinstance(value, Mapping)):
-            raise ValueError(f"{name} must be a text, got {value!r}")
+            raise ValueError(f"{name} must be a text, got {value!r:.80}")
     try:
-        _ = params.constraint
-    except TypeError as error:
+        constraint = params.constraint
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"json_schema cannot be said in JSON: {error}") from error
-
-
-def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
-
-
-def _check_number(name: str, value: object, low: float, high: float, rule: str, open_below: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high or (open_below and number <= low):
-        raise ValueError(f"{name} {rule}, got {value}")
+    if constraint is not None and len(constraint[1]) > LONGEST_CONSTRAINT:
+        form, text = constraint
+        raise ValueError(f"{form} must have at most {LONGEST_CONSTRAINT:,} characters, got {len(text):,}")

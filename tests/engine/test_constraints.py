@@ -216,29 +216,28 @@ BAD: list[tuple[Constraint, str]] = [
 def test_what_cannot_be_kept_is_refused(constraints: Constraints, constraint: Constraint, message: str) -> None:
     for _ in range(2):
         with pytest.raises(RequestRejected, match=message):
-            constraints.check(constraint)
-    constraints.check(None)
+            constraints.of(constraint).compile()
 
 
 def test_a_tokenizer_is_needed_that_can_be_worked_with() -> None:
     regex: Constraint = ("regex", "a")
     with pytest.raises(RequestRejected, match="needs a tokenizer, which the model's folder has not"):
-        Constraints(None, 9).check(regex)
+        Constraints(None, 9).of(regex).compile()
     with pytest.raises(RequestRejected, match="needs a tokenizer of the tokenizers library, not int"):
-        Constraints(7, 9).check(regex)
+        Constraints(7, 9).of(regex).compile()
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     with pytest.raises(RequestRejected, match=r"cannot be had with this model's tokenizer: .*decoder"):
-        Constraints(PreTrainedTokenizerFast(tokenizer_object=words), 9).check(regex)
+        Constraints(PreTrainedTokenizerFast(tokenizer_object=words), 9).of(regex).compile()
     gap = Tokenizer(models.BPE({"a": 0, "b": 7}, []))
     with pytest.raises(RequestRejected, match="ids have no gaps"):
-        Constraints(PreTrainedTokenizerFast(tokenizer_object=gap), 9).check(regex)
+        Constraints(PreTrainedTokenizerFast(tokenizer_object=gap), 9).of(regex).compile()
 
 
 def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestRejected, match=r"pip install pagetide\[constrained\]"):
-        Constraints(TOKENIZER, WIDTH).check(("regex", "a"))
+        Constraints(TOKENIZER, WIDTH).of(("regex", "a")).compile()
 
 
 def test_few_are_kept_compiled() -> None:
@@ -246,8 +245,8 @@ def test_few_are_kept_compiled() -> None:
     constraints = Constraints(TOKENIZER, WIDTH)
     output = Output(constraints, ("regex", "ab0"), temperature=1.0)
     for i in range(100):
-        constraints.check(("regex", f"ab{i}"))
-    assert len(constraints._compiled) == 64
+        constraints.of(("regex", f"ab{i}")).compile()
+    assert len(constraints._alive) == 64
     again = Output(constraints, ("regex", "ab0"), temperature=1.0)
     assert _texts(output.allowed()) == _texts(again.allowed()) == {"ab"}
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pagetide.engine.encoder import Encoder
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.request import SamplingParams
+from pagetide.scheduler.request import MOST_STOP_IDS, SamplingParams
 
 TEXT = "the tide comes in and the tide goes out; pages follow it"
 BOS, SEP, START = 0, 1, 2
@@ -83,7 +83,7 @@ def test_what_is_no_prompt_is_refused_with_it_too(prompt: Any) -> None:
 
 
 def _bad_words(tokenizer: Any, words: Any) -> tuple[tuple[int, ...], ...]:
-    return Encoder(tokenizer, VOCAB, BOS).bad_words(SamplingParams(bad_words=words))
+    return Encoder(tokenizer, VOCAB, BOS).prepare(SamplingParams(bad_words=words)).bad_words
 
 
 def test_bad_words_are_at_the_beginning_and_behind_a_space() -> None:
@@ -123,9 +123,26 @@ def test_bad_words_without_ids_are_refused() -> None:
 def test_what_the_model_has_not_is_refused(settings: dict[str, Any], message: str) -> None:
     encoder = Encoder(None, VOCAB, BOS)
     with pytest.raises(RequestRejected) as refused:
-        encoder.check(SamplingParams(**settings))
+        encoder.prepare(SamplingParams(**settings)).compile()
     assert message in str(refused.value)
-    encoder.check(SamplingParams(stop_token_ids=[319], bad_words_ids=[[0, 319]], logit_bias={319: 1.0}, start_id=319))
+    encoder.prepare(SamplingParams(stop_token_ids=[319], bad_words_ids=[[0, 319]], logit_bias={319: 1.0}, start_id=319))
+
+
+def test_what_is_resolved_has_bounds_too() -> None:
+    """Else a request could be handed over to an engine that refuses it."""
+    encoder, ends = Encoder(BEGUN, VOCAB, BOS), range(300, 303)
+    own = SamplingParams(stop_token_ids=range(MOST_STOP_IDS))
+    with pytest.raises(
+        RequestRejected, match="stop_token_ids and the model's own end ids must be at most 1,024 together"
+    ):
+        Encoder(None, 10**6, None).prepare(own, [2000])
+    Encoder(None, 10**6, None).prepare(own, [5])
+    encoder.prepare(SamplingParams(stop_token_ids=[3], ignore_eos=True), ends)
+    words = [f"{i} and so on, and on" for i in range(900)]
+    with pytest.raises(
+        RequestRejected, match=r"bad_words and bad_words_ids must be at most 16,384 token ids together, got"
+    ):
+        encoder.prepare(SamplingParams(bad_words=words))
 
 
 def test_lists_may_be_iterators_and_are_the_parameters_own() -> None:

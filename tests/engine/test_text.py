@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pagetide.engine.text import Detokenizer, StopStrings, TextStream
+from pagetide.engine.stop_strings import StopPatterns, StopStrings
+from pagetide.engine.text import Detokenizer, TextStream
 
 CORPUS = [
     "The tide comes in and the tide goes out; pages follow it. Hello, world! def f(x): return x + 1\n\n\tdone",
@@ -306,6 +307,27 @@ def test_stop_strings_by_hand() -> None:
     assert stream.push("\nb") == ("", True)
     assert StopStrings(["bcd", "c"]).push("abcd") == ("ab", True)  # `c` is complete first
     assert StopStrings(["c", "bc"]).push("abcd") == ("a", True)  # both at once: the one that begins first
+
+
+class _Counted(StopPatterns):
+    """Counts the prefixes that are looked at."""
+
+    num_steps = 0
+
+    def step(self, state: int, character: str) -> int:
+        self.num_steps += 1
+        return super().step(state, character)
+
+
+def test_the_number_of_stop_strings_costs_nothing_for_each_character() -> None:
+    few, many = (_Counted([f"{i}".rjust(200, "a") for i in range(count)]) for count in (1, 100))
+    text = "a" * 199 + "bcd" * 1000
+    for patterns in (few, many):
+        patterns.num_steps = 0
+        stream = StopStrings(patterns)
+        shown = "".join(stream.push(text[i : i + 7])[0] for i in range(0, len(text), 7)) + stream.flush()
+        assert shown == text
+        assert patterns.num_steps == len(text)
 
 
 @settings(max_examples=100, deadline=None)

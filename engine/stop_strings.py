@@ -1,0 +1,96 @@
+"""Stop strings: one pass over a text that comes in pieces, whatever the number of strings to be looked for.
+
+The strings make an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes; after each
+character it is in the state of the longest prefix that the text ends with. So the state says at once whether a string is
+complete, and how much of the text may still become one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+_START = 0  # the empty prefix
+
+
+class StopPatterns:
+    """Stop strings, made ready to be looked for. Read-only: all continuations of a prompt share one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._next: list[dict[str, int]] = [{}]  # by state: the states of one character more
+        self._depth = [0]  # characters of a state's prefix
+        self._longest = [0]  # characters of the longest stop string that a state's prefix ends with
+        for stop in self.stops:
+            state = _START
+            for character in stop:
+                state = self._next[state].setdefault(character, len(self._next))
+                if state == len(self._next):
+                    self._next.append({})
+                    self._depth.append(0)
+                    self._longest.append(0)
+            self._longest[state] = len(stop)
+        self._shorter = [_START] * len(self._next)  # by state: that of its longest proper ending that is a prefix too
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        """The state behind one character more. Amortised constant time."""
+        while (found := self._next[state].get(character)) is None:
+            if state == _START:
+                return _START
+            state = self._shorter[state]
+        return found
+
+    def complete(self, state: int) -> int:
+        """Characters of the longest stop string that ends here; 0 if none does."""
+        return self._longest[state]
+
+    def begun(self, state: int) -> int:
+        """Characters at the end of the text that a stop string may begin with."""
+        return self._depth[state]
+
+    def _link(self) -> None:
+        """Fill in what follows from shorter prefixes, the shortest first."""
+        todo = deque([_START])
+        while todo:
+            state = todo.popleft()
+            for character, longer in self._next[state].items():
+                self._depth[longer] = self._depth[state] + 1
+                if state != _START:
+                    self._shorter[longer] = self.step(self._shorter[state], character)
+                self._longest[longer] = self._longest[longer] or self._longest[self._shorter[longer]]
+                todo.append(longer)
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string.
+
+    The first is the one that is complete first, and of several complete at once the one that begins first: a text ends
+    as soon as it can, and at the same place however it is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str] | StopPatterns) -> None:
+        self._patterns = stops if isinstance(stops, StopPatterns) else StopPatterns(stops)
+        self._state = _START
+        self._held = ""
+        self._hit = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take in more text. Returns the text that is free to show, and whether a stop string was met (for good)."""
+        patterns = self._patterns
+        if self._hit or not patterns.stops:
+            return ("" if self._hit else text), self._hit
+        state, text, begin = self._state, self._held + text, len(self._held)
+        for place in range(begin, len(text)):
+            state = patterns.step(state, text[place])
+            if length := patterns.complete(state):
+                self._hit, self._held = True, ""
+                return text[: place + 1 - length], True
+        free = len(text) - patterns.begun(state)
+        self._state, self._held = state, text[free:]
+        return text[:free], False
+
+    def flush(self) -> str:
+        """The text held back as the possible beginning of a stop string, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held

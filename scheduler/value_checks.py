@@ -1,0 +1,56 @@
+"""Checks of single values that users give: they raise ValueError, with the value's name and no more than 80 characters of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+
+def is_list(value: Any) -> bool:
+    """Whether `value` is a list or an iterator of something; texts and mappings are none."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+def check_most(name: str, values: Sized | None, most: int) -> None:
+    """At most so many entries. None is fine."""
+    if values is not None and len(values) > most:
+        raise ValueError(f"{name} must have at most {most:,} entries, got more")
+
+
+def check_strings(name: str, strings: Sequence[object], most: int, longest: int) -> None:
+    """At most so many strings, none of them empty or longer than `longest` characters."""
+    check_most(name, strings, most)
+    for one in strings:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"{name} must be non-empty strings, got {one!r:.80}")
+        if len(one) > longest:
+            raise ValueError(f"{name} must have at most {longest} characters each, got {len(one):,}: {one!r:.80}")
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """An integer, numpy's too, from `least` to `most`. None is fine."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_number(name: str, value: object, low: float, high: float, rule: str, open_below: bool = False) -> None:
+    """A finite number from `low` (or above it) to `high`; `rule` says so in words. None is fine."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise ValueError(f"{name} must be a number, got {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high or (open_below and number <= low):
+        raise ValueError(f"{name} {rule}, got {value}")
