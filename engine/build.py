@@ -201,7 +201,7 @@ def _build(
     host = _host_pool(plan, config, pins="swaps" not in faults)
     arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     occupant.arena, occupant.host = arena, host
-    encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id)
+    encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
     config = replace(config, cuda_graphs=config.cuda_graphs and "graphs" not in faults)
     core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host, kernel)
     if not isinstance(arena, TensorArena):

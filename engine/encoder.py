@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams, TokenLists
+from .chat_template import rendered
 from .constraints import CompiledConstraint, Constraints
+from .prompt_length import PromptLength
 from .stop_strings import StopPatterns
 from .text import TextStream
 
@@ -46,13 +48,14 @@ class Prepared:
 class Encoder:
     """Turns prompts, and what requests say in words, into token ids of one model.
 
-    `tokenizer` is None for a model that serves token ids only.
+    `tokenizer` is None for a model that serves token ids only. Prompts have fewer tokens than `max_model_len`.
     """
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None) -> None:
+    def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None, max_model_len: int) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
+        self.length = PromptLength(tokenizer, max_model_len)
         self.constraints = Constraints(tokenizer, vocab_size)
 
     def encode(self, prompt: str | Sequence[int], params: SamplingParams) -> TokenIds:
@@ -61,25 +64,27 @@ class Encoder:
 
         Raises:
             RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
+            PromptTooLong: one of these: it is so long that it would not be read. Other long ones the scheduler refuses.
         """
         if not isinstance(prompt, str):
             return self._checked(prompt, params.start_id)
         tokenizer = self._tokenizer("a string")
-        ids = _ids(tokenizer, prompt, params.add_special_tokens)
+        ids = self._ids(prompt, params.add_special_tokens)
         if params.start_id is not None:
             ids = _without_bos(tokenizer, ids, prompt) if prompt else []
             return self._checked(ids, params.start_id)
         if not ids and not prompt and self.bos_token_id is not None:
             ids = [self.bos_token_id]
         if not ids:
-            raise RequestRejected(f"the prompt {prompt!r} has no token, and the model has no BOS to start from")
+            raise RequestRejected(f"the prompt {prompt!r:.80} has no token, and the model has no BOS to start from")
         return self._checked(ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """A conversation's ids, through the tokenizer's chat template, up to where the answer begins.
 
         Raises:
-            RequestRejected: no tokenizer, no template, or messages that the template refuses.
+            RequestRejected: no tokenizer, no template, messages that the template refuses, or a rendering that takes more than
+                it may (`template_bounds`); and as `encode` for what is rendered.
         """
         tokenizer = self._tokenizer("a conversation")
         if not getattr(tokenizer, "chat_template", None):
@@ -89,12 +94,7 @@ class Encoder:
             )
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
             raise RequestRejected(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
-        settings = {"add_generation_prompt": True, **options}
-        try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
-        except Exception as error:  # jinja's errors, and what templates raise on purpose
-            raise RequestRejected(f"the chat template refuses these messages: {error}") from error
-        return _ids(tokenizer, text, add_special_tokens=False)
+        return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
 
     def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> Prepared:
         """Look at resolved parameters, and make of them what takes long to make, but for the constraint, which is compiled by
@@ -159,6 +159,8 @@ class Encoder:
 
     def _checked(self, ids: Sequence[int], start_id: int | None = None) -> TokenIds:
         """`ids` behind `start_id`, unless there is none or they begin with it."""
+        if isinstance(ids, list | tuple):
+            self.length.check_tokens(len(ids))  # before they are an array
         try:
             array = np.asarray(ids)
         except (TypeError, ValueError) as error:
@@ -180,6 +182,11 @@ class Encoder:
             )
         return array.astype(np.int32)
 
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokenizer's ids. Raises PromptTooLong."""
+        self.length.check(text, lambda part: _ids(self.tokenizer, part, add_special_tokens=False))
+        return _ids(self.tokenizer, text, add_special_tokens)
+
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     """The tokenizer's ids. Raises RequestRejected for a text that UTF-8 has no bytes for: half of a surrogate pair."""
@@ -187,7 +194,7 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
-    # Long texts are the scheduler's to refuse, with numbers; the tokenizer's own warning would only repeat it.
+    # Texts that are a little too long are the scheduler's to refuse; the tokenizer's own warning would only repeat it.
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 

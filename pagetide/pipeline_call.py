@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .engine.chat_template import within_bounds
 from .engine.errors import EngineClosed
 from .engine.generation import ModelDefaults
 from .engine.llm import LLM
@@ -93,11 +94,10 @@ class Call:
         options = self._tokenizer_options()
         options.pop("add_special_tokens", None)  # the template has them
         goes_on = self._goes_on(chat)
-        rendered = self._tokenizer.apply_chat_template(
-            list(chat.messages), add_generation_prompt=not goes_on, continue_final_message=goes_on, return_dict=True,
-            tools=self._asked.get("tools"), documents=self._asked.get("documents"), **options,
-        )  # fmt: skip
-        return list(rendered["input_ids"])
+        options |= {"tools": self._asked.get("tools"), "documents": self._asked.get("documents")}
+        options |= {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, "return_dict": True}
+        with within_bounds(self._tokenizer, options) as settings:
+            return list(self._tokenizer.apply_chat_template(list(chat.messages), **settings)["input_ids"])
 
     def _tokenizer_options(self) -> dict[str, Any]:
         options = {name: self._asked[name] for name in ("add_special_tokens", "truncation") if name in self._asked}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .engine.chat_template import options_from_data
 from .engine.errors import ConfigError, EngineError
 from .engine.models import ModelSpec, resolve_model
 from .engine.progress import Bar
@@ -219,7 +220,7 @@ class _Run:
             params = SamplingParams()
             try:
                 if ask.messages is not None:
-                    prompt = llm.render(ask.messages, **ask.template_options)
+                    prompt = llm.render(ask.messages, **options_from_data(llm.tokenizer, ask.template_options))
                 elif ask.prompt is not None:
                     prompt = ask.prompt
                 params = self._params(ask)

@@ -1,4 +1,4 @@
-"""Checks of single values that users give: they raise ValueError, with the value's name and no more than 80 characters of it."""
+"""Checks of single values that users give. They raise ValueError, with the name and at most 80 characters of the value."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PLAIN, BEGUN, ENCLOSED = (_tokenizer(template) for template in ("$A", "<s> $A", 
 
 
 def _encoded(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:
-    ids = Encoder(tokenizer, VOCAB, BOS).encode(prompt, SamplingParams(**settings))
+    ids = Encoder(tokenizer, VOCAB, BOS, 512).encode(prompt, SamplingParams(**settings))
     assert ids.dtype == np.int32
     result: list[int] = ids.tolist()
     return result
@@ -83,7 +83,7 @@ def test_what_is_no_prompt_is_refused_with_it_too(prompt: Any) -> None:
 
 
 def _bad_words(tokenizer: Any, words: Any) -> tuple[tuple[int, ...], ...]:
-    return Encoder(tokenizer, VOCAB, BOS).prepare(SamplingParams(bad_words=words)).bad_words
+    return Encoder(tokenizer, VOCAB, BOS, 512).prepare(SamplingParams(bad_words=words)).bad_words
 
 
 def test_bad_words_are_at_the_beginning_and_behind_a_space() -> None:
@@ -121,7 +121,7 @@ def test_bad_words_without_ids_are_refused() -> None:
     ],
 )
 def test_what_the_model_has_not_is_refused(settings: dict[str, Any], message: str) -> None:
-    encoder = Encoder(None, VOCAB, BOS)
+    encoder = Encoder(None, VOCAB, BOS, 512)
     with pytest.raises(RequestRejected) as refused:
         encoder.prepare(SamplingParams(**settings)).compile()
     assert message in str(refused.value)
@@ -130,13 +130,13 @@ def test_what_the_model_has_not_is_refused(settings: dict[str, Any], message: st
 
 def test_what_is_resolved_has_bounds_too() -> None:
     """Else a request could be handed over to an engine that refuses it."""
-    encoder, ends = Encoder(BEGUN, VOCAB, BOS), range(300, 303)
+    encoder, ends = Encoder(BEGUN, VOCAB, BOS, 512), range(300, 303)
     own = SamplingParams(stop_token_ids=range(MOST_STOP_IDS))
     with pytest.raises(
         RequestRejected, match="stop_token_ids and the model's own end ids must be at most 1,024 together"
     ):
-        Encoder(None, 10**6, None).prepare(own, [2000])
-    Encoder(None, 10**6, None).prepare(own, [5])
+        Encoder(None, 10**6, None, 512).prepare(own, [2000])
+    Encoder(None, 10**6, None, 512).prepare(own, [5])
     encoder.prepare(SamplingParams(stop_token_ids=[3], ignore_eos=True), ends)
     words = [f"{i} and so on, and on" for i in range(900)]
     with pytest.raises(

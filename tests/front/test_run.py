@@ -26,6 +26,7 @@ from pagetide import LLM, RequestOutput, SamplingParams
 from pagetide import run as run_module
 from pagetide.cli import main
 from pagetide.engine import llm as llm_module
+from pagetide.engine import template_bounds
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.models import BUILT_IN_FILE
 from pagetide.monitor.units import GIB, parse_bytes
@@ -294,6 +295,34 @@ def test_a_line_that_cannot_be_asked_says_why(line: bytes | None, message: str) 
     ask = read_line(3, line, "jsonl")
     assert ask.error is not None and message in ask.error
     assert ask.sampling == {}
+
+
+def test_a_line_brings_no_template_of_its_own(talker: LLM, run: Any) -> None:
+    """Nor anything else that is the program's to set; what the model's template asks for is the line's."""
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    asked = [
+        {"polite": True},
+        {"chat_template": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}"},
+        {"tokenize": True}, {"tokenizer_kwargs": {}}, {"return_dict": True}, {"messages": []}, {"add_generation_prompt": False},
+    ]  # fmt: skip
+    done = run([json.dumps({**chat, "chat_template_kwargs": options}) for options in asked])
+    errors = [record.get("error") for record in done.records]
+    assert errors[0] is errors[6] is None
+    assert done.records[0]["usage"]["prompt_tokens"] == len(talker.render(chat["messages"], polite=True))
+    for error, name in zip(
+        errors[1:6], ("chat_template", "tokenize", "tokenizer_kwargs", "return_dict", "messages"), strict=True
+    ):
+        assert error is not None and f"chat_template_kwargs cannot set '{name}': a request may give" in error
+
+
+def test_a_conversation_that_takes_too_much_is_one_error(
+    talker: LLM, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_bounds, "MOST_MADE_BYTES", 1 << 15)
+    chats = [[{"role": "user", "content": "x" * count}] for count in (10, 50_000, 20)]
+    done = run([json.dumps({"messages": chat}) for chat in chats])
+    assert [("error" in record) for record in done.records] == [False, True, False]
+    assert "the chat template cannot be rendered with these messages: what it makes" in done.records[1]["error"]
 
 
 def test_openais_names_are_pagetides() -> None:
@@ -613,7 +642,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("[1]", "run.yaml: must hold `key: value` lines, got a list"),
         ("a: [", "run.yaml:1: not valid YAML"),
         ("a: \x00", "not valid YAML"),
-        ("input: &a [x]\n" + "\n".join(["sampling: [" + ", ".join(["*a"] * 60_000) + "]"]), "more than 100,000 values"),
+        (f"sampling: [&a [{'x, ' * 99}], &b [{'*a, ' * 99}], &c [{'*b, ' * 99}]]", "more than 100,000 values"),
         ("model: [" + "x, " * 5000 + "]", "run.yaml:1: model must be a text, got ['x', 'x'"),
     ],
 )

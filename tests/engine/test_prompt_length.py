@@ -1,0 +1,163 @@
+"""Texts that cannot fit are refused before they are tokenised, and no other is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pagetide.engine import prompt_length
+from pagetide.engine.encoder import Encoder
+from pagetide.engine.prompt_length import PromptLength
+from pagetide.scheduler.errors import PromptTooLong, RequestRejected
+from pagetide.scheduler.request import SamplingParams
+
+CORPUS = [
+    "the tide comes in and the tide goes out; pages follow it. Hello, world!\n\n\tdone        spaces",
+    "你好，世界。 é ñ café naïve",
+]
+
+
+def _byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(
+        CORPUS * 9, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def _normalising() -> PreTrainedTokenizerFast:
+    """Unigram pieces over what NFKC makes of a text; what is not known is one piece, however long it is."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Strip()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def _words() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(
+        models.WordPiece({"[UNK]": 0, "the": 1, "tide": 2, "##s": 3, "a": 4, "##a": 5}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+TOKENIZERS = {"byte-level": _byte_level(), "normalising": _normalising(), "words": _words()}
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_characters = 0
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.num_characters += len(text)
+        ids: list[int] = self._tokenizer.encode(text, **options)
+        return ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _encoder(max_model_len: int, name: str = "byte-level") -> tuple[Encoder, Counting]:
+    tokenizer = Counting(TOKENIZERS[name])
+    return Encoder(tokenizer, 1000, None, max_model_len), tokenizer
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_of_megabytes_is_not_tokenised_at_all(name: str) -> None:
+    encoder, tokenizer = _encoder(1024, name)
+    most = encoder.length.most_characters
+    assert most == 1023 * 1024
+    for text in ("tide " * 4_000_000, " " * 20_000_000, "\U0001f30a" * (most + 1)):
+        with pytest.raises(PromptTooLong) as refused:
+            encoder.encode(text, SamplingParams())
+        assert str(refused.value) == (
+            f"the prompt has {len(text):,} characters; with a context of 1,024 tokens it may have {most:,} characters at most: "
+            "shorten it, or raise max_model_len where the model allows"
+        )
+    assert tokenizer.num_characters == 0
+
+
+@pytest.mark.parametrize("max_model_len", [128, 4096, 40_000])
+def test_one_below_that_is_tokenised_as_far_as_it_could_fit(max_model_len: int) -> None:
+    encoder, tokenizer = _encoder(max_model_len)
+    text = "the tide " * (encoder.length.most_characters // 9)
+    with pytest.raises(
+        PromptTooLong, match=r"the prompt has more than [\d,]+ tokens in [\d,]+ characters; with a context of"
+    ):
+        encoder.encode(text, SamplingParams())
+    assert tokenizer.num_characters <= 65_536 * (1 + max_model_len // 8000) < len(text)
+
+
+def test_one_that_may_fit_is_tokenised_once() -> None:
+    encoder, tokenizer = _encoder(40_000)
+    text = "the tide " * 10_000
+    ids = encoder.encode(text, SamplingParams())
+    assert tokenizer.num_characters == len(text) and ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_long_text_of_few_tokens_is_served() -> None:
+    """It is beyond what texts usually have, and fits all the same."""
+    encoder, tokenizer = _encoder(128, "words")
+    text = "the tide" + " " * 100_000
+    assert len(text) > max(65_536, 8 * 127)
+    assert encoder.encode(text, SamplingParams()).tolist() == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_nothing_that_fits_is_refused(name: str, data: st.DataObject) -> None:
+    """With slices of a few characters, so that many are cut."""
+    tokenizer = TOKENIZERS[name]
+    parts = ["the tide ", "tides", " " * 9, "\n\n\t", "é", "你好", "Hello, world!", "spaces", "ababab", "ﬁ", "x" * 20]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=60)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assume(ids)  # what has no token is no prompt
+    spare = data.draw(st.integers(0, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_length, "_SURELY_FEW", 0)
+        patch.setattr(prompt_length, "_SLICE_CHARACTERS", data.draw(st.integers(16, 64)))
+        patch.setattr(prompt_length, "_SLICE_TOKENS", 3)
+        length = PromptLength(tokenizer, len(ids) + 1 + spare)
+        length.check(text, lambda part: tokenizer.encode(part, add_special_tokens=False))
+
+
+def test_the_bound_follows_longer_tokens() -> None:
+    state = json.loads(TOKENIZERS["byte-level"].backend_tokenizer.to_str())
+    state["model"]["vocab"]["a" * 300] = len(state["model"]["vocab"])
+    long = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    assert PromptLength(long, 11).most_characters == 10 * 4 * 300
+
+
+def test_ids_are_counted_before_they_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, _ = _encoder(128)
+    monkeypatch.setattr("pagetide.engine.encoder.np.asarray", lambda *_: pytest.fail("they are an array"))
+    with pytest.raises(
+        PromptTooLong, match="the prompt has 1,000 tokens; with a context of 128 tokens it may have 127 at most"
+    ):
+        encoder.encode([5] * 1000, SamplingParams())
+
+
+def test_text_that_is_none_is_told_as_such() -> None:
+    encoder, _ = _encoder(64)
+    with pytest.raises(RequestRejected, match="must be text that UTF-8 can say"):
+        encoder.encode("\ud800" + "a" * 65_000 + "b" * 500, SamplingParams())
+    with pytest.raises(RequestRejected, match="must be text that UTF-8 can say"):
+        encoder.encode("\ud800", SamplingParams())
