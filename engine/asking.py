@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .encoder import Encoder, Prepared
+from .encoder import Encoder, PreparedParams
 from .handover import Handover
 
 Prompt = str | Sequence[int]
@@ -17,14 +17,14 @@ MOST_PRIORITY = 1000  # either way
 
 
 class Asked(NamedTuple):
-    """A prompt as it was given (None for ids), its token ids, and how to continue it, with the model's own settings and what
-    was made of them; and what it came to in another process, if it was handed over.
+    """A prompt as given (None for ids), its token ids, its parameters over the model's own settings, and the data derived from
+    the parameters. `before` is the state of a request that was handed over by another process.
     """
 
     prompt: str | None
     token_ids: Int32
     params: SamplingParams
-    prepared: Prepared
+    prepared: PreparedParams
     before: Handover | None = None
 
 
@@ -47,16 +47,16 @@ def together(
 
 
 def encoded(
-    pairs: Iterable[tuple[Prompt, SamplingParams]],
+    pairs: Sequence[tuple[Prompt, SamplingParams]],
     encoder: Encoder,
     defaults: SamplingParams,
     eos_token_ids: Sequence[int],
 ) -> list[Asked]:
-    """Prompts as token ids, each with its parameters over the model's own. Parameters that several share are prepared once.
+    """Prompts as token ids, each with its parameters over the model's own. Parameters that prompts share are prepared once.
 
-    Raises RequestRejected. Constraints are not compiled yet.
+    Does not compile constraints. Raises RequestRejected.
     """
-    prepared: dict[int, tuple[SamplingParams, Prepared]] = {}  # by the identity of the parameters
+    prepared: dict[int, tuple[SamplingParams, PreparedParams]] = {}  # by the identity of the parameters
     asked = []
     for prompt, params in pairs:
         if (known := prepared.get(id(params))) is None:

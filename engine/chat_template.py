@@ -1,4 +1,4 @@
-"""Conversations as text, by a tokenizer's chat template: rendered by transformers, within bounds that hold for any template."""
+"""Renders conversations with a tokenizer's chat template, by transformers, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from functools import lru_cache
 from typing import Any
 
 from ..scheduler.errors import RequestRejected
-from .template_bounds import Exceeded, bounded, count_operations
+from .template_bounds import Exceeded, bounded
+from .template_tree import count_operations
 
 MOST_TEMPLATE_CHARACTERS = 256 << 10
 LONGEST_MESSAGE = 400  # characters of what a template says against a conversation, which may be all of it
 
-# Parameters of `apply_chat_template` that say what the template is given. All others say what is done, and by which template.
+# Parameters of `apply_chat_template` that are input of the template. The others choose the template or the kind of result.
 _SEEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")
-# Names by which the conversation itself is handed on.
+# Names under which transformers passes the conversation on.
 _CONVERSATION = ("messages", "conversation", "conversations")
 
 _compiling = threading.Lock()
 
 
 def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs` of a request, which come from anyone: what its template may see, such as `enable_thinking`.
+    """The `chat_template_kwargs` of an untrusted request, as options for `rendered`: variables of the template, such as
+    `enable_thinking`, and tools, documents, add_generation_prompt and continue_final_message.
 
-    Raises RequestRejected for a parameter of the tokenizer's `apply_chat_template` that is for the program to set: it would
-    bring a template of the request's own, or have something else done than rendering.
+    Raises RequestRejected for any other parameter of the tokenizer's `apply_chat_template`, such as `chat_template`.
     """
     named = inspect.signature(tokenizer.apply_chat_template).parameters if tokenizer is not None else {}
     for name in options:
@@ -40,7 +41,7 @@ def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, A
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """A conversation as text, with `options` of `apply_chat_template`, all of them: they come from the program.
+    """A conversation as text. `options` are any of `apply_chat_template`, from a trusted caller.
 
     Raises:
         RequestRejected: as `within_bounds`, and for messages that the template refuses.
@@ -57,14 +58,15 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Map
 
 @contextmanager
 def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Options with which the tokenizer's `apply_chat_template` may be called once, within: what is rendered makes no more than
-    MOST_MADE_BYTES, in no more than MOST_RENDER_S seconds of computing.
+    """A context for one call of the tokenizer's `apply_chat_template`, with the options that it gives instead of `options`.
+
+    The rendering makes values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds on a processor.
 
     Raises:
-        RequestRejected: no template, one that cannot be read, or a rendering beyond these bounds.
+        RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these bounds.
     """
     settings = dict(options)
-    if _is_transformers(tokenizer):  # others render without Jinja, in code of a library
+    if _is_transformers(tokenizer):  # other tokenizers, such as mistral-common's, render without Jinja
         try:
             source = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
         except ValueError as error:
@@ -82,7 +84,7 @@ def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def _is_transformers(tokenizer: Any) -> bool:
-    """Whether the tokenizer renders as transformers' own do."""
+    """Whether the tokenizer has transformers' own `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     own = getattr(type(tokenizer), "apply_chat_template", None)
@@ -91,9 +93,9 @@ def _is_transformers(tokenizer: Any) -> bool:
 
 @lru_cache(maxsize=32)
 def _counting(source: str) -> Any:
-    """A template that counts its operations: a syntax tree, which Jinja compiles in the place of its source.
+    """The syntax tree of a template, changed so that it counts its operations. Jinja takes it in place of the source.
 
-    Raises RequestRejected for what is no template.
+    Raises RequestRejected where `source` is no template.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -103,7 +105,7 @@ def _counting(source: str) -> Any:
         )
     try:
         with _compiling:
-            environment = _compile_jinja_template("").environment  # as transformers makes it for any template
+            environment = _compile_jinja_template("").environment  # the same for all templates
             tree = count_operations(_tree(environment, source))
             _compile_jinja_template(tree)
     except Exception as error:
@@ -112,10 +114,10 @@ def _counting(source: str) -> Any:
 
 
 def _tree(environment: Any, source: str) -> Any:
-    """The syntax tree of `source`, which has the source's words too: transformers looks for names of fields in them."""
+    """The syntax tree of `source`, as an object that answers `name in tree`: transformers searches the source for fields."""
     from jinja2 import nodes
 
-    # Jinja refuses classes of nodes that its compiler would not know. This one is a Template in name and in all it does.
+    # Jinja forbids new classes of nodes, as its compiler would not know them. This one is a Template in name and behaviour.
     kind: Any = type.__new__(
         type(nodes.Template), "Template", (nodes.Template,), {"__contains__": lambda self, words: words in source}
     )

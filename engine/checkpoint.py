@@ -17,7 +17,7 @@ from ..monitor.units import format_bytes
 from ..scheduler.request import SamplingParams
 from .errors import CheckpointError, ConfigError, UnsupportedModel
 from .loaded import Loaded
-from .model_config import check_config, read_json
+from .model_config import check_counts, check_implementations, read_json
 from .models import ModelSpec
 from .quiet import quiet_transformers
 from .weight_files import StoredTensor, WeightFiles, find_weights
@@ -101,7 +101,7 @@ class Checkpoint:
         return self
 
     def _refuse_more_layers_than_tensors(self) -> None:
-        """Where the headers tell: making the modules of layers that nothing is stored of would only take long to fail."""
+        """Raises CheckpointError before modules are made for layers that have no weights, which would take long to fail."""
         layers = getattr(self.text_config, "num_hidden_layers", None)
         if self.tensors and isinstance(layers, int) and layers > len(self.tensors):
             raise CheckpointError(
@@ -282,7 +282,8 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
 
     file = spec.path / "config.json"
     written = read_json(file)
-    check_config(file, written)
+    check_counts(file, written)
+    check_implementations(file, written)
     kind, code = written.get("model_type"), written.get("auto_map") or {}
     if kind not in CONFIG_MAPPING and not code:
         what = (

@@ -20,20 +20,20 @@ from ..scheduler.request import Constraint, Sampling
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
 
-_MOST_KEPT = 64  # constraints that no request has any more; the least recently used one goes
-# What the library may spend on one constraint before the first token. The worst took 0.9 s and 64 MiB so, and 4.8 s and 200 MiB
-# with the library's own 1,000,000; they failed all the same.
+_MOST_KEPT = 64  # constraints kept without a request that uses them; the least recently used one goes
+# The library's allowance for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this one,
+# and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
 _LEXER_FUEL = 300_000
-_LONGEST_MESSAGE = 400  # characters of the library's own words, which may repeat the whole constraint
+_LONGEST_MESSAGE = 400  # characters of the library's messages, which may repeat the whole constraint
 _END = "<|pagetide: the end|>"  # a token of ours behind the vocabulary, that says where an output may end
 _WHITESPACE = r"( |\n[ \t]{0,20})"  # between the parts of a JSON document, as llama.cpp has it: weak models never stop
 _INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
 
 
 class CompiledConstraint:
-    """A constraint of one model, compiled when it is first asked for, for all requests that have it. Safe for concurrent use.
+    """A constraint of one model, compiled at its first use and shared by all requests that have it. Safe for concurrent use.
 
-    Whoever holds it keeps what is compiled: a request does as long as it lives, so that no step has to compile.
+    The compiled form lives as long as this object. A request holds it until it ends, so a step never compiles.
     """
 
     def __init__(self, constraints: Constraints, constraint: Constraint) -> None:
@@ -48,10 +48,13 @@ class CompiledConstraint:
         return self._master is not None
 
     def compile(self) -> None:
-        """Compile it, unless it is; another thread that does so already is waited for. Other constraints are not held up.
+        """Compile the constraint, or wait for the thread that is compiling it. Returns at once if it is compiled.
+
+        Other constraints can be compiled at the same time.
 
         Raises:
-            RequestRejected: there is no llguidance, no tokenizer that it can work with, or it is wrong in itself.
+            RequestRejected: llguidance is not installed, the tokenizer is of a kind it does not support, or the constraint is
+                invalid or too large.
         """
         if not self.ready:
             with self._compiling:
@@ -59,13 +62,13 @@ class CompiledConstraint:
                     self._master = self._constraints.compiled(self._constraint)
 
     def matcher(self) -> Any:
-        """An `LLMatcher` of its own for one output, at its beginning. Raises as `compile` does."""
+        """A new `LLMatcher` for one output, at the beginning of the output. Raises as `compile` does."""
         self.compile()
         return self._master.deep_copy()
 
 
 class Constraints:
-    """The constraints of one model. Safe for concurrent use. What it needs of the tokenizer is made with the first one."""
+    """The constraints of one model. Safe for concurrent use. The tokenizer is converted when the first one is compiled."""
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -73,14 +76,12 @@ class Constraints:
         self._data: Any = None  # llguidance's form of the tokenizer
         self._executor: Any = None
         self._alive: WeakValueDictionary[Constraint, CompiledConstraint] = WeakValueDictionary()
-        self._newest: OrderedDict[Constraint, CompiledConstraint] = (
-            OrderedDict()
-        )  # kept when no request has them any more
+        self._newest: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()  # kept without a request
         self._lock = threading.Lock()  # never held while something is compiled
         self._preparing = threading.Lock()
 
     def of(self, constraint: Constraint) -> CompiledConstraint:
-        """The constraint, compiled or not. There is only one of each."""
+        """The one object for `constraint`, compiled or not."""
         with self._lock:
             found = self._alive.get(constraint)
             if found is None:
@@ -92,7 +93,7 @@ class Constraints:
             return found
 
     def matcher(self, constraint: Constraint) -> Any:
-        """An `LLMatcher` of its own for one output, at its beginning. Raises as `CompiledConstraint.compile` does."""
+        """A new `LLMatcher` for one output. Raises as `CompiledConstraint.compile` does."""
         return self.of(constraint).matcher()
 
     def masks(self, matchers: list[Any]) -> tuple[Bool, Bool]:
@@ -113,7 +114,7 @@ class Constraints:
         return tokens, unpacked[:, end]
 
     def compiled(self, constraint: Constraint) -> Any:
-        """What all matchers of a constraint are copied from, compiled anew. Raises RequestRejected."""
+        """Compile `constraint`: returns the `LLMatcher` that all its matchers are copied from. Raises RequestRejected."""
         library = _library()
         self._prepare(library)
         kind, text = constraint
@@ -269,8 +270,8 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
 
 
 def _trouble(matcher: Any, data: Any) -> str | None:
-    """What a new matcher has against its constraint, or None. Some find only with the first mask that they match nothing, and
-    some with the first token that they are too large.
+    """Why a new matcher cannot be used, or None. An empty language shows at the first mask, and some constraints that are too
+    large show at the first token, so both are tried.
     """
     if not matcher.is_error():
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")

@@ -169,7 +169,7 @@ class Desk:
     ) -> list[Ticket]:
         """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority.
 
-        Constraints that are not compiled yet are compiled first: nobody waits for that but the caller.
+        Compiles constraints first, before it takes the lock.
         """
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")

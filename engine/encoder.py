@@ -21,13 +21,13 @@ TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What is made of a request's parameters before it is queued. Held as long as the request lives.
+class PreparedParams:
+    """Data derived from a request's parameters before the request is queued. The request holds it until it ends.
 
     Attributes:
-        bad_words: The ids of each of its `bad_words`.
-        stops: Its stop strings, perhaps none.
-        constraint: What its output is to be, compiled or not yet.
+        bad_words: Token ids of each entry of `bad_words`.
+        stops: The stop strings; none of them if the request has none.
+        constraint: The constraint of the output, compiled or not yet; None without a constraint.
     """
 
     bad_words: TokenLists = ()
@@ -36,7 +36,7 @@ class Prepared:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is left to be compiled."""
+        """Whether the constraint, if there is one, is compiled."""
         return self.constraint is None or self.constraint.ready
 
     def compile(self) -> None:
@@ -48,7 +48,7 @@ class Prepared:
 class Encoder:
     """Turns prompts, and what requests say in words, into token ids of one model.
 
-    `tokenizer` is None for a model that serves token ids only. Prompts have fewer tokens than `max_model_len`.
+    `tokenizer` is None for a model that serves token ids only. A prompt has fewer than `max_model_len` tokens.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None, max_model_len: int) -> None:
@@ -64,7 +64,7 @@ class Encoder:
 
         Raises:
             RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
-            PromptTooLong: one of these: it is so long that it would not be read. Other long ones the scheduler refuses.
+            PromptTooLong: (a RequestRejected) the prompt is far too long. The scheduler checks the exact length later.
         """
         if not isinstance(prompt, str):
             return self._checked(prompt, params.start_id)
@@ -83,8 +83,9 @@ class Encoder:
         """A conversation's ids, through the tokenizer's chat template, up to where the answer begins.
 
         Raises:
-            RequestRejected: no tokenizer, no template, messages that the template refuses, or a rendering that takes more than
-                it may (`template_bounds`); and as `encode` for what is rendered.
+            RequestRejected: no tokenizer, no template, messages that the template refuses, or a rendering that exceeds its
+                bounds (`template_bounds`).
+            PromptTooLong: as `encode`, for the rendered text.
         """
         tokenizer = self._tokenizer("a conversation")
         if not getattr(tokenizer, "chat_template", None):
@@ -96,13 +97,13 @@ class Encoder:
             raise RequestRejected(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
         return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
 
-    def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> Prepared:
-        """Look at resolved parameters, and make of them what takes long to make, but for the constraint, which is compiled by
-        `Prepared.compile`. The model's own end ids are `eos_token_ids`.
+    def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> PreparedParams:
+        """Check resolved parameters against this model, and derive what is slow to derive, except for the compiled constraint
+        (`PreparedParams.compile`). `eos_token_ids` are the model's own end ids.
 
         Raises:
-            RequestRejected: stop strings or bad words without a tokenizer, a bad word without any id, ids outside the
-                vocabulary, or more ids than are served.
+            RequestRejected: stop strings or bad words without a tokenizer, a bad word without any token, ids outside the
+                vocabulary, or more ids than allowed.
         """
         if params.stop_strings and self.tokenizer is None:
             raise RequestRejected(
@@ -124,7 +125,7 @@ class Encoder:
                 f"bad_words and bad_words_ids must be at most {MOST_LISTED_IDS:,} token ids together, got {num_ids:,}"
             )
         constraint = params.constraint
-        return Prepared(
+        return PreparedParams(
             bad_words,
             StopPatterns(params.stop_strings),
             None if constraint is None else self.constraints.of(constraint),

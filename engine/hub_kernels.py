@@ -1,4 +1,4 @@
-"""Keeps transformers from fetching code: while an engine is built, the `kernels` package gives it none."""
+"""Prevents transformers from downloading compiled kernels while an engine is built."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .errors import UnsupportedModel
 
 @contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Within, and in this thread, each kernel that transformers asks the `kernels` package for raises UnsupportedModel.
+    """A context in which transformers, in this thread, cannot load a kernel from the hub: it gets an UnsupportedModel instead.
 
-    That package downloads compiled code by the name of a repository, and transformers asks it on behalf of what a model's
-    configuration says: for attention, for experts, for some kinds of quantization. `kernels` need not be installed; then there
-    is nothing to keep back. The function is the process's while this lasts: other threads still reach the real one.
+    The `kernels` package downloads compiled code by the name of a repository. transformers calls it for what a model's
+    configuration asks for: attention, experts, some kinds of quantization. Without the package this does nothing. The
+    function that is replaced belongs to the process; calls from other threads are passed on.
     """
     from transformers.integrations import hub_kernels
 
@@ -30,8 +30,8 @@ def no_hub_kernels() -> Iterator[None]:
         if threading.get_ident() != owner:
             return fetch(name, *arguments, **options)
         raise UnsupportedModel(
-            f"the model wants the kernel {name!r:.80} from the hub, and nothing is ever downloaded: its code would run unseen; "
-            "use a model without it, such as one in another form of quantization, or in none"
+            f"the model needs the kernel {name!r:.80} from the hub, and pagetide never downloads code; use a version of the "
+            "model without it, such as one with another quantization or with none"
         )
 
     hub_kernels.get_kernel_hub = refuse

@@ -17,6 +17,7 @@ from ..monitor.host_memory import free_host_bytes, host_memory
 from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, EngineError, NoSuchDevice, NotEnoughMemory
+from .model_config import check_counts, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .quiet import quiet_transformers
 from .weight_files import shorten
@@ -144,8 +145,8 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
                 use_safetensors=checkpoint.weights.safetensors,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
-                # Whatever the configuration names instead may be code that transformers fetches from the hub, also where
-                # it only says "flash_attention_2" and that package is not installed. The engine attends by its own means.
+                # The configuration may name others, which transformers may download from the hub: repositories, but also
+                # "flash_attention_2" where that package is not installed. The engine replaces both anyway.
                 attn_implementation="eager",
                 experts_implementation=None,
             )
@@ -190,6 +191,9 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         return None
+    config = folder / "config.json"  # transformers may read it to find the tokenizer's class
+    if config.is_file():
+        check_counts(config, read_json(config))
     try:
         with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -1,7 +1,7 @@
-"""A model's JSON files as they are written: read within bounds, and refused where transformers would follow them too far.
+"""Checks of a model's JSON files before transformers reads them: sizes, counts, and names of code on the hub.
 
-transformers makes lists and loops of the counts in `config.json` before anything can be compared with the weights, and lets the
-file name code that is to be fetched. Both are looked at here first.
+transformers builds lists of the lengths that `config.json` gives before it compares anything with the weights, and downloads
+the kernels that the file names. So both are checked here first.
 """
 
 from __future__ import annotations
@@ -45,12 +45,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_config(file: Path, written: dict[str, Any]) -> None:
-    """Look at the content of `config.json` before transformers does.
-
-    Raises:
-        CheckpointError: `model_type` is no text, a size is no finite number, or a count is beyond what any model has.
-        UnsupportedModel: it names code of the hub that is to attend, or to compute experts.
+def check_counts(file: Path, written: dict[str, Any]) -> None:
+    """Raises CheckpointError where `config.json` has a `model_type` that is no text, a size that is not finite, or a count
+    beyond that of any model.
     """
     kind = written.get("model_type")
     if kind is not None and not isinstance(kind, str):
@@ -63,15 +60,20 @@ def check_config(file: Path, written: dict[str, Any]) -> None:
                 raise CheckpointError(
                     f"{file}: {key} must be at most {most:,}, got {value!r:.80}; fetch or save it again"
                 )
+
+
+def check_implementations(file: Path, written: dict[str, Any]) -> None:
+    """Raises UnsupportedModel where `config.json` names a kernel on the hub for attention or for experts."""
+    for key, value in _fields(written):
         if _IMPLEMENTATION.fullmatch(key) and (named := _hub_code(value)) is not None:
             raise UnsupportedModel(
-                f"{file}: {key} names {named!r:.80}, which is code to be fetched from the hub, and nothing is ever downloaded; "
-                "take the field out: attention is pagetide's own here, whatever it says"
+                f"{file}: {key} names {named!r:.80}, which is code on the hub, and pagetide never downloads code; remove the "
+                "field, which has no effect here: the engine brings its own attention"
             )
 
 
 def _fields(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, value) of all objects within, the outer ones first."""
+    """(key, value) of all objects in `content`, the outer ones first."""
     todo: list[Any] = [content]
     while todo:
         value = todo.pop()
@@ -83,7 +85,7 @@ def _fields(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is no list and no object, of all within `value`; lists and objects are looked through."""
+    """All values in `value` that are neither lists nor objects."""
     todo = [value]
     while todo:
         one = todo.pop()
@@ -98,5 +100,5 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _hub_code(value: Any) -> str | None:
-    """The first repository that is named, by itself or for a part of the model: names of the hub have a slash."""
+    """The first name of a repository in `value`, a text or a mapping by part of the model. Such names have a slash."""
     return next((one for one in _leaves(value) if isinstance(one, str) and "/" in one), None)

@@ -176,7 +176,7 @@ def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEn
 
 
 def _looked_for(text: str) -> tuple[Path, bool]:
-    """The path that `text` is, and whether there is something. Raises ModelNotFound for what the system cannot look for."""
+    """`text` as a path, and whether it exists. Raises ModelNotFound where the system cannot tell."""
     try:
         folder = Path(text).expanduser()
         return folder, folder.exists()

@@ -1,16 +1,16 @@
-"""Refuses texts that cannot fit into the context, before all of them is tokenised.
+"""Refuses texts that are too long for the context before all of the text is tokenised.
 
-Tokenising a megabyte takes seconds, and 200 times its size of memory: a text that is far too long must not get so far. Three
-looks, each only at what the one before let pass:
+Tokenising a megabyte takes seconds, and memory of 200 times its size. So the length of a text is checked in three stages:
 
-1. A text of no more characters than 8 times the tokens that fit, or 65,536, is tokenised as it is.
-2. A text of more characters than `most_characters` is refused by its length. No known vocabulary has tokens that long; should
-   one have, the bound follows its longest, times 4 for what Unicode normalisation (NFC, NFKC) makes one character of.
-3. Anything between is tokenised slice by slice, until it has more tokens than fit. A cut may make more tokens of those it goes
-   through, at most one of each character: so for each slice twice the longest token is taken off.
+1. A text of at most 65,536 characters, or of at most 8 characters per token that fits, is tokenised as a whole.
+2. A text of more than `most_characters` is refused without tokenising: 1,024 characters per token that fits. No known
+   vocabulary has tokens that long. If one does, the bound is 4 times its longest token, because Unicode normalisation
+   (NFC, NFKC) composes at most 4 characters into one.
+3. Any other text is tokenised slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
+   many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
 
-The second look is at characters alone. So a tokenizer that passes over white space, or makes one token of anything unknown, is
-not given a text with more than 1,024 of these for each token that fits, although it might have served it.
+Stage 2 counts all characters. A tokenizer that drops white space, or that maps any unknown text to one token, could serve some
+texts that it refuses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 from ..scheduler.errors import PromptTooLong
 
-CHARACTERS_A_TOKEN = 1024  # at least, that a text may have for each token that fits
-_SURELY_FEW = 8  # characters for each token that fits: texts have about four
+CHARACTERS_A_TOKEN = 1024  # characters that a text may have per token that fits
+_SURELY_FEW = 8  # characters per token up to which a text is tokenised as a whole; usual texts have about four
 _SLICE_CHARACTERS = 1 << 16
-_SLICE_TOKENS = 512  # of the longest that there are: so many a slice has at least, and few of them are cut
-_NORMALISED = 4  # characters, at most, that become one
+_SLICE_TOKENS = 512  # least number of tokens in a slice, so that few of them are cut
+_NORMALISED = 4  # most characters that Unicode normalisation composes into one
 
 
 class PromptLength:
-    """The longest prompt of an engine: fewer than `max_model_len` tokens of `tokenizer`, which is None where there is none."""
+    """Checks prompts against a context of `max_model_len` tokens. `tokenizer` is None for a model without one."""
 
     def __init__(self, tokenizer: Any | None, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -38,11 +38,11 @@ class PromptLength:
 
     @property
     def most_characters(self) -> int:
-        """No text of more is read."""
+        """Longest text that is tokenised, in characters."""
         return self.most_tokens * max(CHARACTERS_A_TOKEN, _NORMALISED * self._longest)
 
     def check(self, text: str, encode: Callable[[str], Sized]) -> None:
-        """Look at a text before it is tokenised; `encode` gives the tokens of a part of it. Raises PromptTooLong."""
+        """Raises PromptTooLong for a text that is too long. `encode` gives the tokens of a part of the text."""
         if len(text) <= max(_SLICE_CHARACTERS, _SURELY_FEW * self.most_tokens):
             return
         if len(text) > self.most_characters:
@@ -62,7 +62,7 @@ class PromptLength:
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token, as the vocabulary writes it: of byte-level ones, its bytes."""
+        """Length of the longest token in the vocabulary: in bytes for byte-level tokenizers, else in characters."""
         tokenizer: Any = self._tokenizer
         vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
         return max(map(len, vocabulary), default=1)

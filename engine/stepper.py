@@ -5,7 +5,7 @@ comes of it goes to each loop in one call a step.
 
     caller's loop          a thread for the tokenizer      the stepper's thread
     begin ───────────────► what was asked, as ids ───────► _arrive, _submit, where there is room
-                             └► constraints, compiled ───►   (threads of their own: it may take seconds)
+                             └► constraints compiled ────►   (in other threads: it may take seconds)
     want, forget, ask ───────────────────────────────────► handled between steps
     _settle ◄───────────── one call per loop and step ──── _hand_out
 """
@@ -93,7 +93,9 @@ class Stepper(threading.Thread):
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
         self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
-        self._compiled: list[Future[None]] = []  # constraints that may be being compiled; of the tokenizer's thread
+        self._compiled: list[
+            Future[None]
+        ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
         self._arrived: OrderedDict[Call, None] = OrderedDict()  # waiting for room, first come first served
         self._open: dict[asyncio.AbstractEventLoop, dict[Call, None]] = {}  # calls that are not over
         self._calls: dict[Ticket, Call] = {}  # of tickets that have not ended
@@ -112,7 +114,7 @@ class Stepper(threading.Thread):
     def begin(self, call: Call, asked: Callable[[], list[Asked]]) -> None:
         """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
 
-        Whoever comes later is not held up where constraints have to be compiled in between.
+        Constraints are compiled in other threads, so that later calls do not wait for them.
         """
 
         def encode() -> None:
@@ -166,7 +168,8 @@ class Stepper(threading.Thread):
     def drain(self, waiter: Waiter) -> None:
         """Refuse calls from now on; settle `waiter` when all before have ended. Raises EngineClosed."""
 
-        def behind_all() -> None:  # that are being tokenised, or compiled
+        def behind_all() -> None:
+            # Calls that came before are tokenised by now; some may still be compiling.
             wait(self._compiled)
             self._inbox.put(partial(self._drain, waiter))
 
@@ -282,7 +285,8 @@ class Stepper(threading.Thread):
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
             self._failure = self._failure or trouble
-        self._encoding.shutdown()  # what these were at has arrived then
+        # After these two, all calls that began have arrived.
+        self._encoding.shutdown()
         self._compiling.shutdown()
         self._receive()
         self._hand_out()
@@ -408,7 +412,7 @@ class Stepper(threading.Thread):
 
 
 def _compiled(asked: list[Asked]) -> list[Asked]:
-    """The same, with its constraints compiled. Raises RequestRejected."""
+    """`asked`, with its constraints compiled. Raises RequestRejected."""
     for one in asked:
         one.prepared.compile()
     return asked

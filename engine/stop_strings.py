@@ -1,8 +1,8 @@
-"""Stop strings: one pass over a text that comes in pieces, whatever the number of strings to be looked for.
+"""Stop strings: searched for in a text that comes in pieces, at a cost per character that does not depend on their number.
 
-The strings make an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes; after each
-character it is in the state of the longest prefix that the text ends with. So the state says at once whether a string is
-complete, and how much of the text may still become one.
+The stop strings form an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes. After
+each character the automaton is in the state of the longest prefix that the text ends with. That state tells whether a stop
+string is complete, and how much of the text's end may still become one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _START = 0  # the empty prefix
 
 
 class StopPatterns:
-    """Stop strings, made ready to be looked for. Read-only: all continuations of a prompt share one."""
+    """The automaton of a set of stop strings. Read-only, shared by all continuations of a prompt."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self._next: list[dict[str, int]] = [{}]  # by state: the states of one character more
+        self._next: list[dict[str, int]] = [{}]  # by state: the next state for each character
         self._depth = [0]  # characters of a state's prefix
         self._longest = [0]  # characters of the longest stop string that a state's prefix ends with
         for stop in self.stops:
@@ -30,11 +30,12 @@ class StopPatterns:
                     self._depth.append(0)
                     self._longest.append(0)
             self._longest[state] = len(stop)
-        self._shorter = [_START] * len(self._next)  # by state: that of its longest proper ending that is a prefix too
+        # By state: the state of its longest proper suffix that is a prefix of a stop string.
+        self._shorter = [_START] * len(self._next)
         self._link()
 
     def step(self, state: int, character: str) -> int:
-        """The state behind one character more. Amortised constant time."""
+        """The state after one more character. Amortised constant time."""
         while (found := self._next[state].get(character)) is None:
             if state == _START:
                 return _START
@@ -46,11 +47,11 @@ class StopPatterns:
         return self._longest[state]
 
     def begun(self, state: int) -> int:
-        """Characters at the end of the text that a stop string may begin with."""
+        """Characters at the end of the text that may be the beginning of a stop string."""
         return self._depth[state]
 
     def _link(self) -> None:
-        """Fill in what follows from shorter prefixes, the shortest first."""
+        """Compute depths, suffix states and matches, shorter prefixes first."""
         todo = deque([_START])
         while todo:
             state = todo.popleft()

@@ -11,7 +11,7 @@ from ..scheduler.outcome import Finished
 from ..scheduler.plan import Scores
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
-from .encoder import Prepared
+from .encoder import PreparedParams
 from .handover import Handover, scores_of, settled
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
 from .score_table import ScoreTable
@@ -195,12 +195,12 @@ class Answer:
     """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
 
     def __init__(
-        self, index: int, prompt: str | None, params: SamplingParams, prepared: Prepared | None = None
+        self, index: int, prompt: str | None, params: SamplingParams, prepared: PreparedParams | None = None
     ) -> None:
         self.index = index  # of the prompt, in its call
         self.prompt = prompt
         self.params = params
-        self.prepared = prepared  # kept, so that a constraint stays compiled
+        self.prepared = prepared  # held so that the constraint stays compiled until the request ends
         self.tickets: Sequence[Ticket] = ()
         self.num_taken = 0  # tickets whose last chunk was given
 

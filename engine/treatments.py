@@ -147,7 +147,7 @@ class BadWords:
     def __init__(self, num_rows: int, vocab_size: int, histories: Histories) -> None:
         self._asked = np.zeros(num_rows, np.bool_)
         self._words: dict[int, _Words] = {}
-        self._newest: tuple[Sampling, _Words] | None = None  # which the next one often shares: forks of one prompt
+        self._newest: tuple[Sampling, _Words] | None = None  # forks of one prompt share it
         self._vocab_size = vocab_size
         self._histories = histories
 
@@ -196,12 +196,13 @@ class BadWords:
 
 
 class _Words:
-    """Bad words of a request. Read-only.
+    """The bad words of a request, indexed. Read-only.
 
     Attributes:
-        alone: int64: those of one token.
-        longer: Whether there are others. The tokens before the last ones are looked up by their own last one, so that few of
-            many words are compared for each token.
+        alone: int64: the words of one token.
+        longer: Whether there are words of several tokens. They are indexed by their last token but one, so that only a few of
+            many words are compared at each step.
+        any: Whether there are any words.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
@@ -220,7 +221,7 @@ class _Words:
         self.any = bool(words)
 
     def ended_by(self, known: Int64) -> Int64:
-        """int64: the ids that end a word behind the tokens `known`, at least one."""
+        """int64: the ids that would complete a word after the tokens `known`, of which there is at least one."""
         banned = [self.alone]
         for length in self._lengths.get(int(known[-1]), ()):
             if length <= len(known) and (ids := self._last.get(tuple(known[-length:].tolist()))) is not None:

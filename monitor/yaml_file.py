@@ -1,4 +1,4 @@
-"""YAML that people write, such as a models file: read once, within bounds, with the lines that its keys stand in."""
+"""Reads YAML settings, such as a models file, within bounds of size, and with the line numbers of keys."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 1 << 20
-MOST_VALUES = 100_000  # aliases counted as what they repeat: a few lines of aliases of aliases can stand for billions
+MOST_VALUES = 100_000  # aliases expanded: a few lines of aliases of aliases can stand for billions of values
 
 
 class InvalidYaml(ValueError):
-    """A file or a text that cannot be taken as YAML. The message begins with the file, and with the line where there is one."""
+    """A file or a text is no YAML, or too large. The message begins with the file, and with the line if it is known."""
 
 
 def read_yaml(file: Path) -> tuple[yaml.Node | None, Any]:
-    """A file's document as nodes, which know their lines, and as plain values; None of either for an empty one.
+    """The document of a file as a tree of nodes with line numbers, and as plain values. (None, None) for an empty file.
 
     Raises:
         InvalidYaml: larger than MOST_BYTES, no YAML, or more than MOST_VALUES values.
@@ -55,7 +55,7 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:
-    """The values that a node stands for, itself included, each alias counted as what it repeats. Visits each node once."""
+    """The number of values in a node, itself included and aliases expanded. Visits each node once."""
     known = counted.get(id(node))
     if known is not None:
         if not known:

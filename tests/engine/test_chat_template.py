@@ -210,7 +210,7 @@ ENDLESS = [
 def test_what_would_not_end_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_bounds, "MOST_RENDER_S", 0.05)
     chat = [{"role": "user", "content": "100000"}]
-    with pytest.raises(RequestRejected, match=r"cannot be rendered with these messages: (it takes|what it)"):
+    with pytest.raises(RequestRejected, match=r"cannot be rendered with these messages: (it takes|its values)"):
         rendered(TOKENIZER, chat, {"chat_template": template})
 
 
@@ -302,7 +302,7 @@ def test_what_grows_by_doubling_does_not_grow_far(monkeypatch: pytest.MonkeyPatc
         template = (
             f"{{% set ns = namespace(x='aa') %}}{{% for i in range(99) %}}{{% set ns.x = {operation} %}}{{% endfor %}}"
         )
-        with pytest.raises(RequestRejected, match="comes to more than"):
+        with pytest.raises(RequestRejected, match="its values take more than"):
             rendered(TOKENIZER, CHATS[0], {"chat_template": template})
 
 
@@ -363,7 +363,7 @@ def test_a_request_may_give_what_its_template_sees() -> None:
 
 
 def test_every_parameter_of_transformers_is_refused_or_seen() -> None:
-    """A new one is refused until somebody says that a template sees it."""
+    """A parameter that a later transformers adds is refused until it is listed as input of templates."""
     for name, parameter in inspect.signature(TOKENIZER.apply_chat_template).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD or name in ("tools", "documents", "add_generation_prompt"):
             continue

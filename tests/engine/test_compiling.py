@@ -1,4 +1,4 @@
-"""Where constraints are compiled: once each, by whoever asks, and never where somebody else waits for it."""
+"""Constraints are compiled once each, before a request is queued, and other requests do not wait for it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_it_is_compiled_once_for_all_who_ask_meanwhile(compiler: Compiler) -> No
     assert compiler.texts == [SLOW]
 
 
-def test_whoever_holds_it_keeps_it_compiled(compiler: Compiler) -> None:
+def test_a_constraint_that_is_held_stays_compiled(compiler: Compiler) -> None:
     constraints = Constraints(TOKENIZER, len(TOKENIZER))
     held = constraints.of(("regex", QUICK))
     held.compile()

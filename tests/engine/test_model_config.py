@@ -25,7 +25,7 @@ from pagetide.engine.checkpoint import Checkpoint
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import CheckpointError, EngineError, UnsupportedModel
 from pagetide.engine.hub_kernels import no_hub_kernels
-from pagetide.engine.loader import load_model
+from pagetide.engine.loader import load_model, load_tokenizer
 from pagetide.engine.models import ModelSpec
 from pagetide.engine.planning import plan_memory
 
@@ -126,6 +126,14 @@ def test_whatever_is_wrong_is_told_as_an_error_of_the_engine(edited: Edited, cha
         plan(edited(**changes))
 
 
+def test_a_tokenizers_folder_is_looked_at_too(edited: Edited) -> None:
+    folder = edited(num_labels=10**9)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    with pytest.raises(CheckpointError, match="num_labels must be at most 100,000"):
+        load_tokenizer(ModelSpec("demo", DEMO, "a test", tokenizer_from=folder))
+
+
 def test_an_endless_file_is_not_read_to_its_end(edited: Edited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_config, "MOST_JSON_BYTES", 1 << 12)
     folder = edited()
@@ -172,7 +180,9 @@ def test_the_stand_in_is_asked_by_transformers_itself(edited: Edited, kernels: K
 @pytest.mark.parametrize("name", ["_attn_implementation", "attn_implementation", "_attn_implementation_internal"])
 @pytest.mark.parametrize("value", ["someone/kernel", "someone/kernel@main:attend", {"": "eager", "text_config": "a/b"}])
 def test_attention_from_the_hub_is_refused(edited: Edited, name: str, value: object, kernels: Kernels) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{name} names '(someone/kernel|a/b).*nothing is ever downloaded; take"):
+    with pytest.raises(
+        UnsupportedModel, match=f"{name} names '(someone/kernel|a/b).*pagetide never downloads code; remove"
+    ):
         plan(edited(**{name: value}))
     assert kernels.fetched == []
 
@@ -217,7 +227,7 @@ def test_while_an_engine_is_built_no_kernel_is_to_be_had(kernels: Kernels) -> No
     """Neither for what no field names, such as a form of quantization."""
     with (
         no_hub_kernels(),
-        pytest.raises(UnsupportedModel, match="wants the kernel 'a/b' from the hub, and nothing is ever"),
+        pytest.raises(UnsupportedModel, match="needs the kernel 'a/b' from the hub, and pagetide never"),
     ):
         theirs.get_kernel("a/b", version=1)
     assert kernels.fetched == []

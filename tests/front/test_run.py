@@ -322,7 +322,7 @@ def test_a_conversation_that_takes_too_much_is_one_error(
     chats = [[{"role": "user", "content": "x" * count}] for count in (10, 50_000, 20)]
     done = run([json.dumps({"messages": chat}) for chat in chats])
     assert [("error" in record) for record in done.records] == [False, True, False]
-    assert "the chat template cannot be rendered with these messages: what it makes" in done.records[1]["error"]
+    assert "the chat template cannot be rendered with these messages: its values take" in done.records[1]["error"]
 
 
 def test_openais_names_are_pagetides() -> None:
