@@ -2,7 +2,8 @@
 
     thread "memory"      every interval (20 ms): memory of each device -> trend -> its memory slot of the record
     thread "detail"      every detail interval (1 s): load and processes -> its detail slot
-    thread "supervisor"  every other interval: the heartbeat; takes the others over from a device that does not answer
+    thread "supervisor"  every other interval, but each second: the heartbeat; mends the record's file; takes the others
+                         over from a device that does not answer
     thread "scan"        every ten seconds, and soon after a device was lost: which devices are there now
 
 A failure of one device is published as its error and counted, and so are numbers that the record cannot hold; the others
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HISTORY_SAMPLES = 256
 BEAT_INTERVALS = 2  # of memory, between two heartbeats: waking costs more than what is done then
+LONGEST_BEAT_S = 1.0  # so long a file that was cut short may stay so, however long the intervals are
 TREND_NS = 5_000_000_000  # how far back the trend looks
 SCAN_INTERVAL_S = 10.0
 SCAN_AGAIN_S = 1.0  # after a device was lost
@@ -79,6 +81,7 @@ class Poller:
         self._stopping = threading.Event()
         self._rebeat = threading.Event()  # the supervisor shall not sleep out its interval
         self._scan_error: Exception | None = None
+        self._record_news = News()  # what has become of the record's file; None: it is as it was written
         self._threads: list[threading.Thread] = []
 
     def start(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -124,6 +127,19 @@ class Poller:
 
     def _beat(self) -> None:
         self._writer.beat(self._clock(), BEAT_INTERVALS * self._memory.interval_ns)
+
+    def _mend(self) -> None:
+        """See that readers find a record, and log what was wrong with it."""
+        try:
+            harm = self._writer.mend()
+            state = None if harm is None else f"the file of the record {harm}; another was laid in its place"
+        except RecordError as error:
+            state = str(error)
+        if self._record_news.take(state, self._clock()):
+            if state is None:
+                log.info("the file of the record is as it was written again")
+            else:
+                log.warning("%s", state)
 
     # ---- which devices --------------------------------------------------------------------------
 
@@ -193,10 +209,11 @@ class Poller:
 
     def _supervise(self) -> None:
         while True:
-            self._rebeat.wait(BEAT_INTERVALS * self._memory.interval_ns / 1e9)
+            self._rebeat.wait(min(LONGEST_BEAT_S, BEAT_INTERVALS * self._memory.interval_ns / 1e9))
             self._rebeat.clear()
             if self._stopping.is_set():
                 return
+            self._mend()
             self._beat()
             self._memory.check()
             self._detail.check()

@@ -1,4 +1,4 @@
-"""How the record lies in shared bytes, and how a slot of it is written and read without a lock.
+"""The layout of the record in shared bytes, and the protocol by which a slot is written and read without a lock.
 
          0  header    4 KiB    magic 8 | layout version 4 | CRC 4 | file length 8 | JSON length 8 | JSON [pid, start of
                                the pid in clock ticks, started_ns, source]; written before the file gets its name
@@ -11,16 +11,21 @@
     buffer  CRC-32 of all that follows 4 | payload length 4 | sequence 8 | generation 8 | payload (see record_codec)
 
 A slot's sequence says which of its two buffers is current: number sequence & 1. The writer fills the other one and then
-stores the next sequence. A reader loads the sequence, copies the buffer and takes it if CRC, sequence and generation
-agree, else tries again: only a writer that ends one record and begins the next while the reader copies can disturb it.
-So nobody ever waits, and a writer killed at any instruction leaves its last record whole. x86 shows stores in the order
-in which they were made. Other processors may show a sequence before the bytes it stands for; there the CRC tells.
+stores the next sequence. A reader copies the words, then the buffer, and takes it if CRC, sequence and generation agree,
+else tries again: only a writer that ends one record and begins the next while the reader copies can disturb it. So
+neither side waits, and a writer killed at any instruction leaves its last record whole.
+
+Correctness rests on the CRC alone: it covers the sequence, so a sequence that was copied half-stored, or before the bytes
+that it stands for, is not taken. The first three words have no CRC. A half-stored heartbeat can only look like one of
+another time, so a reader that finds a monitor dead looks a second time.
 
 The generation is the table's sequence when the slot was given to its device: what a slow thread writes for a device that
 is gone is never taken for another's. Slots are twice as many as devices, so that no slot of the table in force is needed
 for a device of the next: that takes effect at once and whole, when its own sequence is stored.
 
 Byte order is the machine's, since the record never leaves it. Times are of CLOCK_MONOTONIC.
+
+Readers copy through a function (`ReadBytes`): from the file by `pread`, or from the writer's own memory in the same process.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from . import record_codec as codec
 from .errors import RecordError
@@ -52,6 +57,8 @@ COMMON_BYTES = _DETAIL_AT  # what every record needs, with or without devices
 # Words. The first three say something each by itself, so they need neither buffers nor CRC.
 ENDED, BEAT_AT_NS, BEAT_INTERVAL_NS, _TABLE_SEQUENCE, _MEMORY_SEQUENCE = range(5)
 _DETAIL_SEQUENCE = _MEMORY_SEQUENCE + NUM_SLOTS
+NUM_COMMON_WORDS = _MEMORY_SEQUENCE  # those that belong to no slot
+HEAD_BYTES = _TABLE_AT  # header and words
 
 _MAGIC = b"pagetide"
 _VERSION = struct.Struct("=8sI")  # what a record of any layout begins with
@@ -86,12 +93,43 @@ DETAIL = tuple(
 )
 
 
-class SharedBytes:
-    """The bytes of a record, of which `words` are those that are stored and loaded as a whole.
+class Truncated(Exception):
+    """The file of a record ends before the bytes that were to be read: it was cut short after it was opened."""
 
-    Another process may look at any instant. Through a view of aligned 8-byte items a word is one move of the processor,
-    where struct with "<" or "=" goes byte by byte and would show a half-stored number.
-    """
+
+# (length, offset) -> these bytes, fewer where the file was cut short: `pread` of a file that is open
+ReadBytes: TypeAlias = Callable[[int, int], bytes]
+
+
+def word_at(word: int) -> int:
+    """The offset of a word."""
+    return _WORDS_AT + 8 * word
+
+
+def load_words(read: ReadBytes, first: int, count: int) -> memoryview:
+    """A copy of some words. Raises Truncated."""
+    copy = read(8 * count, _WORDS_AT + 8 * first)
+    if len(copy) < 8 * count:
+        raise Truncated
+    return memoryview(copy).cast("Q")
+
+
+def read_header(read: ReadBytes) -> tuple[int, int | None, int, str]:
+    """(pid, its start in clock ticks, started_ns, source). Raises Malformed, also for a file that has no whole header."""
+    header = read(_PAGE_BYTES - _VERSION.size, _VERSION.size)
+    if len(header) < _CRC.size + _LENGTHS.size:
+        raise codec.Malformed
+    (crc,) = _CRC.unpack_from(header)
+    file_bytes, payload_bytes = _LENGTHS.unpack_from(header, _CRC.size)
+    payload_at = _CRC.size + _LENGTHS.size
+    end = payload_at + payload_bytes  # a length that lies is cut by the slice and told by the CRC
+    if file_bytes != FILE_BYTES or zlib.crc32(header[_CRC.size : end]) != crc:
+        raise codec.Malformed
+    return codec.header_from_bytes(header[payload_at:end])
+
+
+class SharedBytes:
+    """The bytes of a record in its writer's memory. `words` are stored and loaded as a whole, 8 bytes each."""
 
     __slots__ = ("view", "words")
 
@@ -99,23 +137,28 @@ class SharedBytes:
         self.view = view
         self.words = view[_WORDS_AT:_TABLE_AT].cast("Q")
 
-    def read_only(self) -> SharedBytes:
-        """The same bytes for who only reads."""
-        return SharedBytes(self.view.toreadonly())
+    def read(self, length: int, at: int) -> bytes:
+        """A copy, for a reader in the same process."""
+        return self.view[at : at + length].tobytes()
 
-    def publish(self, place: Place, generation: int, payload: bytes) -> None:
-        """Write the next record of a slot: at most `place.room_bytes`."""
+    def publish(self, place: Place, generation: int, payload: bytes) -> tuple[range, range]:
+        """Write the next record of a slot: at most `place.room_bytes`.
+
+        Returns the offsets that changed: those of the record, and those of the word that makes it current.
+        """
         word, at, buffer_bytes = place
         sequence = self.words[word] + 1
         rest = _HEAD_REST.pack(len(payload), sequence, generation) + payload
         start = at + (sequence & 1) * buffer_bytes
-        self.view[start : start + _CRC.size + len(rest)] = _CRC.pack(zlib.crc32(rest)) + rest
-        self.words[word] = sequence
+        end = start + _CRC.size + len(rest)
+        self.view[start:end] = _CRC.pack(zlib.crc32(rest)) + rest
+        return range(start, end), self.store(word, sequence)
 
-    def cell(self, place: Place, generation: int, decode: Callable[[bytes], T]) -> Cell[T]:
-        """A slot for reading."""
-        buffers = [self.view[at : at + place.buffer_bytes] for at in (place.at, place.at + place.buffer_bytes)]
-        return Cell(self.words, place.sequence, (buffers[0], buffers[1]), generation, decode)
+    def store(self, word: int, *values: int) -> range:
+        """Store words that lie one behind the other. Returns the offsets that changed."""
+        for number, value in enumerate(values, word):
+            self.words[number] = value
+        return range(word_at(word), word_at(word + len(values)))
 
     def write_header(self, pid: int, start_ticks: int | None, started_ns: int, source: str) -> None:
         """Say what this is and who writes it."""
@@ -124,39 +167,41 @@ class SharedBytes:
         header = _VERSION.pack(_MAGIC, LAYOUT_VERSION) + _CRC.pack(zlib.crc32(rest)) + rest
         self.view[: len(header)] = header
 
-    def read_header(self) -> tuple[int, int | None, int, str]:
-        """(pid, its start in clock ticks, started_ns, source). Raises Malformed."""
-        header = self.view[_VERSION.size : _PAGE_BYTES].tobytes()
-        (crc,) = _CRC.unpack_from(header)
-        file_bytes, payload_bytes = _LENGTHS.unpack_from(header, _CRC.size)
-        payload_at = _CRC.size + _LENGTHS.size
-        end = payload_at + payload_bytes  # a length that lies is cut by the slice and told by the CRC
-        if file_bytes != FILE_BYTES or zlib.crc32(header[_CRC.size : end]) != crc:
-            raise codec.Malformed
-        return codec.header_from_bytes(header[payload_at:end])
+    def used(self) -> list[range]:
+        """The offsets that hold something: header, words, table, memory, and the details of slots that were written."""
+        details = (place for place in DETAIL if self.words[place.sequence])
+        return [range(COMMON_BYTES), *(range(at, at + 2 * buffer_bytes) for _, at, buffer_bytes in details)]
 
 
 @dataclass(slots=True)
 class Cell(Generic[T]):
     """A slot as one reader sees it. Mutable: remembers what it read last, as one tuple that is replaced."""
 
-    words: memoryview
-    sequence: int  # which word
-    buffers: tuple[memoryview, memoryview]
+    read_bytes: ReadBytes
+    place: Place
     generation: int
     decode: Callable[[bytes], T]
     last: tuple[int, T] | None = None
 
-    def read(self) -> T | None:
-        """What the slot holds; None if it was not copied whole, or is not of this generation: try again.
+    def read(self, words: memoryview | None) -> T | None:
+        """What the slot holds; None if it was not copied whole, or is not of this generation: load the words and try again.
 
-        Raises Malformed for a whole record that means nothing.
+        `words` are the first ones, as many as were loaded; this slot's is loaded if it is not among them. Without any, which
+        is what a file that was cut short gives, it is what was read last. Raises Truncated if there is nothing to give, and
+        Malformed for a whole record that means nothing.
         """
-        sequence = self.words[self.sequence]
         last = self.last
+        if words is None:
+            if last is None:
+                raise Truncated
+            return last[1]
+        word, at, buffer_bytes = self.place
+        sequence = words[word] if word < len(words) else load_words(self.read_bytes, word, 1)[0]
         if last is not None and last[0] == sequence:
             return last[1]
-        copy = self.buffers[sequence & 1].tobytes()
+        copy = self.read_bytes(buffer_bytes, at + (sequence & 1) * buffer_bytes)
+        if len(copy) < buffer_bytes:
+            raise Truncated
         crc, payload_bytes, written, generation = _HEAD.unpack_from(copy)
         end = _HEAD.size + payload_bytes
         if written != sequence or generation != self.generation or zlib.crc32(copy[_CRC.size : end]) != crc:

@@ -1,6 +1,7 @@
 """Real processes that write and read a record flat out. Every record follows from its counter, so that a torn one shows.
 
-Run as a program it is one such process: `write PATH SEED` until it is killed, `read PATH SECONDS` and report as JSON.
+Run as a program it is one such process: `write PATH SEED` until it is killed, `read PATH SECONDS` and report as JSON,
+`follow PATH UUID`: read a monitor's record until the input ends.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from monitors import wait_until
 
-from pagetide.monitor.errors import NoSuchDevice
+from pagetide.monitor.errors import NoSuchDevice, RecordError
 from pagetide.monitor.record import RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceKind, DeviceMemory, ProcessUse
 
@@ -71,6 +74,7 @@ def write(path: str, seed: int) -> None:
         counter = 0
         while True:
             counter += 1
+            writer.mend()
             writer.beat(time.monotonic_ns(), INTERVAL_NS)
             if counter % 50 == 0:
                 infos = [STEADY, *rng.sample(COMING_AND_GOING, rng.randrange(len(COMING_AND_GOING)))]
@@ -97,10 +101,17 @@ def check_detail(detail: DeviceDetail, uuid: str) -> None:
         assert detail == detail_of(detail.at_ns, uuid)
 
 
+def opened(path: str) -> RecordReader:
+    """A reader, once there is a whole record."""
+    while True:
+        with suppress(RecordError):
+            return RecordReader.open(path)
+
+
 def read(path: str, seconds: float) -> dict[str, Any]:
     """Read for `seconds` and check all; the counts."""
     counts = {"reads": 0, "records": 0, "details": 0, "gone": 0}
-    with RecordReader.open(path) as reader:
+    with opened(path) as reader:
         wait_until(reader.devices)
         deadline, last = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
@@ -125,27 +136,69 @@ def read(path: str, seconds: float) -> dict[str, Any]:
         return counts | {"retries": reader.retries, "seconds": seconds}
 
 
+def follow(path: str, uuid: str) -> None:
+    """Read one device of a monitor in a thread until the input ends, then print the count of its polls."""
+    seen, ended = [0], threading.Event()
+
+    def look() -> None:
+        with RecordReader.open(path) as reader:
+            while not ended.is_set():
+                polls = reader.memory(uuid).polls
+                assert polls >= seen[-1], f"back from {seen[-1]} to {polls}"
+                seen[0] = polls
+                reader.snapshot()
+                if polls:
+                    reading.set()
+
+    reading = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        looking.add_done_callback(lambda _: reading.set())
+        reading.wait()
+        print("reads", flush=True)
+        sys.stdin.read()
+        ended.set()
+        looking.result()
+    print(seen[0])
+
+
 @contextmanager
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """One such process, killed in the end."""
     command = [sys.executable, str(Path(__file__)), *map(str, arguments)]  # no -P: it imports from this folder
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as started:
         try:
             yield started
         finally:
             started.kill()
 
 
-def read_while_written(path: Path, seed: int, readers: int, seconds: float) -> list[dict[str, Any]]:
-    """What `readers` processes counted while one writes flat out. Fails with what one of them said if it failed."""
+def read_while_written(
+    path: Path, seed: int, readers: int, seconds: float, harm: Callable[[Path], None] | None = None
+) -> list[dict[str, Any]]:
+    """What `readers` processes counted while one writes flat out. Fails with what one of them said if it failed.
+
+    `harm` is done to the file again and again meanwhile, each time that the writer has laid it anew.
+    """
     found = []
     with ExitStack() as stack:
         writer = stack.enter_context(process("write", path, seed))
         wait_until(lambda: path.exists() or _ended(writer))
-        for reader in [stack.enter_context(process("read", path, seconds)) for _ in range(readers)]:
+        started = [stack.enter_context(process("read", path, seconds)) for _ in range(readers)]
+        harmed = -1
+        while harm is not None and any(reader.poll() is None for reader in started):
+            assert not _ended(writer)
+            with suppress(FileNotFoundError):  # removed, and not there again
+                if (there := path.stat().st_ino) != harmed:
+                    harm(path)
+                    harmed = there
+            time.sleep(0.002)
+        for reader in started:
             out, err = reader.communicate(timeout=120)
-            assert reader.returncode == 0, err
+            assert reader.returncode == 0, f"status {reader.returncode}: {err}"
             found.append(json.loads(out))
+        assert not _ended(writer)
     return found
 
 
@@ -169,7 +222,10 @@ def _ended(writer: subprocess.Popen[str]) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(sys.argv[2], int(sys.argv[3]))
-    else:
-        print(json.dumps(read(sys.argv[2], float(sys.argv[3]))))
+    match sys.argv[1:]:
+        case ["write", path, seed]:
+            write(path, int(seed))
+        case ["read", path, seconds]:
+            print(json.dumps(read(path, float(seconds))))
+        case ["follow", path, uuid]:
+            follow(path, uuid)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from monitors import wait_until
@@ -34,6 +35,7 @@ class Scripted:
         }
         self.details: dict[str, DetailReading | Exception] = {}
         self.gates: dict[str, threading.Event] = {}
+        self.asked = 0  # for memory
         self.closed = 0
 
     def scan(self) -> tuple[DeviceInfo, ...]:
@@ -42,6 +44,7 @@ class Scripted:
         return self.infos
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
+        self.asked += 1
         if gate := self.gates.get(device.uuid):
             gate.wait(60)
         answer = self.answers[device.uuid]
@@ -282,7 +285,45 @@ def test_shorter_intervals_begin_at_once() -> None:
         wait_until(lambda: reader.memory(A.uuid).polls > 5 and reader.detail(A.uuid).at_ns > asked_ns)
         record = reader._record
         assert record is not None
-        wait_until(lambda: record._words[layout.BEAT_INTERVAL_NS] == 2 * 2_000_000)
+
+        def beat_interval_ns() -> int:
+            words = record.words()
+            assert words is not None
+            return words[layout.BEAT_INTERVAL_NS]
+
+        wait_until(lambda: beat_interval_ns() == 2 * 2_000_000)
+
+
+def test_a_harmed_record_is_laid_anew_within_a_second_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagetide.monitor.poller.LONGEST_BEAT_S", 0.002)  # in place of a second
+    caplog.set_level(logging.INFO)
+    path, clock = tmp_path / "record", Clock()
+    with RecordWriter.create(path, source="scripted") as writer:
+        poller = Poller(Scripted(A), writer, interval_s=3600, detail_interval_s=3600, clock=clock)
+        try:
+            poller.start()
+            for _ in range(3):
+                path.unlink()
+                wait_until(path.exists)
+            clock.ahead_ns += QUIET_NS
+            wait_until(lambda: len(caplog.records) > 1)
+            path.rename(path.with_name("moved"))
+            path.touch()
+            clock.ahead_ns += QUIET_NS
+            wait_until(lambda: len(caplog.records) > 2)
+            path.unlink()
+            wait_until(path.exists)
+        finally:
+            poller.stop()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[:2] == [
+        ("WARNING", "the file of the record was removed; another was laid in its place"),
+        ("INFO", "the file of the record is as it was written again"),
+    ]
+    assert told[2][0] == "WARNING" and "another file lies at" in told[2][1]
+    assert len(told) == 3
 
 
 def test_only_the_devices_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +364,7 @@ def test_a_driver_that_is_inside_a_call_is_not_shut_down() -> None:
     with RecordWriter.private(source="scripted") as writer:
         poller = Poller(source, writer, interval_s=0.002)
         poller.start()
+        wait_until(lambda: source.asked)
         poller.stop(timeout_s=0.05)
         assert source.closed == 0
         gate.set()
