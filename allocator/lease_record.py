@@ -97,8 +97,15 @@ class RecordWriter:
     """The engine's end. Not thread-safe; `Lease` has a lock."""
 
     def __init__(self, fd: int) -> None:
-        """Takes `fd` over and closes it. Raises OSError or ValueError for a descriptor that is no record."""
+        """Takes `fd` over and closes it. Raises OSError or ValueError for a descriptor that is no record.
+
+        Neither is one that could be cut short later: this process would end by SIGBUS at the next write.
+        """
+        import fcntl
+
         try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("its memory can be cut short, so it is not used")
             self._words = memoryview(mmap.mmap(fd, RECORD_BYTES)).cast("Q")
         finally:
             os.close(fd)

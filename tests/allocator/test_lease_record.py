@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,18 @@ def test_the_size_of_a_record_cannot_be_changed_by_its_engine() -> None:
 def test_a_descriptor_that_is_no_record_is_refused_and_closed() -> None:
     fd = os.memfd_create("small")
     with pytest.raises((OSError, ValueError)):
+        RecordWriter(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize("is_memfd", [True, False], ids=["memory", "file"])
+def test_a_record_that_could_be_cut_short_is_refused_and_closed(is_memfd: bool, tmp_path: Path) -> None:
+    """Its engine would end by SIGBUS, whoever cuts it."""
+    path = tmp_path / "record"
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING) if is_memfd else os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, RECORD_BYTES)
+    with pytest.raises((OSError, ValueError), match="can be cut short" if is_memfd else "Invalid argument"):
         RecordWriter(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
