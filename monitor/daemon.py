@@ -23,7 +23,7 @@ from .sources.opening import open_source
 from .units import format_bytes
 
 if TYPE_CHECKING:
-    from .metrics import MetricsServer
+    from .metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Daemon:
     def _open_metrics(self, config: MonitorConfig) -> MetricsServer | None:
         if config.metrics_port is None:
             return None
-        from .metrics import MetricsServer
+        from .metrics_server import MetricsServer
 
         server = MetricsServer(self.snapshot, config.metrics_port, config.metrics_address)
         log.info("metrics at http://%s:%d/metrics", config.metrics_address, server.port)

@@ -1,4 +1,4 @@
-"""The monitor's metrics page: Prometheus text made of a snapshot at each scrape, served over HTTP.
+"""The monitor's metrics: what stands on its page for Prometheus, made of a snapshot at each scrape.
 
 Nothing is kept between scrapes, so what is gone from the snapshot (a dead pid, a device, a number that nobody knows any
 more) is gone from the next page. That holds for counters too: `polls` and `failures` are the poller's, which keeps them
@@ -11,36 +11,19 @@ Why so, and why with this library: docs/decisions/0011-prometheus-client.md.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import logging
-import math
-import socket
-import socketserver
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from .errors import ConfigInvalid, MonitorError
 from .snapshot import Device, LeaseUse, Snapshot
 
-log = logging.getLogger(__name__)
-
-PATH = "/metrics"
 MAX_PROCESSES = 64  # series of one device; a host has hundreds of processes that come and go, each a series of its own
 _MAX_LABEL = 128  # characters; what a process calls itself may be as long as it likes
-MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs its own for the devices
-_REQUEST_TIMEOUT_S = 10.0  # from accepting to the answer's last byte; Prometheus, too, gives a scrape up after so long
-_LOOK_UP_S = 0.05  # how often the accepting thread looks up: to end, to hang up, to try again for a descriptor
 
 # Taken once: read anew at each scrape, a start time would tremble with the system's clock.
 _MONOTONIC_EPOCH_S = time.time() - time.monotonic()
@@ -82,40 +65,6 @@ class SnapshotCollector(Collector):
             for values, number in metric.samples(snapshot):
                 family.add_metric([_label(value) for value in values], number)
             yield family
-
-
-class MetricsServer:
-    """Serves /metrics, from its own threads, until it is closed."""
-
-    def __init__(self, read: Callable[[], Snapshot], port: int, address: str = "127.0.0.1") -> None:
-        """Begin to serve at `address`; port 0 takes a free one. `read` is called by several threads at a time; a
-        MonitorError of it is answered as 503, with its sentence. Raises ConfigInvalid where one cannot listen there.
-        """
-        registry = CollectorRegistry()
-        registry.register(SnapshotCollector(read))
-        ProcessCollector(registry=registry)  # memory, processor time and descriptors of the monitor itself (Linux)
-        handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
-        self._server = _listen(address, port, handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The port that is served."""
-        port: int = self._server.server_address[1]
-        return port
-
-    def close(self) -> None:
-        """Stop serving and hang up; the port is free when this returns. Idempotent."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-
-# ---- the page -----------------------------------------------------------------------------------
 
 
 def _of_devices(value: Callable[[Device, int], float | None]) -> Callable[[Snapshot], Samples]:
@@ -332,105 +281,3 @@ def _short_name(command: str | None) -> str | None:
     """The program of a command line, without folder and arguments: these make series of their own, and hold secrets."""
     words = command.split(maxsplit=1) if command else []
     return words[0].rpartition("/")[2] if words else None
-
-
-# ---- serving ------------------------------------------------------------------------------------
-
-
-class _Handler(MetricsHandler):
-    """Answers GET /metrics, in the format that is asked for, and nothing else."""
-
-    def do_GET(self) -> None:
-        if urlsplit(self.path).path != PATH:
-            return self.send_error(404, explain=f"the metrics are at {PATH}")
-        try:
-            super().do_GET()
-        except MonitorError as error:  # before anything was written: the page is made first
-            self.send_error(503, explain=str(error))
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """Listens, with a thread for each connection: MAX_CONNECTIONS at a time, a further one is closed at once rather than
-    kept waiting behind slow ones. (http.server's own server asks the name service for the machine's name, which can take
-    seconds, and needs it for nothing.)
-    """
-
-    allow_reuse_address = sys.platform != "win32"  # a port whose last connections are ending counts as free
-    daemon_threads = True
-    request_queue_size = 128  # of a burst, all are turned away now, rather than left to try again a second later
-
-    def __init__(self, family: socket.AddressFamily, where: tuple[Any, ...], handler: type[_Handler]) -> None:
-        self.address_family = family
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # connection -> the end of its time, monotonic; under the lock
-        super().__init__(where, handler)
-
-    def get_request(self) -> tuple[Any, Any]:
-        """The next connection. Without a free descriptor it stays in the queue, which `serve_forever` would spin on."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_LOOK_UP_S)
-            raise
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for this connection, which is then taken until `close_request`."""
-        with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS:
-                return False
-            self._open[request] = time.monotonic() + _REQUEST_TIMEOUT_S
-            return True
-
-    def service_actions(self) -> None:
-        """Called after each connection, and every _LOOK_UP_S."""
-        self._hang_up(time.monotonic())
-
-    def _hang_up(self, now: float) -> None:
-        """Wake the threads whose time is up out of reading or writing. (A timeout of the socket begins anew at each byte.)"""
-        with self._lock:
-            for connection, end in self._open.items():
-                if end <= now:
-                    with contextlib.suppress(OSError):  # the client was faster
-                        connection.shutdown(socket.SHUT_RDWR)
-
-    def close_request(self, request: Any) -> None:
-        with self._lock:  # so that `_hang_up` does not meet the next owner of the descriptor
-            self._open.pop(request, None)
-            super().close_request(request)
-
-    def server_close(self) -> None:
-        super().server_close()
-        self._hang_up(math.inf)  # nobody looks at the clock any more
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no event; anything else is a fault of ours."""
-        if not isinstance(sys.exception(), OSError):
-            log.exception("the metrics page could not be made")
-
-
-def _listen(address: str, port: int, handler: type[_Handler]) -> _Server:
-    """A server that listens. Raises ConfigInvalid, saying what to do."""
-    if not 0 <= port <= 65535:
-        raise ConfigInvalid(f"the metrics port must be between 0 and 65535, got {port}")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return _Server(family, where, handler)
-    except (OSError, UnicodeError) as error:
-        raise ConfigInvalid(_refusal(address, port, error)) from error
-
-
-def _refusal(address: str, port: int, error: OSError | UnicodeError) -> str:
-    code = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, socket.gaierror | UnicodeError) or code == errno.EADDRNOTAVAIL:
-        return (
-            f"metrics cannot be served at {address!r}: that is no address of this machine. "
-            "Use 127.0.0.1 for this machine alone, 0.0.0.0 for every network it is in"
-        )
-    if code == errno.EADDRINUSE:
-        return (
-            f"port {port} at {address} is in use by another program, perhaps another vram-monitor. "
-            "Choose another metrics port, or 0 for a free one"
-        )
-    if code == errno.EACCES:
-        return f"port {port} at {address} may not be used: ports below 1024 are root's. Choose a higher metrics port"
-    return f"metrics cannot be served at port {port} of {address}: {error}"

@@ -1,0 +1,252 @@
+"""The HTTP server of the metrics page: anybody may connect, so all that a client can send is bounded and answered.
+
+A request that makes no sense is answered with a status from 400 to 431, 501 or 505, and not logged. A fault of ours is answered
+with 500, and logged once a minute for each place in the code where it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import io
+import logging
+import math
+import re
+import socket
+import socketserver
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
+
+from .errors import ConfigInvalid, MonitorError
+from .metrics import SnapshotCollector
+from .news import Occurrences
+from .snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+PATH = "/metrics"
+MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs its own for the devices
+MAX_HEAD_BYTES = 128 * 1024  # of a request line and its headers; a line alone has 64 KiB at most
+_REQUEST_TIMEOUT_S = 10.0  # from accepting to the answer's last byte; Prometheus, too, gives a scrape up after so long
+_LOOK_UP_S = 0.05  # how often the accepting thread looks up: to end, to hang up, to try again for a descriptor
+
+
+class MetricsServer:
+    """Serves /metrics, from its own threads, until it is closed."""
+
+    def __init__(self, read: Callable[[], Snapshot], port: int, address: str = "127.0.0.1") -> None:
+        """Begin to serve at `address`; port 0 takes a free one. `read` is called by several threads at a time; a
+        MonitorError of it is answered as 503, with its sentence. Raises ConfigInvalid where one cannot listen there.
+        """
+        registry = CollectorRegistry()
+        registry.register(SnapshotCollector(read))
+        ProcessCollector(registry=registry)  # memory, processor time and descriptors of the monitor itself (Linux)
+        handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
+        self._server = _listen(address, port, handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that is served."""
+        port: int = self._server.server_address[1]
+        return port
+
+    def close(self) -> None:
+        """Stop serving and hang up; the port is free when this returns. Idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Head:
+    """What `http.server` reads a request from: a file of which no more than MAX_HEAD_BYTES are taken."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file = file
+        self._left_bytes = MAX_HEAD_BYTES
+
+    def readline(self, limit: int) -> bytes:
+        """The next line, or its first `limit` bytes. Raises LineTooLong, which is answered with 431, at the bound."""
+        line = self._file.readline(limit)
+        self._left_bytes -= len(line)
+        if self._left_bytes < 0:
+            raise http.client.LineTooLong("header")
+        return line
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Handler(MetricsHandler):
+    """Answers GET /metrics, in the format that is asked for, and nothing else."""
+
+    default_request_version = "HTTP/1.0"  # of a line that has none or a malformed one, whose answer has a status too
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # all that is used of it
+
+    def do_GET(self) -> None:
+        try:
+            path = urlsplit(self.path).path
+        except ValueError as error:  # such as "[" without "]"
+            return self.send_error(400, explain=f"the address that is asked for is none: {error}")
+        if path != PATH:
+            return self.send_error(404, explain=f"the metrics are at {PATH}")
+        try:
+            accept = _accepted(self.headers.get("Accept", ""))
+        except ValueError as error:
+            return self.send_error(406, explain=str(error))
+        del self.headers["Accept"]
+        self.headers["Accept"] = accept
+        try:
+            super().do_GET()
+        except OSError:  # the client has gone
+            raise
+        except MonitorError as error:  # before anything was written: the page is made first
+            self.send_error(503, explain=str(error))
+        except Exception:
+            self.send_error(500, explain="the page could not be made; the monitor's log says why")
+            raise
+
+
+_MEDIA_TYPES = ("text/plain", "application/openmetrics-text")
+_VERSION = re.compile(r"(\d{1,9})(?:\.(\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
+_NEWEST = (1, 0, 0)  # of either format
+
+
+def _accepted(header: str) -> str:
+    """What of an Accept header the client library is to see: the formats that it writes, with versions that are numbers.
+
+    The library compares versions without looking at them first, and repeats them in its answer. Raises ValueError for one
+    that is no version. A newer one than is written counts as not accepted; so the answer is in an older format.
+    """
+    accepted = []
+    for media_range in header.split(","):
+        media_type, *parameters = (part.strip() for part in media_range.split(";"))
+        if media_type not in _MEDIA_TYPES:
+            continue
+        pairs = {key.strip(): value.strip().strip('"') for key, _, value in (one.partition("=") for one in parameters)}
+        version = pairs.get("version")
+        if version is not None:
+            match = _VERSION.fullmatch(version)
+            if match is None:
+                raise ValueError(
+                    f"{version[:40]!r} is no version of {media_type}; ask for text/plain;version=0.0.4 or "
+                    "application/openmetrics-text;version=1.0.0"
+                )
+            if tuple(int(number or 0) for number in match.groups()) > _NEWEST:
+                continue
+        kept = [f"{key}={pairs[key]}" for key in ("version", "escaping") if key in pairs]
+        accepted.append(";".join([media_type, *kept]))
+    return ",".join(accepted)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens, with a thread for each connection: MAX_CONNECTIONS at a time, a further one is closed at once rather than
+    kept waiting behind slow ones. (http.server's own server asks the name service for the machine's name, which can take
+    seconds, and needs it for nothing.)
+    """
+
+    allow_reuse_address = sys.platform != "win32"  # a port whose last connections are ending counts as free
+    daemon_threads = True
+    request_queue_size = 128  # of a burst, all are turned away now, rather than left to try again a second later
+
+    def __init__(self, family: socket.AddressFamily, where: tuple[Any, ...], handler: type[_Handler]) -> None:
+        self.address_family = family
+        self._faults = Occurrences()
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # connection -> the end of its time, monotonic; under the lock
+        super().__init__(where, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection. Without a free descriptor it stays in the queue, which `serve_forever` would spin on."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_LOOK_UP_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for this connection, which is then taken until `close_request`."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open[request] = time.monotonic() + _REQUEST_TIMEOUT_S
+            return True
+
+    def service_actions(self) -> None:
+        """Called after each connection, and every _LOOK_UP_S."""
+        self._hang_up(time.monotonic())
+
+    def _hang_up(self, now: float) -> None:
+        """Wake the threads whose time is up out of reading or writing. (A timeout of the socket begins anew at each byte.)"""
+        with self._lock:
+            for connection, end in self._open.items():
+                if end <= now:
+                    with contextlib.suppress(OSError):  # the client was faster
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def close_request(self, request: Any) -> None:
+        with self._lock:  # so that `_hang_up` does not meet the next owner of the descriptor
+            self._open.pop(request, None)
+            super().close_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._hang_up(math.inf)  # nobody looks at the clock any more
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is no event; anything else is a fault of ours, told once a minute for each place of it."""
+        error = sys.exception()
+        if error is None or isinstance(error, OSError):
+            return
+        last = traceback.extract_tb(error.__traceback__)[
+            -1
+        ]  # the message may be of the client's choice, the place is not
+        with self._lock:
+            times = self._faults.take(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
+        if times:
+            again = f" ({times} times since that was told last)" if times > 1 else ""
+            log.error("the metrics page could not be made%s", again, exc_info=error)
+
+
+def _listen(address: str, port: int, handler: type[_Handler]) -> _Server:
+    """A server that listens. Raises ConfigInvalid, saying what to do."""
+    if not 0 <= port <= 65535:
+        raise ConfigInvalid(f"the metrics port must be between 0 and 65535, got {port}")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return _Server(family, where, handler)
+    except (OSError, UnicodeError) as error:
+        raise ConfigInvalid(_refusal(address, port, error)) from error
+
+
+def _refusal(address: str, port: int, error: OSError | UnicodeError) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, socket.gaierror | UnicodeError) or code == errno.EADDRNOTAVAIL:
+        return (
+            f"metrics cannot be served at {address!r}: that is no address of this machine. "
+            "Use 127.0.0.1 for this machine alone, 0.0.0.0 for every network it is in"
+        )
+    if code == errno.EADDRINUSE:
+        return (
+            f"port {port} at {address} is in use by another program, perhaps another vram-monitor. "
+            "Choose another metrics port, or 0 for a free one"
+        )
+    if code == errno.EACCES:
+        return f"port {port} at {address} may not be used: ports below 1024 are root's. Choose a higher metrics port"
+    return f"metrics cannot be served at port {port} of {address}: {error}"
