@@ -260,8 +260,10 @@ class Broker:
         if not isinstance(message, wire.Hello):
             raise Dropped("says no hello", f"its first message was {type(message).__name__}")
         connection.greeted = True
-        connection.send(wire.Welcome(wire.PROTOCOL, self._books.epoch, os.getpid()))
-        if message.protocol != wire.PROTOCOL:
+        is_known = wire.OLDEST_PROTOCOL <= message.protocol <= wire.PROTOCOL
+        connection.protocol = message.protocol if is_known else wire.PROTOCOL
+        connection.send(wire.Welcome(connection.protocol, self._books.epoch, os.getpid()))
+        if not is_known:
             raise Dropped("is of another version", f"it speaks {message.protocol}, the broker {wire.PROTOCOL}")
 
     def _answer(self, connection: Connection, message: wire.Message) -> None:

@@ -162,7 +162,9 @@ class Books:
         now = ledger.state.tenants[entry.lease_id].max_bytes
         assert now is not None
         if entry.connection is not None:
-            entry.connection.send(wire.Limit(entry.lease_id, now))
+            revised = entry.connection.protocol >= wire.REVISED_LIMITS
+            generation = self._next_generation() if revised else None
+            entry.connection.send(wire.Limit(entry.lease_id, now, generation))
         log.info("%s is limited to %s by hand; %s above it", named(entry), format_bytes(now), format_bytes(over_bytes))
         return wire.LimitSet(now, over_bytes)
 

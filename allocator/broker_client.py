@@ -36,10 +36,11 @@ M = TypeVar("M")
 class Channel:
     """One connection to a broker. Not thread-safe."""
 
-    def __init__(self, path: Path, deadline: float | None = None) -> None:
+    def __init__(self, path: Path, deadline: float | None = None, *, protocol: int = wire.OLDEST_PROTOCOL) -> None:
         """Connect and say hello; the answer is looked at with what else comes. Raises BrokerUnavailable.
 
         While too many others wait to be accepted it tries again until `deadline`, by time.monotonic; without one, not.
+        `protocol` is the version to speak: what people ask is the same in all, so they speak the one that any broker knows.
         """
         try:
             self._socket = _connect_by(path, deadline)
@@ -56,7 +57,8 @@ class Channel:
         self._inbox: deque[wire.Message] = deque()
         self._failure: LeaseError | None = None
         self._greeted = False
-        self.send(wire.Hello(wire.PROTOCOL))
+        self._protocol = protocol
+        self.send(wire.Hello(protocol))
 
     def fileno(self) -> int:
         """Readable when there is something to receive."""
@@ -147,8 +149,8 @@ class Channel:
     def _greet(self, message: wire.Message) -> None:
         if not isinstance(message, wire.Welcome):
             raise ProtocolViolation(f"the broker's first message was {type(message).__name__}")
-        if message.protocol != wire.PROTOCOL:
-            raise ProtocolMismatch(ours=wire.PROTOCOL, theirs=message.protocol)
+        if message.protocol != self._protocol:
+            raise ProtocolMismatch(ours=self._protocol, theirs=message.protocol)
         self._greeted = True
 
     def _flush(self) -> None:

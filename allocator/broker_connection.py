@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from . import wire
 from .errors import ProtocolViolation
 from .wire import FrameDecoder, Message, to_frame
 
@@ -63,6 +64,7 @@ class Connection:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         self.peer = Peer(pid, uid)
         self.greeted = False
+        self.protocol = wire.PROTOCOL  # the version that the client speaks, once it is greeted
         self.lease_id: int | None = None
         self.reservation_id: int | None = None
         self.closed = False

@@ -39,6 +39,7 @@ from .errors import (
     LeaseError,
     LeaseRefused,
     LeaseTooSmall,
+    ProtocolMismatch,
     ProtocolViolation,
 )
 from .lease_record import RecordWriter
@@ -97,6 +98,7 @@ class Denied:
     error: LeaseRefused
 
 
+_Order: TypeAlias = wire.Grant | wire.Recall | wire.Withdraw | wire.Limit
 Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
 
 _of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -131,8 +133,8 @@ class Lease:
         self._record: RecordWriter | None = None
         self._lower = self._upper = request.held_bytes
         self._report: wire.Report | None = None
-        self._lease_id = -1
-        self._generation = wire.Generation(0, 0)
+        self._protocol = wire.PROTOCOL  # the version to speak with the next broker
+        self._newest: _Order = wire.Grant(-1, wire.Generation(0, 0), 0)  # the last order that counted
         self._granted = request.held_bytes
         self._max_bytes = request.max_bytes
         self._recall: Recalled | None = None
@@ -187,9 +189,15 @@ class Lease:
         _of_this_process.add(lease)
         try:
             deadline = time.monotonic() + timeout_s
-            lease._connect(deadline)
-            assert lease._channel is not None
-            lease._admitted(lease._channel.wait(deadline, wire.Registered))
+            while not lease._registered:
+                lease._connect(deadline)
+                assert lease._channel is not None
+                try:
+                    lease._admitted(lease._channel.wait(deadline, wire.Registered))
+                except ProtocolMismatch as error:
+                    if not lease._speaks_older(error):
+                        raise
+                    lease._drop_channel()
         except BaseException:
             lease._free()
             raise
@@ -245,7 +253,8 @@ class Lease:
     @property
     def generation(self) -> wire.Generation:
         """Of the newest order that was seen."""
-        return self._generation
+        assert self._newest.generation is not None, "one without does not become the newest"
+        return self._newest.generation
 
     def require(self, needed_bytes: int, what: str) -> None:
         """Raises LeaseTooSmall where the lease can never hold what the engine needs: "the weights and one sequence"."""
@@ -317,7 +326,7 @@ class Lease:
             self._granted = min(self._granted, max(keep_bytes, self._request.min_bytes))
             if self._recall is not None and self._granted <= self._recall.target_bytes:
                 self._recall = None
-            self._send(wire.Unmapped(keep_bytes, self._generation))
+            self._send(wire.Unmapped(keep_bytes, self.generation))
 
     def close(self) -> None:
         """End the lease. Unmap before. A thread in `wait` gets LeaseClosed. Idempotent."""
@@ -401,7 +410,7 @@ class Lease:
 
     def _connect(self, deadline: float | None = None) -> None:
         """Connect and ask for the lease; the answer comes later. Raises BrokerUnavailable."""
-        self._channel = Channel(self._path, deadline)
+        self._channel = Channel(self._path, deadline, protocol=self._protocol)
         self._epoll.register(self._channel, select.EPOLLIN)
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
         self._channel.send(replace(self._request, held_bytes=self._upper))
@@ -414,51 +423,78 @@ class Lease:
             raise ProtocolViolation(f"the broker sent no record of a lease: {error}") from error
         record.set(self._lower, self._upper)
         self._record, self._registered, self._retry_s, self._refusal = record, True, _FIRST_RETRY_S, None
-        self._lease_id, self._generation = message.lease_id, message.generation
+        self._newest = wire.Grant(message.lease_id, message.generation, message.granted_bytes)
         self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
 
     def _take_in(self, message: wire.Message) -> Event | None:
-        """Let a message count. Orders for a lease that has ended, or older than one that was seen, do not."""
+        """Let a message count. Raises ProtocolViolation for what no broker says."""
         match message:
             case wire.Registered() if not self._registered:
                 self._admitted(message)
                 if self._report is not None:
                     self._send(self._report)
                 return Rejoined(self._granted)
-            case wire.Grant(lease_id, generation, granted_bytes) if self._is_news(lease_id, generation):
-                self._granted = granted_bytes
-                return Granted(granted_bytes)
-            case wire.Recall(lease_id, generation, target_bytes, deadline_ms) if self._is_news(lease_id, generation):
-                self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
-                return self._recall
-            case wire.Withdraw(lease_id, generation) if self._is_news(lease_id, generation):
-                self._recall = None
-                return Withdrawn()
-            case wire.Limit(lease_id, max_bytes) if lease_id == self._lease_id:
-                self._max_bytes = max_bytes
-                return Limited(max_bytes)
+            case wire.Grant() | wire.Recall() | wire.Withdraw() | wire.Limit():
+                return self._obey(message) if self._is_news(message) else None
             case wire.Refused():
                 error = wire.error_of(message)
                 if not self._registered:
                     raise error
                 return Denied(error)
-            case wire.Grant() | wire.Recall() | wire.Withdraw() | wire.Limit():
-                return None
             case _:
                 raise ProtocolViolation(f"the broker said {type(message).__name__} unasked")
 
-    def _is_news(self, lease_id: int, generation: wire.Generation) -> bool:
-        """Whether an order is for this lease and newer than the last; if so it is the last from now on."""
-        known = self._generation
-        if lease_id != self._lease_id or generation.epoch != known.epoch or generation.counter <= known.counter:
+    def _obey(self, order: _Order) -> Event:
+        """Let an order count that is news."""
+        match order:
+            case wire.Grant(_, _, granted_bytes):
+                self._granted = granted_bytes
+                return Granted(granted_bytes)
+            case wire.Recall(_, _, target_bytes, deadline_ms):
+                self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
+                return self._recall
+            case wire.Withdraw():
+                self._recall = None
+                return Withdrawn()
+            case wire.Limit(_, max_bytes):
+                self._max_bytes = max_bytes
+                return Limited(max_bytes)
+
+    def _is_news(self, order: _Order) -> bool:
+        """Whether an order is for this lease and newer than the last; if so it is the last from now on.
+
+        An older one is superseded, and one that comes twice has counted. Raises ProtocolViolation for another one of the same
+        generation: one of the two is wrong, and only a new registration tells what holds.
+        """
+        newest, known = self._newest, self.generation
+        if order.lease_id != newest.lease_id:
             return False
-        self._generation = generation
+        if order.generation is None:  # a limit of a broker that speaks version 1
+            return True
+        if order.generation == known and order != newest:
+            raise ProtocolViolation(
+                f"the broker at {self._path} sent two orders of generation {tuple(known)}, {newest} and {order}"
+            )
+        if order.generation.epoch != known.epoch or order.generation.counter <= known.counter:
+            return False
+        self._newest = order
         return True
+
+    def _speaks_older(self, error: ProtocolMismatch) -> bool:
+        """Whether the broker is an older one whose version is known here; the next connection speaks that."""
+        is_known = wire.OLDEST_PROTOCOL <= error.theirs < self._protocol
+        if is_known:
+            self._protocol = error.theirs
+        return is_known
 
     def _lose(self, error: LeaseError) -> Lost | None:
         """Go on without a broker, and look for one later. Says so once."""
         was_registered = self._registered
         self._drop_channel()
+        if was_registered:
+            self._protocol = wire.PROTOCOL  # the next broker may be a newer one
+        elif isinstance(error, ProtocolMismatch):
+            self._speaks_older(error)
         refused = isinstance(error, LeaseRefused)
         self._retry_at = self._clock() + (_REFUSED_RETRY_S if refused else 0.0 if was_registered else self._retry_s)
         self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)

@@ -6,12 +6,19 @@
     engine    hello ──► register ──────────────► ask ──────► report   unmapped, lower_min ──► release
     broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, withdraw, limit    ◄── refused
 
-The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. All
-others are strict: a key too many, one missing, or a value out of its range is a ProtocolViolation, and the connection
-ends. Amounts are bytes; times are durations, since the clocks of two processes need not agree.
+The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. The
+client names the version that it is going to speak; the broker repeats it if it knows it, and otherwise names its own newest
+one and ends the connection, so that the client may come again with that. All other frames are strict: a key too many, one
+missing, or a value out of its range is a ProtocolViolation, and the connection ends. Amounts are bytes; times are durations,
+since the clocks of two processes need not agree.
 
-A generation is (the broker's epoch, a counter that rises with every order). An answer names the newest generation that
-its engine has seen, so that both sides can tell an answer to an older state of affairs.
+A generation is the revision of a lease's state: (the broker's epoch, a counter that rises with every order). Every order has
+its own, so two different orders of one generation are a ProtocolViolation. An older order than the last is superseded and
+does not count. An answer names the newest generation that its engine has seen, so that both sides can tell an answer to an
+older state of affairs.
+
+    version 1    a limit has no generation: the one that comes last counts
+    version 2    a limit is an order like the others
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import math
 import reprlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import (
@@ -33,7 +40,9 @@ from .errors import (
     UnknownEngine,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
+OLDEST_PROTOCOL = 1  # that a broker and an engine speak still
+REVISED_LIMITS = 2  # the version since which limits have a generation
 MAX_PAYLOAD_BYTES = 64 * 1024
 MAX_BYTES = 2**62  # of memory; nobody has as much, and sums of a few still fit into 64 bits
 MAX_SENTENCE = 4096  # characters
@@ -117,6 +126,7 @@ Weight = Annotated[float, _number(0.001, 1000)]
 Priority = Annotated[int, _whole(-1000, 1000)]
 Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[Generation, _generation]
+MaybeOrder = Annotated[Generation | None, _generation]  # None: the key is left out
 
 
 # ---- from the client ----------------------------------------------------------------------------
@@ -265,6 +275,7 @@ class Limit:
 
     lease_id: Count
     max_bytes: Bytes
+    generation: MaybeOrder = None  # None: the connection speaks version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +357,9 @@ _READERS: dict[type, dict[str, _Read[Any]]] = {
     kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
     for kind in _NAMES
 }
+_OPTIONAL: dict[type, frozenset[str]] = {  # keys that are left out where the value is the default, which is None
+    kind: frozenset(field.name for field in fields(kind) if field.default is not MISSING) for kind in _NAMES
+}
 
 
 # ---- message <-> bytes --------------------------------------------------------------------------
@@ -353,8 +367,12 @@ _READERS: dict[type, dict[str, _Read[Any]]] = {
 
 def to_frame(message: Message) -> bytes:
     """The message as it goes over the socket. Raises ProtocolViolation for one that the other side would refuse."""
-    name = _NAMES[type(message)]
-    content = {key: read(f"{name}.{key}", getattr(message, key)) for key, read in _READERS[type(message)].items()}
+    name, optional = _NAMES[type(message)], _OPTIONAL[type(message)]
+    content = {
+        key: read(f"{name}.{key}", value)
+        for key, read in _READERS[type(message)].items()
+        if (value := getattr(message, key)) is not None or key not in optional
+    }
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, {name} has {len(payload):,}")
@@ -376,10 +394,12 @@ def from_payload(payload: bytes) -> Message:
     if kind is None:
         raise _wrong("the type of a frame", f"one of {', '.join(_KINDS)}", type_name)
     readers = _READERS[kind]
-    if content.keys() != readers.keys():
-        extra, missing = sorted(content.keys() - readers.keys()), sorted(readers.keys() - content.keys())
-        raise ProtocolViolation(f"{type_name} has {_listed(extra)} too many and lacks {_listed(missing)}")
-    message: Message = kind(**{key: read(f"{type_name}.{key}", content[key]) for key, read in readers.items()})
+    extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys() - _OPTIONAL[kind]
+    if extra or missing:
+        raise ProtocolViolation(
+            f"{type_name} has {_listed(sorted(extra))} too many and lacks {_listed(sorted(missing))}"
+        )
+    message: Message = kind(**{key: readers[key](f"{type_name}.{key}", value) for key, value in content.items()})
     return message
 
 

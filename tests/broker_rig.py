@@ -94,9 +94,9 @@ class Numbers:
 class Client:
     """A client of a broker in the same loop: everything it sends is read, everything sent to it is here, after `pump`."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, protocol: int = 1) -> None:
         self._bench = bench
-        self.channel = Channel(bench.path)
+        self.channel = Channel(bench.path, protocol=protocol)
         self.lease_id = -1
         self.fd = -1
         self.generation = wire.Generation(0, 0)
@@ -154,12 +154,12 @@ class Bench:
             tick_s=None, pause_s=0, grace_s=self.grace_s, clock=self.clock,
         )  # fmt: skip
 
-    def client(self) -> Client:
-        self.clients.append(Client(self))
+    def client(self, protocol: int = 1) -> Client:
+        self.clients.append(Client(self, protocol))
         return self.clients[-1]
 
-    async def engine(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> Client:
-        client = self.client()
+    async def engine(self, name: str, low: int = 0, high: int | None = None, protocol: int = 1, **more: Any) -> Client:
+        client = self.client(protocol)
         await client.register(name, low, high, **more)
         return client
 

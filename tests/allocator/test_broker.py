@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import os
 import random
@@ -13,6 +14,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -522,10 +524,53 @@ async def test_people_list_limit_and_recall(bench: Bench) -> None:
     row, done = await person.say(wire.ListLeases())
     assert row == view(bench, "a") and done == wire.Done()
     assert await person.say(wire.SetLimit("a", 500)) == [wire.LimitSet(500, 300)]
-    assert await a.hear() == [wire.Limit(a.lease_id, 500)]
+    (limit,) = await a.hear()
+    assert limit == wire.Limit(a.lease_id, 500)  # it speaks version 1, as people do
     assert await person.say(wire.RecallBytes(str(os.getpid()), 200)) == [wire.Recalling(600, 1000)]
     (recall,) = await a.hear()
     assert isinstance(recall, wire.Recall) and recall.target_bytes == 600
+
+
+@on_a_bench
+async def test_a_limit_is_an_order_for_who_speaks_version_2(bench: Bench) -> None:
+    a = await bench.engine("a", 100, 800, protocol=2)
+    (grant,) = await a.say(wire.Ask(800, 600_000))
+    person = bench.client()
+    await person.say(wire.SetLimit("a", 500))
+    await person.say(wire.SetLimit("a", 600))
+    first, second = await a.hear()
+    assert isinstance(grant, wire.Grant) and isinstance(first, wire.Limit) and isinstance(second, wire.Limit)
+    assert (first.max_bytes, second.max_bytes) == (500, 600)
+    assert first.generation is not None and second.generation is not None
+    assert grant.generation < first.generation < second.generation
+    assert await a.say(wire.Unmapped(700, grant.generation)) == [], "a limit is no grant that the answer must know of"
+    assert view(bench, "a").granted_bytes == 700
+    assert await a.say(wire.Unmapped(600, second.generation)) == []
+    assert view(bench, "a").granted_bytes == 600
+
+
+@on_a_bench
+async def test_what_an_engine_of_version_1_is_sent_has_the_keys_of_version_1(bench: Bench) -> None:
+    sock = await raw(
+        bench, wire.to_frame(wire.Hello(1)) + wire.to_frame(wire.Register("a", DEVICE, 0, None, 1.0, 0, 10, 0))
+    )
+    await bench.client().say(wire.SetLimit("a", 500))
+    data, fds, _, _ = socket.recv_fds(sock, 65536, 4)
+    for fd in fds:
+        os.close(fd)
+    data += sock.recv(65536)
+    frames = []
+    while data:
+        (length,) = struct.unpack_from(">I", data)
+        frames.append(json.loads(data[4 : 4 + length]))
+        data = data[4 + length :]
+    assert [sorted(frame) for frame in frames] == [
+        ["epoch", "pid", "protocol", "type"],
+        ["generation", "granted_bytes", "lease_id", "type"],
+        ["lease_id", "max_bytes", "type"],
+    ]
+    assert (frames[0]["protocol"], frames[2]["type"]) == (1, "limit")
+    sock.close()
 
 
 @on_a_bench
@@ -629,33 +674,26 @@ def test_a_reservation_is_made_again_at_the_next_broker(folder: Path) -> None:
             wait_until(lambda: broker.devices()[0].reserved_bytes == 0, "its end")
 
 
-def test_a_broker_of_another_version_is_refused_by_its_clients_and_refuses_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "remedy"), [(wire.PROTOCOL + 1, "update the broker"), (0, "update the engine")])
+def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(
+    folder: Path, version: int, remedy: str
 ) -> None:
     with broker_thread(folder / "broker", Numbers()):
-        monkeypatch.setattr(wire, "PROTOCOL", 2)
-        with pytest.raises(ProtocolMismatch, match="speaks version 2 of the lease protocol and this process version 3"):
-            with_own_version(folder / "broker", 3)
-        with pytest.raises(ProtocolMismatch, match="and this process version 1; update the engine"):
-            with_own_version(folder / "broker", 1)
+        channel = Channel(folder / "broker", protocol=version)
+        channel.send(wire.ListLeases())
+        said = f"speaks version {wire.PROTOCOL} of the lease protocol and this process version {version}; {remedy}"
+        with pytest.raises(ProtocolMismatch, match=said):
+            channel.wait(time.monotonic() + 30, wire.Done)
+        channel.close()
 
 
-def with_own_version(path: Path, version: int) -> None:
-    """List leases as a process of that version."""
-    program = f"""
-from pathlib import Path
-from pagetide.allocator import wire
-wire.PROTOCOL = {version}
-from pagetide.allocator.broker_client import BrokerClient
-from pagetide.allocator.errors import ProtocolMismatch
-try:
-    BrokerClient(Path({str(path)!r})).leases()
-except ProtocolMismatch as error:
-    print(error.ours, error.theirs)
-"""
-    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    ours, theirs = map(int, run.stdout.split())
-    raise ProtocolMismatch(ours, theirs)
+@pytest.mark.parametrize("version", range(wire.OLDEST_PROTOCOL, wire.PROTOCOL + 1))
+def test_every_version_from_the_oldest_on_is_spoken(folder: Path, version: int) -> None:
+    with broker_thread(folder / "broker", Numbers()):
+        channel = Channel(folder / "broker", protocol=version)
+        channel.send(wire.ListLeases())
+        assert channel.wait(time.monotonic() + 30, wire.Done) == wire.Done()
+        channel.close()
 
 
 # ---- harm ---------------------------------------------------------------------------------------

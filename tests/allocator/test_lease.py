@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -205,19 +206,26 @@ def test_the_descriptor_tells_when_to_poll(folder: Path) -> None:
 
 
 class FalseBroker:
-    """Says to one engine what a test wants."""
+    """Says to one engine what a test wants. `protocol` is the version that it speaks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, protocol: int = wire.PROTOCOL) -> None:
+        self.protocol = protocol
+        self.hellos: list[int] = []  # the versions that it was spoken to in
         self._listener = listen(path)
         self._listener.setblocking(True)
         self._decoder = wire.FrameDecoder()
 
     def serve(self, granted: int = 500) -> None:
-        """Accept an engine and register it."""
+        """Accept an engine and register it; one that speaks a later version than this broker knows has to come again."""
         self.socket, _ = self._listener.accept()
         self.socket.settimeout(30)
-        assert isinstance(self.hear(), wire.Hello)
-        self.say(wire.Welcome(wire.PROTOCOL, 7, 1))
+        hello = self.hear()
+        assert isinstance(hello, wire.Hello)
+        self.hellos.append(hello.protocol)
+        self.say(wire.Welcome(min(hello.protocol, self.protocol), 7, 1))
+        if hello.protocol > self.protocol:
+            self.socket.close()
+            return self.serve(granted)
         request = self.hear()
         assert isinstance(request, wire.Register)
         self.request = request
@@ -264,11 +272,13 @@ def generation(counter: int, epoch: int = 7) -> wire.Generation:
     "stale",
     [
         wire.Grant(1, generation(99), 900),  # of before this lease
-        wire.Grant(1, generation(100), 900),
+        wire.Grant(1, generation(100), 500),  # what it was registered with, once more
         wire.Grant(1, generation(101, epoch=6), 900),  # of another broker
         wire.Grant(2, generation(101), 900),  # of another lease: the one that ended on this connection
-        wire.Recall(1, generation(100), 0, 100),
+        wire.Recall(1, generation(99), 0, 100),
         wire.Withdraw(1, generation(99)),
+        wire.Limit(1, 5, generation(99)),
+        wire.Limit(2, 5, generation(101)),
         wire.Limit(2, 5),
     ],
     ids=repr,
@@ -280,6 +290,75 @@ def test_an_order_for_a_lease_that_has_ended_is_refused(
         false_broker.say(stale, wire.Grant(1, generation(102), 600))
         assert a.wait(30) == (Granted(600),)
         assert (a.granted_bytes, a.recall, a.max_bytes, a.generation) == (600, None, None, generation(102))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (wire.Grant(1, generation(101), 600), wire.Grant(1, generation(101), 700)),
+        (wire.Limit(1, 600, generation(101)), wire.Limit(1, 700, generation(101))),
+        (wire.Grant(1, generation(101), 600), wire.Limit(1, 600, generation(101))),
+        (wire.Recall(1, generation(101), 400, 1000), wire.Recall(1, generation(101), 400, 2000)),
+        (wire.Withdraw(1, generation(101)), wire.Recall(1, generation(101), 400, 1000)),
+        (None, wire.Grant(1, generation(100), 499)),  # than the lease was registered with
+    ],
+    ids=["grants", "limits", "a grant and a limit", "recalls", "a withdrawal and a recall", "the first"],
+)
+def test_two_orders_of_one_generation_are_told_and_settled_by_a_new_registration(
+    folder: Path, false_broker: FalseBroker, first: wire.FromBroker | None, second: wire.FromBroker
+) -> None:
+    with engine_of(false_broker, folder, held_bytes=300) as a:
+        if first is not None:
+            false_broker.say(first)
+            assert len(a.wait(30)) == 1
+            false_broker.say(first)  # the same once more says nothing new
+        false_broker.say(second)
+        lost = wait_for(a, Lost)
+        assert "sent two orders of generation (7, 10" in lost.reason and str(second) in lost.reason
+        assert (a.granted_bytes, a.held_bytes, a.recall) == (300, 300, None), (
+            "it keeps what it holds, and takes no more"
+        )
+        thread = threading.Thread(target=false_broker.serve, args=(450,))
+        thread.start()
+        assert wait_for(a, Rejoined) == Rejoined(450)
+        thread.join()
+        assert false_broker.request.held_bytes == 300
+
+
+def test_a_limit_is_an_order_like_the_others(folder: Path, false_broker: FalseBroker) -> None:
+    with engine_of(false_broker, folder) as a:
+        false_broker.say(wire.Limit(1, 800, generation(103)))
+        assert a.wait(30) == (Limited(800),)
+        false_broker.say(wire.Limit(1, 700, generation(102)), wire.Grant(1, generation(102), 600))  # superseded
+        false_broker.say(wire.Limit(1, 900, generation(104)))
+        assert a.wait(30) == (Limited(900),)
+        assert (a.max_bytes, a.granted_bytes, a.generation) == (900, 500, generation(104))
+        a.answer_unmapped(100)
+        assert false_broker.hear() == wire.Unmapped(100, generation(104))
+
+
+def test_a_broker_that_speaks_version_1_is_spoken_to_in_it(folder: Path) -> None:
+    broker = FalseBroker(folder / "broker", protocol=1)
+    with engine_of(broker, folder) as a:
+        assert broker.hellos == [2, 1]
+        for max_bytes in (800, 700, 900):  # without a generation the last one counts
+            broker.socket.send(frame(b'{"type":"limit","lease_id":1,"max_bytes":%d}' % max_bytes))
+            assert a.wait(30) == (Limited(max_bytes),)
+        assert (a.max_bytes, a.generation) == (900, generation(100))
+        broker.say(wire.Grant(1, generation(101), 600))
+        assert a.wait(30) == (Granted(600),)
+        broker.socket.close()
+        wait_for(a, Lost)
+        thread = threading.Thread(target=broker.serve, args=(400,))  # its successor is no newer
+        thread.start()
+        assert wait_for(a, Rejoined) == Rejoined(400)
+        thread.join()
+        assert broker.hellos == [2, 1, 2, 1], "the successor might have been"
+    broker.close()
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
 
 
 def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_broker: FalseBroker) -> None:
@@ -431,14 +510,20 @@ def test_a_broker_that_makes_no_sense_is_left(folder: Path, false_broker: FalseB
         assert (a.connected, a.granted_bytes, a.held_bytes) == (False, 300, 300)
 
 
-def test_a_broker_of_another_version_is_refused(folder: Path, false_broker: FalseBroker) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "remedy"),
+    [(wire.PROTOCOL + 1, "update the engine"), (wire.OLDEST_PROTOCOL - 1, "update the broker: restart vram-monitor")],
+)
+def test_a_broker_of_another_version_is_refused(
+    folder: Path, false_broker: FalseBroker, theirs: int, remedy: str
+) -> None:
     def other() -> None:
         false_broker.socket, _ = false_broker._listener.accept()
-        false_broker.say(wire.Welcome(wire.PROTOCOL + 1, 7, 1))
+        false_broker.say(wire.Welcome(theirs, 7, 1))
 
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(ProtocolMismatch, match=r"speaks version 2 .* and this process version 1; update the engine"):
+    with pytest.raises(ProtocolMismatch, match=f"speaks version {theirs} .* and this process version 2; {remedy}"):
         lease(folder / "broker")
     thread.join()
 

@@ -25,7 +25,8 @@ SAMPLES: list[wire.Message] = [
     wire.LowerMin(4), wire.Withdraw(1, wire.Generation(1, 6)),
     wire.Release(), wire.ListLeases(), wire.SetLimit("chat", 5), wire.RecallBytes("77", 5), wire.Reserve("GPU-1", 9),
     wire.Welcome(1, 2, 3), wire.Registered(1, wire.Generation(2**53, 3), 0), wire.Grant(1, wire.Generation(1, 4), 10),
-    wire.Recall(1, wire.Generation(1, 5), 0, 1000), wire.Limit(1, 5), wire.Refused("unknown", "no engine 'ä'"), VIEW,
+    wire.Recall(1, wire.Generation(1, 5), 0, 1000), wire.Limit(1, 5, wire.Generation(1, 7)),
+    wire.Refused("unknown", "no engine 'ä'"), VIEW,
     wire.Done(), wire.LimitSet(5, 1), wire.Recalling(4, 100), wire.Reserved(9),
 ]  # fmt: skip
 
@@ -45,6 +46,7 @@ def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
     assert wire.from_payload(frame[4:]) == message
 
 
+@settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_frames_may_come_in_any_pieces(pieces: random.Random) -> None:
     stream = b"".join(wire.to_frame(message) for message in SAMPLES)
@@ -115,6 +117,16 @@ def test_nonsense_is_refused_with_a_sentence(content: bytes, sentence: str) -> N
         wire.from_payload(content)
 
 
+def test_a_limit_of_version_1_has_no_generation_and_stays_as_it_was() -> None:
+    old = {"type": "limit", "lease_id": 1, "max_bytes": 5}
+    assert json.loads(wire.to_frame(wire.Limit(1, 5))[4:]) == old
+    assert wire.from_payload(payload(**old)) == wire.Limit(1, 5)
+    assert wire.from_payload(payload(**old, generation=[1, 7])) == wire.Limit(1, 5, wire.Generation(1, 7))
+    for wrong in (None, [1], 7):
+        with pytest.raises(ProtocolViolation, match=r"limit.generation must be a pair"):
+            wire.from_payload(payload(**old, generation=wrong))
+
+
 def test_a_payload_at_the_bound_is_read_and_one_above_is_not() -> None:
     content = payload(**ASK)
     assert wire.from_payload(content + b" " * (wire.MAX_PAYLOAD_BYTES - len(content))) == wire.Ask(5, 100)
@@ -128,7 +140,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
             wire.to_frame(message)
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_or_understood_exactly(data: bytes) -> None:
     for content in (data, b'{"type":"ask",' + data):
@@ -157,7 +169,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_one_field_at_random_is_refused_or_understood_exactly(message: wire.Message, data: st.DataObject) -> None:
     content = json.loads(wire.to_frame(message)[4:])
