@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from . import wire
 from .broker_books import Books, Entry, Readings
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
-from .broker_views import DeviceView
+from .broker_views import DeviceView, user_name
 from .errors import LeaseRefused
 from .policy import Rules
+from .quota import Quota
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Broker:
         *,
         gid: int | None = None,
         rules: Callable[[DeviceInfo, int], Rules] = default_rules,
+        quota: Quota | None = None,
         set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
         tick_s: float | None = 0.02,
         pause_s: float = 0.002,
@@ -67,6 +70,7 @@ class Broker:
             socket_path: Where to listen.
             gid: The group that may connect too.
             rules: For a device and its capacity in bytes, asked when it gets its first lease.
+            quota: What one user may have; None: no bounds.
             set_engines: Told the processes that hold leases on a device whenever these change. A source that counts
                 named processes only, as a test device does, must count these too: used bytes contain the engines'.
             tick_s: How often measurements are looked at; None: only when `tick` is called.
@@ -74,7 +78,8 @@ class Broker:
             grace_s: How long a successor waits for engines to come back.
             clock: Monotonic ns, the clock of the readings.
         """
-        self._books = Books(readings, rules, set_engines, clock)
+        self._quota = quota
+        self._books = Books(readings, rules, quota, set_engines, clock)
         self._path, self._gid, self._clock = socket_path, gid, clock
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # the oldest first
@@ -216,9 +221,11 @@ class Broker:
                 connection.drop(Dropped("is one too many", f"{MAX_CONNECTIONS} engines are connected"))
 
     def _drop_oldest(self) -> None:
-        """Make room: of the clients that hold nothing, the one who is here longest goes."""
-        oldest = next((connection for connection in self._connections if not connection.needed), None)
-        if oldest is not None:
+        """Make room: of the clients that hold nothing, the oldest one of the user that has most of them goes."""
+        idle = [connection for connection in self._connections if not connection.needed]
+        if idle:
+            crowd, _ = Counter(connection.peer.uid for connection in idle).most_common(1)[0]
+            oldest = next(connection for connection in idle if connection.peer.uid == crowd)
             oldest.drop(Dropped("is one too many", f"{len(self._connections)} are connected, and it holds nothing"))
 
     def _dropped(self, connection: Connection, reason: Dropped) -> None:
@@ -293,17 +300,17 @@ class Broker:
                 connection.send(self._books.recall(self._commanded(connection, engine), num_bytes))
             case wire.Reserve():
                 _refuse_second(connection)
-                self._check_places()
+                self._check_places(connection)
                 self._books.reserve(connection, message)
             case _:
                 raise Dropped("says what only the broker may", type(message).__name__)
 
     def _register(self, connection: Connection, request: wire.Register) -> None:
         _refuse_second(connection)
-        self._check_places()
         for other in list(self._connections):  # an engine that comes back may be quicker than its old socket's end
             if other.peer == connection.peer and other is not connection:
                 other.check_open()
+        self._check_places(connection)
         pidfd = None
         try:
             pidfd = connection.pidfd()
@@ -320,10 +327,16 @@ class Broker:
             self._pidfds[entry.lease_id] = pidfd
             self._loop.add_reader(pidfd, self._process_ended, entry)
 
-    def _check_places(self) -> None:
-        taken = sum(connection.needed for connection in self._connections)
-        if taken >= MAX_CONNECTIONS - _PLACES_TO_COME:
-            raise LeaseRefused(f"{taken} engines and reservations are here, and there is no place for more; end some")
+    def _check_places(self, comer: Connection) -> None:
+        """Raises LeaseRefused where there is no place for another lease or reservation, or none for this user."""
+        holders = [connection.peer.uid for connection in self._connections if connection.needed]
+        if self._quota is not None:
+            uid = comer.peer.uid
+            self._quota.check_place(uid, user_name(uid), holders.count(uid), self._books.count_ended(uid))
+        if len(holders) >= MAX_CONNECTIONS - _PLACES_TO_COME:
+            raise LeaseRefused(
+                f"{len(holders)} engines and reservations are here, and there is no place for more; end some"
+            )
 
     def _process_ended(self, entry: Entry) -> None:
         """The second signal of death: a child of the engine may hold its socket open."""

@@ -20,10 +20,11 @@ from ..monitor.units import format_bytes
 from . import wire
 from .broker_connection import Connection, Peer
 from .broker_views import DeviceView, device_view, lease_view, named, user_name
-from .errors import LeaseRefused, NotPermitted, UnknownEngine
+from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
 from .lease_record import Bounds, RecordOwner, Sums, bounds_between
 from .ledger import Ledger, Terms
 from .policy import Grant, Order, Ready, Recall, Rules, Withdraw
+from .quota import Promise, Quota
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Books:
         self,
         readings: Readings,
         rules: Callable[[DeviceInfo, int], Rules],
+        quota: Quota | None,
         set_engines: Callable[[str, frozenset[int]], None],
         clock: Callable[[], int],
     ) -> None:
@@ -95,7 +97,8 @@ class Books:
         self.entries: dict[int, Entry] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
-        self._readings, self._rules, self._set_engines, self._clock = readings, rules, set_engines, clock
+        self._readings, self._rules, self._quota = readings, rules, quota
+        self._set_engines, self._clock = set_engines, clock
         self._books: dict[str, Book] = {}
         self._reservations: dict[int, tuple[Book, Connection]] = {}
         self._ids = itertools.count(1)
@@ -109,6 +112,9 @@ class Books:
             request.name, request.min_bytes, request.max_bytes, request.weight, request.priority, request.granule_bytes
         )
         book, lease_id = self._book(request.device_uuid), next(self._ids)
+        self._check_promise(
+            book, connection.peer, Promise(f"a min for {request.name!r}", request.min_bytes, MinimumsExceedCapacity)
+        )
         record = RecordOwner(request.held_bytes)
         tenant = book.ledger.register(lease_id, terms, request.held_bytes)
         if (former := self._former(connection.peer, request)) is not None:
@@ -180,6 +186,7 @@ class Books:
     def reserve(self, connection: Connection, message: wire.Reserve) -> None:
         """Somebody wants bytes kept free; `Reserved` goes out once they are. Raises LeaseRefused."""
         book, reservation_id = self._book(message.device_uuid), next(self._ids)
+        self._check_promise(book, connection.peer, Promise("a reservation", message.num_bytes, LeaseRefused))
         book.ledger.reserve(reservation_id, message.num_bytes)
         self._reservations[reservation_id] = (book, connection)
         connection.reservation_id = reservation_id
@@ -218,6 +225,10 @@ class Books:
                 f"only that user, root and {user_name(owner_uid)} may do that"
             )
         return found[0]
+
+    def count_ended(self, uid: int) -> int:
+        """The leases of a user that have ended and are reaped still."""
+        return sum(entry.connection is None for entry in self.entries.values() if entry.peer.uid == uid)
 
     # ---- measurements and orders ----------------------------------------------------------------
 
@@ -342,6 +353,23 @@ class Books:
             )
         ledger = Ledger(self._rules(info, memory.total_bytes), memory.total_bytes)
         return self._books.setdefault(uuid, Book(info, ledger))
+
+    def _check_promise(self, book: Book, peer: Peer, asked: Promise) -> None:
+        """Raises the promise's refusal where a user would be promised too much of a device."""
+        if self._quota is None:
+            return
+        state = book.ledger.state
+        promised_bytes = sum(
+            state.tenants[entry.lease_id].min_bytes
+            for entry in self._entries_of(book)
+            if entry.peer.uid == peer.uid and entry.connection is not None
+        ) + sum(
+            state.reservations[reservation_id].num_bytes
+            for reservation_id, (of, connection) in self._reservations.items()
+            if of is book and connection.peer.uid == peer.uid
+        )
+        leasable_bytes = max(0, state.capacity_bytes - state.rules.headroom_bytes)
+        self._quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
 
     def _former(self, peer: Peer, request: wire.Register) -> Entry | None:
         """The ended lease that an engine comes back to; not to be told where its process is not seen from here."""

@@ -12,7 +12,7 @@ AllocatorError
     ├── ProtocolViolation           what came over the socket is no message of this version
     ├── LeaseRefused                the broker says no
     │   ├── InvalidLease            the numbers contradict each other: min above max (ValueError too)
-    │   ├── MinimumsExceedCapacity  the minimums of all leases would not fit
+    │   ├── MinimumsExceedCapacity  the minimums would not fit: of all leases, or of one user's in what he may be promised
     │   ├── UnknownEngine           no lease of that name, or several
     │   └── NotPermitted            it is another user's engine
     ├── LeaseTooSmall               the lease cannot hold what the engine needs to start
@@ -95,7 +95,7 @@ class InvalidLease(LeaseRefused, ValueError):
 
 
 class MinimumsExceedCapacity(LeaseRefused):
-    """The minimums of all leases together would not fit on the device."""
+    """The minimums of all leases together would not fit on the device, or those of one user in what he may be promised."""
 
 
 class UnknownEngine(LeaseRefused):

@@ -35,6 +35,12 @@ class MonitorConfig:
     capacity: int | None = None  # bytes of a test device of host memory
     members: tuple[int, ...] = ()  # its processes
     headroom: int | None = None  # bytes that nobody may lease; None: a sixteenth of each device
+    user_engines: int = (
+        64  # leases and reservations of one user at a time; root and the monitor's own user have no bound
+    )
+    user_share: float = (
+        0.9  # of what can be leased of a device, what may be promised to one user; the same two excepted
+    )
     log_level: str = "info"
 
     @classmethod
@@ -117,6 +123,22 @@ def _whole(name: str, value: Any, low: int, high: int, what: str) -> int:
     return number
 
 
+def _share(name: str, value: Any) -> float:
+    """A part of a whole, such as 0.9, or a text such as 90%."""
+    percent = value.strip().removesuffix("%") if isinstance(value, str) and value.strip().endswith("%") else None
+    try:
+        share = float(value) if percent is None else float(percent) / 100
+    except (TypeError, ValueError):
+        share = math.nan
+    if isinstance(value, bool) or not 0 < share <= 1:
+        raise ConfigInvalid(f"{name} must be a share above 0 and at most 1, such as 0.9 or 90%, got {value!r}")
+    return share
+
+
+def _engines(name: str, value: Any) -> int:
+    return _whole(name, value, 1, 100_000, "a number of engines")
+
+
 def _port(name: str, value: Any) -> int:
     return _whole(name, value, 0, 65535, "a port")
 
@@ -169,6 +191,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "capacity": _bytes,
     "members": _members,
     "headroom": _bytes,
+    "user_engines": _engines,
+    "user_share": _share,
     "log_level": _level,
 }
 assert set(_CHECKS) == {field.name for field in fields(MonitorConfig)}

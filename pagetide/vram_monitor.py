@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -37,7 +38,10 @@ ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
 
 _WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", "capacity", "members")
-_SERVING = (*_WATCHING, "headroom", "metrics_port", "metrics_address", "group", "log_level")
+_SERVING = (
+    *_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level",
+)  # fmt: skip
+_DESCRIPTORS = 4096  # three for each place at the broker, and as many again for the devices, /proc and the metrics page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +109,14 @@ def _add_serve(commands: _Commands) -> None:
     serve.add_argument("--metrics-address", metavar="A", help="its address (default 127.0.0.1)")
     serve.add_argument("--group", metavar="G", help="watch for the whole machine, in /run/pagetide, for this group")
     serve.add_argument("--headroom", metavar="SIZE", help="what nobody may lease (default: a sixteenth of each device)")
+    serve.add_argument(
+        "--user-engines", metavar="N", help="leases and reservations of one user at a time (default 64; not for root)"
+    )
+    serve.add_argument(
+        "--user-share", metavar="SHARE",
+        help="of what can be leased of a device, the part that one user may be promised by minimums and reservations "
+        "(default 90%%; not for root)",
+    )  # fmt: skip
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)  # as `monitor.watch` starts it
     serve.set_defaults(run=_serve)
@@ -190,6 +202,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = _settings(args, _SERVING, args.config)
     _log_to_stderr(config.log_level)
     signals = _Signals()
+    _allow_descriptors()
     usual = config == MonitorConfig(runtime_dir=config.runtime_dir)  # so that `monitor.watch` starts another like it
     daemon = Daemon(config, _Leases(config), on_demand=args.until_unused and usual)
     daemon.start()
@@ -206,24 +219,41 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _allow_descriptors() -> None:
+    """Let this process open as many files as all places at the broker take, or as many as the system lets it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < _DESCRIPTORS:
+        log.warning(
+            "this process may open %d files at most, and one engine takes three: raise the hard limit (LimitNOFILE=%d)",
+            most, _DESCRIPTORS,
+        )  # fmt: skip
+
+
 class _Leases:
     """The broker beside the monitor."""
 
     def __init__(self, config: MonitorConfig) -> None:
-        self._headroom_bytes = config.headroom
-        self._group = config.group
+        self._config = config
         self._broker: Broker | None = None
         self._thread: BrokerThread | None = None
 
     def open(self, daemon: Daemon) -> None:
         from .allocator.broker import Broker, BrokerThread
+        from .allocator.quota import Quota
         from .monitor.runtime_dir import group_id
 
+        config = self._config
         self._broker = Broker(
             daemon.reader,
             daemon.directory.socket,
-            gid=None if self._group is None else group_id(self._group),
+            gid=None if config.group is None else group_id(config.group),
             rules=self._rules,
+            quota=Quota(config.user_engines, config.user_share, frozenset({0, os.geteuid()})),
             set_engines=daemon.count_engines,
         )
         self._thread = BrokerThread(self._broker)
@@ -239,7 +269,7 @@ class _Leases:
     def _rules(self, info: DeviceInfo, capacity_bytes: int) -> Rules:
         from .allocator.policy import Rules
 
-        return Rules.of(capacity_bytes, self._headroom_bytes)
+        return Rules.of(capacity_bytes, self._config.headroom)
 
 
 def _lease_use(view: LeaseView) -> LeaseUse:

@@ -2,7 +2,8 @@
 
 Run as a program it is such a process: `broker SOCKET CAPACITY HEADROOM [PID,...]` serves a test device of host memory whose
 strangers are named; `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and does what it is told, by the broker and on
-its standard input; `racer SOCKET NAME` does so with numbers alone; `stranger` holds memory and knows no broker.
+its standard input; `racer SOCKET NAME` does so with numbers alone; `user SOCKET DEVICE UID GID` is another user's, and takes a
+lease of each minimum that it is told; `stranger` holds memory and knows no broker.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Granted, Lease, Recalled
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.allocator.policy import Rules
+from pagetide.allocator.quota import Quota
 from pagetide.monitor.errors import NoSuchDevice
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
 from pagetide.monitor.sources.host import HostSource
@@ -143,13 +145,14 @@ class Bench:
     clock: Clock = field(default_factory=Clock)
     rules: Rules = RULES
     grace_s: float = 2.0
+    quota: Quota | None = None
 
     def __post_init__(self) -> None:
         self.numbers = Numbers(self.clock)
         self.engines: list[frozenset[int]] = []  # what the source of numbers was told
         self.clients: list[Client] = []
         self.broker = Broker(
-            self.numbers, self.path, rules=lambda info, capacity: self.rules,
+            self.numbers, self.path, rules=lambda info, capacity: self.rules, quota=self.quota,
             set_engines=lambda uuid, pids: self.engines.append(pids),
             tick_s=None, pause_s=0, grace_s=self.grace_s, clock=self.clock,
         )  # fmt: skip
@@ -413,6 +416,27 @@ def _run(engine: _Engine | _Racer) -> None:
                 _say(engine.obey(line.decode()))
 
 
+def _be_user(path: str, device: str, uid: str, gid: str) -> None:
+    """Another user's process: takes leases, and says what it is refused."""
+    import fcntl  # noqa: F401  # now: what is imported may lie where that user may not read
+
+    os.setgroups([])
+    os.setgid(int(gid))
+    os.setuid(int(uid))
+    _say("is another user's")
+    held = []
+    for line in sys.stdin:
+        try:
+            held.append(
+                Lease.register(
+                    Path(path), name="x", device_uuid=device, min_bytes=int(line), granule_bytes=10, timeout_s=30
+                )
+            )
+            _say("granted")
+        except LeaseError as error:
+            _say(str(error))
+
+
 def _take() -> None:
     """A stranger: knows nothing of a broker, holds what it is told."""
     arena = HostArena(4096, 1 << 20)
@@ -434,5 +458,7 @@ if __name__ == "__main__":
             _run(_Engine(*rest))
         case ["racer", *rest]:
             _run(_Racer(*rest))
+        case ["user", *rest]:
+            _be_user(*rest)
         case ["stranger"]:
             _take()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from broker_rig import processes, short_folder, test_device
 from monitors import MonitorProcess, command, run, wait_until
 
 HOST = ("--source", "host")
@@ -145,3 +146,46 @@ def test_under_nohup_a_recording_goes_on(tmp_path: Path) -> None:
     recorder.send_signal(signal.SIGHUP)
     assert recorder.wait(60) == 0
     assert b'"at_s"' in tape.read_bytes()
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root starts processes of several users")
+def test_the_bounds_for_users_are_those_that_were_set() -> None:
+    import grp
+
+    group = grp.getgrgid(65534)
+    with short_folder() as folder, processes() as start:
+        folder.chmod(0o755)
+        arguments = ("--capacity", "64MiB", "--group", group.gr_name, "--user-engines", "2", "--user-share", "50%")
+        with MonitorProcess(folder / "run", *arguments) as monitor:
+            wait_until((folder / "run" / "broker.sock").exists)
+            user = start("user", folder / "run" / "broker.sock", test_device(64 << 20).uuid, 4321, group.gr_gid).start()
+            assert "one user may be promised 30.00 MiB, 50% of the 60.00 MiB that can be leased" in user.tell(
+                "33554432"
+            )
+            assert [user.tell("1048576") for _ in range(2)] == ["granted"] * 2
+            assert "one user may have 2: end some" in user.tell("0")
+            (lease, *_) = json.loads(run("leases", "--json", "--runtime-dir", monitor.directory).stdout)
+            assert (lease["user"], lease["min_bytes"]) == ("4321", 1 << 20)
+
+
+def test_it_may_open_the_files_that_all_leases_take() -> None:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    program = """
+import resource
+from pagetide import vram_monitor
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for _ in range(2):
+    vram_monitor._allow_descriptors()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))
+vram_monitor._allow_descriptors()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    shown = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert shown.stdout.split() == [str(most)] * 2 + ["300"]
+    assert "may open 300 files at most, and one engine takes three: raise the hard limit" in shown.stderr

@@ -38,6 +38,8 @@ group: video
 capacity: 2GiB
 members: [17, 18]
 headroom: 512MiB
+user_engines: 8
+user_share: 50%
 log_level: DEBUG
 """
     assert from_yaml(tmp_path, text) == MonitorConfig(
@@ -52,6 +54,8 @@ log_level: DEBUG
         2 << 30,
         (17, 18),
         512 << 20,
+        8,
+        0.5,
         "debug",
     )
 
@@ -87,6 +91,14 @@ def test_flags_go_before_the_file_and_are_texts(tmp_path: Path) -> None:
         ("members: {a: 1}", "must be a list"),
         ("devices: 1.5", "must be a list"),
         ("capacity: 2 parsecs", "capacity: cannot read"),
+        ("user_engines: 0", "user_engines must be a number of engines between 1 and 100000, got 0"),
+        ("user_share: 0", "user_share must be a share above 0 and at most 1, such as 0.9 or 90%, got 0"),
+        ("user_share: 1.01", "got 1.01"),
+        ("user_share: 101%", "got '101%'"),
+        ("user_share: half", "got 'half'"),
+        ("user_share: .nan", "got nan"),
+        ("user_share: true", "got True"),
+        ("user_share: [1]", "must be a share"),
         ("log_level: loud", "one of debug, info, warning, error, got 'loud'"),
         ("source: 7", "source must be a text, got 7"),
         ("group: ''", "group must be a text"),
@@ -98,6 +110,12 @@ def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, text: st
     with pytest.raises(ConfigInvalid) as caught:
         from_yaml(tmp_path, text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("written", "share"), [(1, 1.0), ("0.25", 0.25), ("25 %", 0.25), ("100%", 1.0)])
+def test_a_share_is_a_number_or_a_percentage(tmp_path: Path, written: Any, share: float) -> None:
+    assert from_yaml(tmp_path, f"user_share: {written}").user_share == share
+    assert MonitorConfig.resolve(None, {"user_share": str(written)}).user_share == share
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""What one user may have of the broker, so that no user of a shared machine keeps the others out. Pure.
+
+    places      leases and reservations at a time: each costs the broker three descriptors and part of every decision
+    promises    of each device: minimums of leases, and reservations; nobody else can be given these bytes
+
+Users are told apart by the uid that the kernel says is at the other end of a socket. What is held above the minimums needs no
+bound: the policy shares it out and recalls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..monitor.units import format_bytes
+from .errors import LeaseRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Bytes of a device that a user wants to be sure of.
+
+    Attributes:
+        what: in a sentence: "a min for 'chat'", "a reservation".
+        num_bytes: how many.
+        refusal: the error where he may not be. An engine that gets MinimumsExceedCapacity waits for those that load and are
+            going to need less.
+    """
+
+    what: str
+    num_bytes: int
+    refusal: type[LeaseRefused]
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The bounds for each user.
+
+    Attributes:
+        engines: leases and reservations at a time. Twice as many with those whose process has ended and whose memory is not
+            back yet, so that a user whose engines were all killed can start them again at once.
+        share: of what can be leased of a device, the part that may be promised to one user; above 0, at most 1.
+        exempt: uids without bounds: root's and the broker's own, who could end the broker as well.
+    """
+
+    engines: int
+    share: float
+    exempt: frozenset[int]
+
+    def check_place(self, uid: int, user: str, living: int, ending: int) -> None:
+        """Raises LeaseRefused where the user has too many leases and reservations for one more."""
+        if uid in self.exempt:
+            return
+        remedy = "or have the monitor's owner raise the bound (vram-monitor serve --user-engines N)"
+        if living >= self.engines:
+            raise LeaseRefused(
+                f"{user} has {living} engines and reservations at this broker, and one user may have {self.engines}: "
+                f"end some, {remedy}"
+            )
+        if living + ending >= 2 * self.engines:
+            raise LeaseRefused(
+                f"{user} has {living} engines and reservations at this broker, and {ending} that have ended and whose memory "
+                f"is not back; one user may have {2 * self.engines} of both: try again in a few seconds, {remedy}"
+            )
+
+    def check_promise(self, uid: int, user: str, asked: Promise, promised_bytes: int, leasable_bytes: int) -> None:
+        """Raises the promise's refusal where the user would be promised too much of a device.
+
+        `promised_bytes` of it are promised to him already; `leasable_bytes` it has without the headroom.
+        """
+        most_bytes = int(self.share * leasable_bytes)
+        total_bytes = promised_bytes + asked.num_bytes
+        if uid in self.exempt or not asked.num_bytes or total_bytes <= most_bytes:
+            return
+        left_bytes = max(0, most_bytes - promised_bytes)
+        raise asked.refusal(
+            f"{asked.what} of {format_bytes(asked.num_bytes)} makes {format_bytes(total_bytes)} with what {user} is promised "
+            f"of this device already ({format_bytes(promised_bytes)}); one user may be promised {format_bytes(most_bytes)}, "
+            f"{self.share:.0%} of the {format_bytes(leasable_bytes)} that can be leased. Ask for {format_bytes(left_bytes)} "
+            f"or less, end an engine of {user}, or have the monitor's owner raise the bound "
+            "(vram-monitor serve --user-share SHARE)"
+        )
