@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("pagetide", deadline=None)
+settings.load_profile("pagetide")
 
 VARIABLE = "PAGETIDE_RUNTIME_DIR"
 

@@ -46,7 +46,6 @@ def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
     assert wire.from_payload(frame[4:]) == message
 
 
-@settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_frames_may_come_in_any_pieces(pieces: random.Random) -> None:
     stream = b"".join(wire.to_frame(message) for message in SAMPLES)
@@ -140,7 +139,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
             wire.to_frame(message)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_or_understood_exactly(data: bytes) -> None:
     for content in (data, b'{"type":"ask",' + data):
@@ -169,7 +168,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_one_field_at_random_is_refused_or_understood_exactly(message: wire.Message, data: st.DataObject) -> None:
     content = json.loads(wire.to_frame(message)[4:])

@@ -126,7 +126,6 @@ details = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(memories, min_size=1, max_size=5))
 @example([MEMORY, NOTHING])
 def test_every_field_of_memory_comes_back(memories: list[DeviceMemory]) -> None:
@@ -137,7 +136,6 @@ def test_every_field_of_memory_comes_back(memories: list[DeviceMemory]) -> None:
     assert reader.memory(HOST.uuid) == NOTHING
 
 
-@settings(deadline=None)
 @given(st.lists(details, min_size=1, max_size=3))
 @example([DETAIL])
 def test_every_field_of_detail_comes_back(details: list[DeviceDetail]) -> None:
@@ -155,7 +153,6 @@ def test_an_error_of_96_bytes_is_kept(error: str) -> None:
     assert reader.memory(GPU.uuid).error == error
 
 
-@settings(deadline=None)
 @given(st.text(min_size=20, max_size=200), st.sampled_from(["x", "ä", "中", "𝄞"]))
 def test_a_longer_error_is_cut_between_characters(text: str, filler: str) -> None:
     writer, reader = private(GPU)
@@ -953,7 +950,6 @@ def published(place: layout.Place, payload: bytes) -> RecordReader:
 
 
 @PLACES
-@settings(deadline=None)
 @given(st.binary(max_size=168) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_no_payload_with_a_good_crc_breaks_a_reader(place: layout.Place, payload: bytes) -> None:
     use(published(place, payload))
