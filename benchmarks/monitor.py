@@ -164,7 +164,8 @@ def write_flat_out(told: Connection, path: Path, seconds: float) -> None:
             for _ in range(100):
                 count += 1
                 total, free, rate = related(count)
-                writer.write_memory(0, DeviceMemory(time.monotonic_ns(), 20_000_000, total, free, rate, count, 0))
+                # An interval of 1 ns, so that readers look each time.
+                writer.write_memory(0, DeviceMemory(time.monotonic_ns(), 1, total, free, rate, count, 0))
         told.send(count)
         with contextlib.suppress(EOFError):
             told.recv()  # the pipe is closed: readers are done with the file

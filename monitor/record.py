@@ -36,7 +36,7 @@ MAX_HISTORY = codec.MAX_HISTORY
 
 _TRIES = 100  # few copies in a thousand are disturbed; a hundred in a row are damage
 _PAUSES, _PAUSE_S = 300, 0.005  # a harmed file is waited for so long: its monitor lays another within a second
-_LOOK_EVERY_NS = 20_000_000  # how often a reader of a silent monitor looks for its successor
+_LOOK_EVERY_NS = 20_000_000  # how often a reader looks at least for news, and for the successor of a silent monitor
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class RecordWriter:
         with self._lock:
             self._update(*shared.publish(place, generation, payload))
 
-    def _update(self, *parts: range) -> None:
+    def _update(self, *parts: layout.Part) -> None:
         """With the lock held."""
         if self._file is not None:
             self._file.update(*parts)
@@ -261,10 +261,15 @@ class RecordReader:
         return self._settled(lambda table, _: table.infos)[1]
 
     def memory(self, uuid: str) -> DeviceMemory:
-        """The newest numbers of one device; one system call where there is no news. Raises NoSuchDevice."""
+        """The newest numbers of one device. Raises NoSuchDevice.
+
+        Without a system call until the monitor's next answer is due: what was read last is the newest until then.
+        """
         record = self._record
-        if record is not None and (unchanged := record.unchanged_memory(uuid, self._clock)) is not None:
-            return unchanged
+        if record is not None and self._path is not None:
+            memory = record.current_memory(uuid, self._clock())
+            if memory is not None:
+                return memory
         return self._settled(lambda table, words: table.entry(uuid).memory.read(words))[1]
 
     def detail(self, uuid: str) -> DeviceDetail:
@@ -428,7 +433,7 @@ class _Record:
         return isinstance(self._origin, OpenRecord) and self._origin.identity == identity(os.stat(path))
 
     def words(self) -> memoryview | None:
-        """A copy of the first words, which is all that `memory` needs; None where the file does not give them."""
+        """A copy of the first words: of the heartbeat, the table and the memory; None where the file does not give them."""
         table = self.table.last
         try:
             words = layout.load_words(self._read, 0, layout.NUM_COMMON_WORDS if table is None else table[1].num_words)
@@ -437,21 +442,20 @@ class _Record:
         self._beat_at_ns = words[layout.BEAT_AT_NS]
         return words
 
-    def unchanged_memory(self, uuid: str, clock: Callable[[], int]) -> DeviceMemory | None:
-        """What was read last of a device, if the monitor lives and has written nothing about it since; None: read it.
+    def current_memory(self, uuid: str, now_ns: int) -> DeviceMemory | None:
+        """What was read last of a device, while the monitor's next answer is not due; else None.
 
         Most calls of `RecordReader.memory` come to this, which is therefore short: after a step of an engine its code has
-        left the caches, and each further function costs about a microsecond.
+        left the caches, and each function costs about a microsecond, a system call several.
         """
         table = self.table.last
         entry = None if table is None else table[1].entries.get(uuid)
-        if table is None or entry is None or (last := entry.memory.last) is None:
+        last = None if entry is None else entry.memory.last
+        if last is None:
             return None
-        words = self.words()
-        if words is None or not self.is_live(words, clock, None):
-            return None
-        is_same = words[layout.TABLE.sequence] == table[0] and words[entry.memory.place.sequence] == last[0]
-        return last[1] if is_same else None
+        memory = last[1]
+        # An eighth sooner than an interval, since this answer may have been late; and a long interval may be shortened.
+        return memory if 0 <= now_ns - memory.at_ns < min(memory.interval_ns, _LOOK_EVERY_NS) * 7 // 8 else None
 
     def has_beaten(self) -> bool:
         """Whether its monitor was ready once."""

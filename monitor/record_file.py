@@ -38,7 +38,7 @@ class RecordFile:
         self._fd = fd
         self._shared = shared
         self._identity = identity(os.fstat(fd))
-        self._failure: OSError | None = None  # of the last copy that failed
+        self._failure: OSError | None = None  # of the last write that failed
 
     @classmethod
     def create(cls, path: Path, shared: layout.SharedBytes, mode: int, gid: int | None) -> RecordFile:
@@ -53,13 +53,15 @@ class RecordFile:
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, layout.FILE_BYTES)
-                for part in shared.used():
-                    _reserve(fd, part)
-                    _copy(fd, shared, part)
+                file = cls(path, fd, shared)
+                for at, data in shared.used():
+                    _reserve(fd, at, len(data))
+                    file.update((at, data))
+                if file._failure is not None:
+                    raise file._failure
                 if gid is not None:
                     os.fchown(fd, -1, gid)
                 os.fchmod(fd, mode)
-                file = cls(path, fd, shared)
                 os.replace(unfinished, path)
             except BaseException:
                 os.close(fd)
@@ -74,15 +76,16 @@ class RecordFile:
         try:
             for slot in slots:
                 _, at, buffer_bytes = layout.DETAIL[slot]
-                _reserve(self._fd, range(at, at + 2 * buffer_bytes))
+                _reserve(self._fd, at, 2 * buffer_bytes)
         except OSError as error:
             raise RecordError(f"cannot make room in the record {self.path}: {error.strerror}") from error
 
-    def update(self, *parts: range) -> None:
-        """Copy the bytes at these offsets from memory, in this order. A copy that fails is for `harm` to tell."""
+    def update(self, *parts: layout.Part) -> None:
+        """Write what has changed in memory, in this order. A write that fails is for `harm` to tell."""
         try:
-            for part in parts:
-                _copy(self._fd, self._shared, part)
+            for at, data in parts:
+                if os.pwrite(self._fd, data, at) < len(data):
+                    self._failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._failure = error
 
@@ -201,13 +204,7 @@ def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
         )
 
 
-def _reserve(fd: int, part: range) -> None:
+def _reserve(fd: int, at: int, num_bytes: int) -> None:
     """Have room for these bytes of a file. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, part.start, len(part))
-
-
-def _copy(fd: int, shared: layout.SharedBytes, part: range) -> None:
-    """Raises OSError where not all of it can be written."""
-    if os.pwrite(fd, shared.view[part.start : part.stop], part.start) < len(part):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, at, num_bytes)

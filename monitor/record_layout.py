@@ -58,7 +58,7 @@ COMMON_BYTES = _DETAIL_AT  # what every record needs, with or without devices
 ENDED, BEAT_AT_NS, BEAT_INTERVAL_NS, _TABLE_SEQUENCE, _MEMORY_SEQUENCE = range(5)
 _DETAIL_SEQUENCE = _MEMORY_SEQUENCE + NUM_SLOTS
 NUM_COMMON_WORDS = _MEMORY_SEQUENCE  # those that belong to no slot
-HEAD_BYTES = _TABLE_AT  # header and words
+HEAD_BYTES = _WORDS_AT + 8 * NUM_COMMON_WORDS  # the header, and the words that belong to no slot
 
 _MAGIC = b"pagetide"
 _VERSION = struct.Struct("=8sI")  # what a record of any layout begins with
@@ -69,6 +69,10 @@ _HEAD = struct.Struct("=IIQQ")  # CRC, payload length, sequence, generation
 _HEAD_REST = struct.Struct("=IQQ")  # the same without the CRC
 
 T = TypeVar("T")
+
+# (length, offset) -> these bytes, fewer where the file was cut short: `pread` of a file that is open
+ReadBytes: TypeAlias = Callable[[int, int], bytes]
+Part: TypeAlias = tuple[int, bytes | memoryview]  # (offset, what lies there)
 
 
 class Place(NamedTuple):
@@ -95,10 +99,6 @@ DETAIL = tuple(
 
 class Truncated(Exception):
     """The file of a record ends before the bytes that were to be read: it was cut short after it was opened."""
-
-
-# (length, offset) -> these bytes, fewer where the file was cut short: `pread` of a file that is open
-ReadBytes: TypeAlias = Callable[[int, int], bytes]
 
 
 def word_at(word: int) -> int:
@@ -141,24 +141,25 @@ class SharedBytes:
         """A copy, for a reader in the same process."""
         return self.view[at : at + length].tobytes()
 
-    def publish(self, place: Place, generation: int, payload: bytes) -> tuple[range, range]:
+    def publish(self, place: Place, generation: int, payload: bytes) -> tuple[Part, Part]:
         """Write the next record of a slot: at most `place.room_bytes`.
 
-        Returns the offsets that changed: those of the record, and those of the word that makes it current.
+        Returns what changed: the record, and then the word that makes it current.
         """
         word, at, buffer_bytes = place
         sequence = self.words[word] + 1
         rest = _HEAD_REST.pack(len(payload), sequence, generation) + payload
+        record = _CRC.pack(zlib.crc32(rest)) + rest
         start = at + (sequence & 1) * buffer_bytes
-        end = start + _CRC.size + len(rest)
-        self.view[start:end] = _CRC.pack(zlib.crc32(rest)) + rest
-        return range(start, end), self.store(word, sequence)
+        self.view[start : start + len(record)] = record
+        return (start, record), self.store(word, sequence)
 
-    def store(self, word: int, *values: int) -> range:
-        """Store words that lie one behind the other. Returns the offsets that changed."""
+    def store(self, word: int, *values: int) -> Part:
+        """Store words that lie one behind the other. Returns what changed."""
         for number, value in enumerate(values, word):
             self.words[number] = value
-        return range(word_at(word), word_at(word + len(values)))
+        at = word_at(word)
+        return at, self.view[at : at + 8 * len(values)].tobytes()
 
     def write_header(self, pid: int, start_ticks: int | None, started_ns: int, source: str) -> None:
         """Say what this is and who writes it."""
@@ -167,10 +168,11 @@ class SharedBytes:
         header = _VERSION.pack(_MAGIC, LAYOUT_VERSION) + _CRC.pack(zlib.crc32(rest)) + rest
         self.view[: len(header)] = header
 
-    def used(self) -> list[range]:
-        """The offsets that hold something: header, words, table, memory, and the details of slots that were written."""
-        details = (place for place in DETAIL if self.words[place.sequence])
-        return [range(COMMON_BYTES), *(range(at, at + 2 * buffer_bytes) for _, at, buffer_bytes in details)]
+    def used(self) -> list[Part]:
+        """All that holds something: header, words, table, memory, and the details of slots that were written."""
+        details = [place for place in DETAIL if self.words[place.sequence]]
+        whole = [(at, self.view[at : at + 2 * buffer_bytes]) for _, at, buffer_bytes in details]
+        return [(0, self.view[:COMMON_BYTES]), *whole]
 
 
 @dataclass(slots=True)

@@ -191,6 +191,48 @@ def test_what_has_not_changed_is_the_same_object() -> None:
     assert reader.detail(GPU.uuid) is detail
 
 
+def test_until_the_next_answer_is_due_what_was_read_is_the_newest_without_a_look(path: Path) -> None:
+    clock = Clock()
+    with RecordWriter.create(path, source="test") as writer, RecordReader.open(path, clock=clock) as reader:
+        writer.set_devices([GPU])
+        writer.beat(clock.now_ns, 10**12)
+        asked: list[int] = []  # how many bytes, each time that the file is read
+        first = replace(MEMORY, at_ns=clock.now_ns, interval_ns=20 * MS)
+        writer.write_memory(0, first)
+        assert reader.memory(GPU.uuid) == first
+        record = reader._record
+        assert record is not None
+        read = record._read
+        record._read = lambda length, at: asked.append(length) or read(length, at)  # type: ignore[func-returns-value]
+        clock.now_ns += 35 * MS // 2 - 1
+        assert reader.memory(GPU.uuid) == first and asked == []
+        second = replace(first, at_ns=clock.now_ns, polls=8)
+        writer.write_memory(0, second)  # too early, which no monitor is by more than its own delay
+        assert reader.memory(GPU.uuid) == first and asked == []
+        clock.now_ns += 1
+        assert reader.memory(GPU.uuid) == second and asked
+        for interval_ns, looks_again_ns in (
+            (8, 7),
+            (8 * MS, 7 * MS),
+            (20 * MS, 17_500_000),
+            (3600_000 * MS, 17_500_000),
+        ):
+            clock.now_ns += 20 * MS
+            writer.write_memory(0, replace(first, at_ns=clock.now_ns, interval_ns=interval_ns))
+            assert reader.memory(GPU.uuid).interval_ns == interval_ns
+            asked.clear()
+            clock.now_ns += looks_again_ns - 1
+            reader.memory(GPU.uuid)
+            assert asked == []
+            clock.now_ns += 1
+            reader.memory(GPU.uuid)
+            assert asked, "the interval may be shorter by now"
+        clock.now_ns -= 60 * MS
+        asked.clear()
+        reader.memory(GPU.uuid)
+        assert asked, "numbers of the future are of before a restart of the machine"
+
+
 def test_a_snapshot_has_it_all(path: Path) -> None:
     clock = Clock()
     with RecordWriter.create(path, source="nvml+host") as writer, RecordReader.open(path, clock=clock) as reader:
