@@ -1,7 +1,8 @@
 """The record: what one monitor writes and any number of processes read, without a lock, from a file in shared memory.
 
 `record_layout` tells how its bytes lie and why no reader ever sees half a record, `record_file` how they get from process to
-process. Here is the life of a record: made, taken over, ended, followed from one monitor to the next.
+process, `record_view` what a reader knows of one. Here is the life of a record: made, taken over, ended, followed from one
+monitor to the next.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -19,11 +19,10 @@ from typing import NamedTuple, Self, TypeVar
 from . import record_codec as codec
 from . import record_layout as layout
 from .errors import NoSuchDevice, RecordError, RecordMissing
-from .record_file import OpenRecord, RecordFile, damaged, identity
+from .record_file import RecordFile, damaged
+from .record_view import LOOK_EVERY_NS, RecordView, Table, all_devices, open_view
 from .snapshot import (
-    STALE_AFTER_INTERVALS,
     DetailReading,
-    Device,
     DeviceDetail,
     DeviceInfo,
     DeviceMemory,
@@ -36,7 +35,6 @@ MAX_HISTORY = codec.MAX_HISTORY
 
 _TRIES = 100  # few copies in a thousand are disturbed; a hundred in a row are damage
 _PAUSES, _PAUSE_S = 300, 0.005  # a harmed file is waited for so long: its monitor lays another within a second
-_LOOK_EVERY_NS = 20_000_000  # how often a reader looks at least for news, and for the successor of a silent monitor
 
 T = TypeVar("T")
 
@@ -205,9 +203,9 @@ class RecordReader:
         trouble: why the record that lies at the path now is not read; None where nothing is wrong.
     """
 
-    def __init__(self, record: _Record, path: Path | None, clock: Callable[[], int]) -> None:
+    def __init__(self, record: RecordView, path: Path | None, clock: Callable[[], int]) -> None:
         """For `open` and `of`."""
-        self._record: _Record | None = record
+        self._record: RecordView | None = record
         self._path = path
         self._clock = clock
         self._looked_ns = clock()
@@ -221,12 +219,12 @@ class RecordReader:
         Raises RecordMissing where there is none, RecordError where it cannot be read, or could be another user's bait:
         not root's nor this user's (except in the machine's own directory), a link, or writable by others.
         """
-        return cls(_opened(Path(path)), Path(path), clock)
+        return cls(open_view(Path(path)), Path(path), clock)
 
     @classmethod
     def of(cls, writer: RecordWriter, *, clock: Callable[[], int] = time.monotonic_ns) -> Self:
         """Read what a writer in this process has in its memory, also after it was closed."""
-        return cls(_Record(writer._open(), "the monitor's record"), None, clock)
+        return cls(RecordView(writer._open(), "the monitor's record"), None, clock)
 
     @property
     def monitor_pid(self) -> int:
@@ -278,7 +276,7 @@ class RecordReader:
 
     def snapshot(self, now_ns: int | None = None) -> Snapshot:
         """Everything; `now_ns` is its time, by default the time after reading. Each slot is consistent by itself."""
-        record, devices = self._settled(_all_devices, now_ns)
+        record, devices = self._settled(all_devices, now_ns)
         at_ns = self._clock() if now_ns is None else now_ns
         return Snapshot(
             at_ns, record.source, record.pid, record.started_ns, devices,
@@ -295,7 +293,7 @@ class RecordReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _current(self, now_ns: int | None = None) -> tuple[_Record, memoryview | None]:
+    def _current(self, now_ns: int | None = None) -> tuple[RecordView, memoryview | None]:
         """The record to read, with its words: its successor, if its monitor is silent and there is one."""
         record = self._record
         if record is None:
@@ -307,7 +305,7 @@ class RecordReader:
         if record.is_live(words, self._clock, now_ns):
             return record, words
         now_ns = self._clock() if now_ns is None else now_ns
-        if self._path is None or now_ns - self._looked_ns < _LOOK_EVERY_NS:
+        if self._path is None or now_ns - self._looked_ns < LOOK_EVERY_NS:
             return record, words
         self._looked_ns = now_ns
         successor = self._successor(self._path, record)
@@ -315,13 +313,13 @@ class RecordReader:
             self._record = successor
         return successor, successor.words()
 
-    def _successor(self, path: Path, record: _Record) -> _Record:
+    def _successor(self, path: Path, record: RecordView) -> RecordView:
         """What lies at the path now; `record` where that is the same, or nothing, or cannot be read."""
         self.trouble = None
         try:
             if record.is_at(path):
                 return record
-            successor = _opened(path)
+            successor = open_view(path)
         except (FileNotFoundError, RecordMissing):
             return record
         except (OSError, RecordError) as error:
@@ -330,8 +328,8 @@ class RecordReader:
         return successor if successor.has_beaten() else record  # one that has not may not know its devices yet
 
     def _settled(
-        self, read: Callable[[_Table, memoryview | None], T | None], now_ns: int | None = None
-    ) -> tuple[_Record, T]:
+        self, read: Callable[[Table, memoryview | None], T | None], now_ns: int | None = None
+    ) -> tuple[RecordView, T]:
         """What `read` finds by the table in force, as soon as the writer lets it, and in which record."""
         for _ in range(1 if self._path is None else _PAUSES):
             record, words = self._current(now_ns)
@@ -342,7 +340,7 @@ class RecordReader:
         raise damaged(record.name)
 
     def _found(
-        self, record: _Record, words: memoryview | None, read: Callable[[_Table, memoryview | None], T | None]
+        self, record: RecordView, words: memoryview | None, read: Callable[[Table, memoryview | None], T | None]
     ) -> T | None:
         """What `read` finds in a record, or found there last; None where that is nothing."""
         for _ in range(_TRIES):
@@ -360,127 +358,6 @@ class RecordReader:
             return None if table is None else read(table, None)
         except layout.Truncated:
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One device of the table, with where it is read."""
-
-    info: DeviceInfo
-    memory: layout.Cell[DeviceMemory]
-    detail: layout.Cell[DeviceDetail]
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The devices of a record."""
-
-    infos: tuple[DeviceInfo, ...]
-    entries: dict[str, _Entry]
-    num_words: int  # the first words, down to those of the memory of these devices
-
-    def entry(self, uuid: str) -> _Entry:
-        """Raises NoSuchDevice, which names those that there are."""
-        entry = self.entries.get(uuid)
-        if entry is None:
-            there = ", ".join(f"{info.uuid} ({info.index})" for info in self.infos) or "none"
-            raise NoSuchDevice(f"no device {uuid!r} is watched; there are: {there}")
-        return entry
-
-
-def _read_table(read: layout.ReadBytes, payload: bytes) -> _Table:
-    """Raises Malformed."""
-    entries = {}
-    for slot, generation, info in codec.table_from_bytes(payload):
-        if not 0 <= slot < layout.NUM_SLOTS:
-            raise codec.Malformed
-        memory = layout.Cell(read, layout.MEMORY[slot], generation, codec.memory_from_bytes)
-        detail = layout.Cell(read, layout.DETAIL[slot], generation, codec.detail_from_bytes)
-        entries[info.uuid] = _Entry(info, memory, detail)
-    words = [entry.memory.place.sequence for entry in entries.values()]
-    num_words = max(words, default=layout.NUM_COMMON_WORDS - 1) + 1
-    return _Table(tuple(entry.info for entry in entries.values()), entries, num_words)
-
-
-def _all_devices(table: _Table, words: memoryview | None) -> tuple[Device, ...] | None:
-    """None if one of them could not be read: try again."""
-    devices = []
-    for entry in table.entries.values():
-        memory, detail = entry.memory.read(words), entry.detail.read(words)
-        if memory is None or detail is None:
-            return None
-        devices.append(Device(entry.info, memory, detail))
-    return tuple(devices)
-
-
-class _Record:
-    """A record as it is read."""
-
-    def __init__(self, origin: layout.SharedBytes | OpenRecord, name: str) -> None:
-        """Raises RecordError where the header is damaged."""
-        self.name = name
-        self._origin = origin  # keeps the file open
-        self._read: layout.ReadBytes = origin.read
-        try:
-            self.pid, self.start_ticks, self.started_ns, self.source = layout.read_header(self._read)
-        except (codec.Malformed, OSError) as error:
-            raise damaged(name) from error
-        self.table = layout.Cell(self._read, layout.TABLE, 0, partial(_read_table, self._read))
-        self._beat_at_ns = 0  # the last heartbeat that was seen
-
-    def is_at(self, path: Path) -> bool:
-        """Whether its file is the one that lies there. Raises OSError."""
-        return isinstance(self._origin, OpenRecord) and self._origin.identity == identity(os.stat(path))
-
-    def words(self) -> memoryview | None:
-        """A copy of the first words: of the heartbeat, the table and the memory; None where the file does not give them."""
-        table = self.table.last
-        try:
-            words = layout.load_words(self._read, 0, layout.NUM_COMMON_WORDS if table is None else table[1].num_words)
-        except (layout.Truncated, OSError):
-            return None
-        self._beat_at_ns = words[layout.BEAT_AT_NS]
-        return words
-
-    def current_memory(self, uuid: str, now_ns: int) -> DeviceMemory | None:
-        """What was read last of a device, while the monitor's next answer is not due; else None.
-
-        Most calls of `RecordReader.memory` come to this, which is therefore short: after a step of an engine its code has
-        left the caches, and each function costs about a microsecond, a system call several.
-        """
-        table = self.table.last
-        entry = None if table is None else table[1].entries.get(uuid)
-        last = None if entry is None else entry.memory.last
-        if last is None:
-            return None
-        memory = last[1]
-        # An eighth sooner than an interval, since this answer may have been late; and a long interval may be shortened.
-        return memory if 0 <= now_ns - memory.at_ns < min(memory.interval_ns, _LOOK_EVERY_NS) * 7 // 8 else None
-
-    def has_beaten(self) -> bool:
-        """Whether its monitor was ready once."""
-        words = self.words()
-        return words is not None and words[layout.BEAT_INTERVAL_NS] > 0
-
-    def is_live(self, words: memoryview | None, clock: Callable[[], int], now_ns: int | None) -> bool:
-        """Not ended, and beaten lately, by words that were loaded before the clock: a later beat would be of the future."""
-        if words is None or words[layout.ENDED]:
-            return False
-        age_ns = (clock() if now_ns is None else now_ns) - words[layout.BEAT_AT_NS]
-        return 0 <= age_ns <= STALE_AFTER_INTERVALS * words[layout.BEAT_INTERVAL_NS]
-
-    def silent_ns(self, clock: Callable[[], int], now_ns: int | None) -> int | None:
-        """For how long nothing was heard of the monitor; None while it is live."""
-        if self.is_live(self.words(), clock, now_ns):
-            return None
-        now_ns = clock() if now_ns is None else now_ns
-        return max(0, now_ns - max(self._beat_at_ns, self.started_ns))
-
-
-def _opened(path: Path) -> _Record:
-    """The record at `path`. Raises RecordMissing, RecordError."""
-    origin = OpenRecord(path)
-    return _Record(origin, origin.name)
 
 
 def _start_ticks() -> int | None:
