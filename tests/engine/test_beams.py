@@ -77,9 +77,10 @@ def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) 
             for other in searches[end.request_id].finish(end, 0.0):
                 engine.core.abort(other)
         for request_id, candidates in emissions.candidates:
-            moves, dropped = searches[request_id].take(request_id, candidates)
-            scheduler.steer(moves)
-            for other in dropped:
+            moves, others = searches[request_id].take(request_id, candidates)
+            if moves:
+                scheduler.steer(moves, spare=others)
+            for other in others if not moves else ():
                 engine.core.abort(other, "stop")
         scheduler.check_invariants()
     assert scheduler.cache.counts().live == 0, "blocks are left"

@@ -1,8 +1,8 @@
 """One request never ends another: a fault at any call of a step ends the requests it concerns, and no other.
 
-A mixed load (greedy and drawn, penalties, a processor, log-probabilities, forks, beams, a regular expression, stop strings; a pool
-so small that requests are preempted and swapped) is served while one function raises: once, or at every call. Without the
-fault the outputs are the oracle: in float32 the requests that a fault does not concern have the same tokens.
+A mixed load (greedy and drawn, penalties, a processor, log-probabilities, forks, beams, a regular expression, stop strings; a
+pool so small that requests are preempted and swapped) is served while one function raises: once, or at every call. Without
+the fault the outputs are the oracle: in float32 the requests that a fault does not concern have the same tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagetide.cache.storage import Storage
 from pagetide.cli import main
+from pagetide.engine import build as build_module
 from pagetide.engine import runner as runner_module
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.beams import BeamSearch
@@ -28,7 +29,7 @@ from pagetide.engine.constraints import Constraints
 from pagetide.engine.host_pool import HostPool
 from pagetide.engine.sampler import Sampler
 from pagetide.engine.text import Detokenizer
-from pagetide.engine.transfers import Download, Upload
+from pagetide.engine.transfers import Upload
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
@@ -137,7 +138,9 @@ def planted(owner: Any, name: str, first: int, always: bool) -> Iterator[Fault]:
         return fault(*args, **kwargs)
 
     method.__name__ = name
-    own = name in vars(owner)
+    if hasattr(inner, "forward"):  # a model, whose parameters matter
+        method.forward = inner.forward  # type: ignore[attr-defined]
+    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
     setattr(owner, name, method)
     try:
         yield fault
@@ -167,7 +170,9 @@ def expected(llm: LLM) -> dict[str, RequestOutput]:
     return {one.prompt: output for one, output in zip(LOAD, outputs, strict=True)}
 
 
-def check(outputs: list[RequestOutput], load: list[Ask], expected: dict[str, RequestOutput], concerns: str | None) -> int:
+def check(
+    outputs: list[RequestOutput], load: list[Ask], expected: dict[str, RequestOutput], concerns: str | None
+) -> int:
     """Only requests that need what the fault `concerns` may end with it. Returns how many did."""
     num_ended = 0
     for one, output in zip(load, outputs, strict=True):
@@ -236,3 +241,70 @@ def test_a_processor_that_raises_ends_its_own_request(llm: LLM, expected, always
     ]
     assert check(served(llm, load), load, expected, "processor") == 1
     check_clean(llm, expected)
+
+
+CALLERS = [
+    "model", "beams, choice", "host copies",
+    *(pytest.param(name, marks=pytest.mark.stress) for name in ("sampler, drawing", "constraint, masks", "map", "text")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["once", "always"])
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_fault_with_tasks_and_streams(expected, name: str, always: bool, caplog) -> None:
+    """As above, of an `AsyncLLM`: each request is a task of its own, and every second one is streamed."""
+    point = POINTS[name]
+
+    async def one(llm: AsyncLLM, place: int, what: Ask) -> RequestOutput:
+        if place % 2:
+            (output,) = await llm.generate(what.prompt, what.params)
+            return output
+        chunks = [chunk async for chunk in llm.stream(what.prompt, what.params)]
+        assert chunks[-1].output is not None
+        return chunks[-1].output
+
+    async def life() -> list[RequestOutput]:
+        async with AsyncLLM("demo", **ENGINE) as llm:
+            with planted(point.owner(llm._desk.open()), point.name, 1, always) as fault:
+                outputs = await asyncio.gather(*(one(llm, i, what) for i, what in enumerate(LOAD)))
+            assert fault.num_raised
+            again = await asyncio.gather(*(one(llm, i, what) for i, what in enumerate(LOAD[:4])))
+            assert check(again, LOAD[:4], expected, None) == 0
+            return outputs
+
+    ended = check(asyncio.run(life()), LOAD, expected, point.always if always else point.once)
+    assert bool(ended) == (point.always is not None) if always else ended <= 2
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["once", "always"])
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_fault_in_a_batch_run(expected, tmp_path: Path, name: str, always: bool, capsys, caplog) -> None:
+    """As above, of `pagetide run`, without what cannot be written to a file."""
+    point, source, target = POINTS[name], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": one.prompt, **one.sampling}) + "\n" for one in PLAIN))
+    flags = [f"--{key.replace('_', '-')}={_as_flag(value)}" for key, value in ENGINE.items() if key != "share"]
+    build = build_module.build
+
+    def building(config: Any) -> Engine:
+        engine = build(config)
+        stack.enter_context(planted(point.owner(engine), point.name, 1, always))
+        return engine
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagetide.engine.desk.build", building)
+        status = main(["run", "--model=demo", "--no-share", f"--input={source}", f"--output={target}", *flags])
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(records) == len(PLAIN)
+    concerns, num_ended = point.always if always else point.once, 0
+    for one, record in zip(PLAIN, records, strict=True):
+        if record.get("error"):
+            assert concerns in one.needs and CAUSE in json.dumps(record), record
+            num_ended += 1
+        else:
+            assert record["text"] == expected[one.prompt].text
+    assert bool(num_ended) == (point.always is not None) if always else num_ended <= 1
+    assert (status == 0) == (num_ended == 0)
+
+
+def _as_flag(value: Any) -> str:
+    return ",".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
