@@ -170,7 +170,7 @@ class Door:
     def _fits(self, sequence: Sequence, start: Start, step: int, decisions: Decisions) -> bool:
         """Whether the sequence fits now and, unless it would be alone, everybody's growth does as forecast."""
         cache, needed, room, peak = self._size.cache, start.num_blocks, self._room, None
-        usable = min(cache.usable - self._withheld, self._size.limit_blocks) - cache.counts().in_flight
+        usable = min(cache.usable - self._withheld, self._size.limit_blocks)
         if needed <= room:
             goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
             if not self._running or not self._forecasts() or goes_on:  # with a seat that it has just had
@@ -186,10 +186,13 @@ class Door:
 
     @property
     def _room(self) -> int:
-        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above what is in use."""
+        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above the blocks that
+        sequences hold. Blocks in flight are held by nobody: they are free when the copies of this step are done.
+        """
         cache = self._size.cache
         available = cache.available
-        return min(available - self._withheld, self._size.limit_blocks - (cache.usable - available))
+        held = cache.usable - available - cache.landing
+        return min(available - self._withheld, self._size.limit_blocks - held)
 
 
 def check_request(request: Request, here: Mapping[str, Sequence], max_model_len: int, cache: CacheManager) -> None:

@@ -553,3 +553,44 @@ def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
     world.run()
     world.check_outputs()
     world.check_empty()
+
+
+def test_blocks_in_flight_are_not_held_against_the_limit():
+    """Blocks have moved whose sequences end before the copies are made: they come free with these, and a newcomer that the
+    limit leaves room for computes in the same step.
+    """
+    world = elastic(3)
+    for name in ("gone", "a", "b"):
+        world.add(name, 9, max_new=30)  # 3 blocks each
+    world.step()
+    world.abort("gone")
+    assert (world.scheduler.give_back(1), world.scheduler.grow(1)) == (1, 1), "two blocks move, the extent stays"
+    world.abort("a")
+    world.abort("b")
+    world.scheduler.limit_blocks = 5
+    world.add("new", 18, max_new=2)  # 5 blocks
+    plan = world.schedule()
+    assert (world.cache.counts().in_flight, len(plan.copies.sources)) == (4, 2)
+    assert [new.request_id for new in plan.admitted] == ["new"]
+    assert world.used == 5
+    world.finish(plan)
+    world.run()
+    world.check_outputs(but=("gone", "a", "b"))
+
+
+def test_blocks_in_flight_are_room_to_grow_in():
+    """What the forecast compares with is the pool as it is when the copies are done."""
+    world = elastic(3, forecast=True)
+    for name in ("gone", "a", "b"):
+        world.add(name, 9, max_new=3)
+    world.step()
+    world.abort("gone")
+    assert (world.scheduler.give_back(1), world.scheduler.grow(1)) == (1, 1)
+    world.abort("b")
+    world.add("new", 13, max_new=8)  # up to 6 blocks, beside 3 of a
+    plan = world.schedule()
+    assert (world.cache.usable, world.cache.counts().in_flight) == (11, 4)
+    assert [new.request_id for new in plan.admitted] == ["new"]
+    world.finish(plan)
+    world.run()
+    world.check_outputs(but=("gone", "b"))
