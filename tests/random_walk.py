@@ -3,12 +3,14 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
 go is swapped out and in; now and then swapping is not worth it, or the host has no memory. Ahead, a step is mostly planned
-while the one before is out, and anything may happen in between. With faults some chunks are deferred and some copies fail.
+while the one before is out, and anything may happen in between. In a faulty walk some chunks are deferred and some copies
+fail.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,33 +20,38 @@ from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import OutOfTurn, PromptTooLong, RequestRejected
 
 
-def walk(
-    seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False, faults: bool = False
-) -> World:  # fmt: skip
-    """`events` random events in a random small world, then the rest is run to its end and everything is checked."""
-    rng = np.random.default_rng(seed)
-    usable = int(rng.integers(2, 24))
-    return _walk(
-        rng, events, usable=usable, caching=caching or host, host_slots=_slots(rng, host), ahead=ahead, faults=faults
+VARIANTS = tuple(
+    "-".join(words)
+    for words in product(
+        ("fixed", "elastic"), ("bare", "prefixes", "host"), ("alternate", "ahead"), ("sound", "faulty")
     )
+)
 
 
-def elastic_walk(
-    seed: int, events: int, caching: bool = False, host: bool = False, ahead: bool = False, faults: bool = False
-) -> World:  # fmt: skip
-    """The same over a pool of extents that come and go; in the end all of it is mapped."""
+def walk(seed: int, variant: str, events: int) -> World:
+    """`events` random events in a random small world, then the rest is run to its end and everything is checked.
+
+    `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
+    a host tier too; whether plans and results alternate or steps are planned ahead; and whether chunks and copies fail.
+    """
+    pool, kept, order, faults = variant.split("-")
     rng = np.random.default_rng(seed)
-    slots = _slots(rng, host)
-    per, num_extents = int(rng.integers(1, 7)), int(rng.integers(3, 10))
-    return _walk(
-        rng, events, usable=per * num_extents - 1, tides=float(rng.choice([0.03, 0.2, 0.6])),
-        blocks_per_extent=per, num_mapped=int(rng.integers(1, num_extents + 1)), caching=caching or host,
-        host_slots=slots, ahead=ahead, faults=faults,
-    )  # fmt: skip
+    if pool == "fixed":
+        usable = int(rng.integers(2, 24))
+        shape = {"usable": usable, "host_slots": _slots(rng, kept)}
+    else:
+        slots = _slots(rng, kept)
+        per, num_extents = int(rng.integers(1, 7)), int(rng.integers(3, 10))
+        tides = float(rng.choice([0.03, 0.2, 0.6]))
+        shape = {
+            "usable": per * num_extents - 1, "tides": tides, "blocks_per_extent": per,
+            "num_mapped": int(rng.integers(1, num_extents + 1)), "host_slots": slots,
+        }  # fmt: skip
+    return _walk(rng, events, **shape, caching=kept != "bare", ahead=order == "ahead", faults=faults == "faulty")
 
 
-def _slots(rng: np.random.Generator, host: bool) -> int:
-    return int(rng.integers(1, 13)) if host else 0
+def _slots(rng: np.random.Generator, kept: str) -> int:
+    return int(rng.integers(1, 13)) if kept == "host" else 0
 
 
 def _walk(

@@ -5,40 +5,37 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_walk import elastic_walk, walk
+from random_walk import VARIANTS, walk
 
 
-@settings(max_examples=24, deadline=None)
-@given(seed=st.integers(0, 2**32), ahead=st.booleans())
-def test_any_seed(seed, ahead):
-    walk(seed, events=120, ahead=ahead)
+def of(*words: str) -> list[str]:
+    """The variants that have all of `words`."""
+    return [variant for variant in VARIANTS if set(words) <= set(variant.split("-"))]
 
 
-@pytest.mark.parametrize("kept", [{"caching": True}, {"host": True}], ids=["prefixes cached", "a host tier"])
-@pytest.mark.parametrize("live", [walk, elastic_walk])
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 2**32), ahead=st.booleans())
-def test_any_seed_with_what_was_computed_kept(live, kept, seed, ahead):
-    live(seed, events=120, ahead=ahead, **kept)
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_seed(variant, seed):
+    walk(seed, variant, events=120)
 
 
 def test_the_walks_really_swap():
-    worlds = [some(seed, events=300, host=True) for seed in range(4) for some in (walk, elastic_walk)]
-    stats = [world.scheduler.stats for world in worlds]
+    stats = [walk(seed, v, events=300).scheduler.stats for seed in range(4) for v in of("host", "alternate")]
     assert sum(s.demoted_blocks for s in stats) > 200
     assert sum(s.promoted_blocks for s in stats) > 50
     assert sum(s.preemptions for s in stats) > 25
 
 
 def test_the_walks_really_find_prefixes():
-    worlds = [some(seed, events=300, caching=True) for seed in range(3) for some in (walk, elastic_walk)]
+    worlds = [walk(seed, v, events=300) for seed in range(3) for v in of("prefixes", "alternate")]
     assert sum(world.scheduler.stats.prefix_hit_tokens for world in worlds) > 500
     assert sum(world.scheduler.stats.preemptions for world in worlds) > 25
 
 
-@pytest.mark.parametrize("live", [walk, elastic_walk])
-def test_the_walks_really_go_ahead(live):
-    worlds = [live(seed, events=200, host=host, ahead=True) for seed in range(4) for host in (False, True)]
+@pytest.mark.parametrize("pool", ["fixed", "elastic"])
+def test_the_walks_really_go_ahead(pool):
+    worlds = [walk(seed, f"{pool}-{kept}-ahead-sound", events=200) for seed in range(4) for kept in ("bare", "host")]
     assert sum(len(world.planned_ahead) for world in worlds) > 400
     assert sum(world.num_left for world in worlds) > 10, "sequences that ended with a plan out behind them"
     assert sum(plan.swaps is not None for world in worlds for plan in world.planned_ahead) > 20
@@ -46,21 +43,16 @@ def test_the_walks_really_go_ahead(live):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_fixed_seeds_meet_pressure(seed):
-    walk(seed, events=400)
+    walk(seed, "fixed-bare-alternate-sound", events=400)
 
 
 def test_the_walks_really_preempt():
-    assert sum(walk(seed, events=300).scheduler.stats.preemptions for seed in range(14)) > 20
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), ahead=st.booleans())
-def test_any_seed_in_an_elastic_pool(seed, ahead):
-    elastic_walk(seed, events=150, ahead=ahead)
+    worlds = [walk(seed, "fixed-bare-alternate-sound", events=300) for seed in range(14)]
+    assert sum(world.scheduler.stats.preemptions for world in worlds) > 20
 
 
 def test_the_elastic_walks_really_move_and_refuse():
-    stats = [elastic_walk(seed, events=400).scheduler.stats for seed in range(12)]
+    stats = [walk(seed, "elastic-bare-alternate-sound", events=400).scheduler.stats for seed in range(12)]
     for counter, least in {
         "preemptions": 30, "grown_extents": 100, "given_back_extents": 100, "moved_blocks": 30, "refused_resizes": 10
     }.items():  # fmt: skip
