@@ -19,7 +19,6 @@ from fakes import VOCAB, World, continuation, fake_logprob
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import OutOfTurn, PromptTooLong, RequestRejected
 
-
 VARIANTS = tuple(
     "-".join(words)
     for words in product(
