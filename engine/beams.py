@@ -219,6 +219,7 @@ class BeamTickets:
         self.tickets = tickets
         self._running = {request.request_id for request in requests}
         self._preemptions = 0
+        self._num_cached_tokens: int | None = None
         self._end: FinishReason | None = None  # why it ended before the search was over
         self._error: str | None = None
 
@@ -256,6 +257,8 @@ class BeamTickets:
         """
         self._running.discard(finished.request_id)
         self._preemptions += finished.num_preemptions
+        if finished.num_cached_tokens is not None:  # the same of all
+            self._num_cached_tokens = finished.num_cached_tokens
         dropped = finished.reason == "stop"  # its place was needed no more
         if not dropped and not self.search.over and self._end is None:
             self._end, self._error = finished.reason, finished.error
@@ -276,5 +279,8 @@ class BeamTickets:
             for token in tokens:
                 ticket.push(token, now)
             reason: FinishReason = self._end or (found.reason if found is not None else "length")
-            ids = np.array(tokens, np.int32)
-            ticket.finish(Finished(ticket.request.request_id, reason, ids, self._preemptions, self._error), now)
+            end = Finished(
+                ticket.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
+                self._num_cached_tokens,
+            )  # fmt: skip
+            ticket.finish(end, now)

@@ -100,6 +100,11 @@ class Engine:
                 "lookups": counters.prefix_lookups,
                 "lookup_tokens": counters.prefix_lookup_tokens,
                 "hit_tokens": counters.prefix_hit_tokens,
+                "resumed": {
+                    "lookups": counters.resumed_lookups,
+                    "lookup_tokens": counters.resumed_lookup_tokens,
+                    "hit_tokens": counters.resumed_hit_tokens,
+                },
                 "findable_blocks": scheduler.cache.index.num_nodes,
             },
             "host_tier": self._host_tier(),

@@ -257,8 +257,9 @@ class Desk:
             self.searches.pop(one, None)
         if search is None:
             return [ticket], withdrawn[0]
-        preemptions = sum(end.num_preemptions for end in withdrawn)
-        return list(search.tickets), Finished(name, "aborted", NO_TOKENS, preemptions)  # it begins anew
+        preemptions, found = sum(end.num_preemptions for end in withdrawn), withdrawn[0].num_cached_tokens
+        end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)  # it begins anew
+        return list(search.tickets), end
 
     def each(
         self,

@@ -22,10 +22,12 @@ from .outputs import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+_NEW = {2: ("num_cached_tokens",)}  # keys that came with a version; what is older is read without them
 _KEYS = (
     "version", "model", "vocab_size", "prompt", "prompt_token_ids", "token_ids", "sampling", "index", "priority", "cache_salt",
-    "num_told_tokens", "num_told_characters", "num_preemptions", "first_token_s", "total_s", "logprobs", "prompt_logprobs",
+    "num_told_tokens", "num_told_characters", "num_preemptions", "num_cached_tokens", "first_token_s", "total_s", "logprobs",
+    "prompt_logprobs",
 )  # fmt: skip
 _SETTINGS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
@@ -40,7 +42,8 @@ class Handover:
     """A request as it is between two steps. `params` say all that is to be known: see `settled`.
 
     Of `token_ids` the first `num_told_tokens` were given to whoever reads the stream, of their text `num_told_characters`.
-    Seconds and preemptions are those so far; the log-probabilities are those of `token_ids`, and of the prompt's from the
+    Seconds and preemptions are those so far. `num_cached_tokens` (`Finished`) is None where the prompt was not admitted yet, or
+    the data are of a version that does not say. The log-probabilities are those of `token_ids`, and of the prompt's from the
     second on, as far as they were computed; None where nobody asked.
     """
 
@@ -54,6 +57,7 @@ class Handover:
     num_told_tokens: int
     num_told_characters: int
     num_preemptions: int
+    num_cached_tokens: int | None
     first_token_s: float | None
     total_s: float
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -80,7 +84,7 @@ class Handover:
         values = (
             VERSION, model, vocab_size, self.prompt, self.prompt_token_ids.tolist(), self.token_ids.tolist(), settings,
             self.index, self.priority, self.cache_salt, self.num_told_tokens, self.num_told_characters, self.num_preemptions,
-            self.first_token_s, self.total_s, _told(self.logprobs), _told(self.prompt_logprobs),
+            self.num_cached_tokens, self.first_token_s, self.total_s, _told(self.logprobs), _told(self.prompt_logprobs),
         )  # fmt: skip
         return dict(zip(_KEYS, values, strict=True))
 
@@ -95,12 +99,15 @@ class Handover:
             raise RequestRejected(
                 f"what was handed over must be a mapping, as export gives it, got {type(data).__name__}"
             )
-        if data.get("version") != VERSION or isinstance(data["version"], bool):
+        version = data.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
             raise RequestRejected(
-                f"what was handed over has the version {data.get('version')!r}, and this process reads version {VERSION}: let "
-                f"both have the same release of pagetide"
+                f"what was handed over has the version {version!r}, and this process reads versions 1 to {VERSION}: let both "
+                f"have the same release of pagetide"
             )
-        _check_keys("what was handed over", data, _KEYS, every=True)
+        newer = [key for since, keys in _NEW.items() if since > version for key in keys]
+        _check_keys("what was handed over", data, [key for key in _KEYS if key not in newer], every=True)
+        data = {**dict.fromkeys(newer), **data}
         _check_model(data, model, vocab_size)
         _check(data, "prompt", str, optional=True)
         _check(data, "cache_salt", str, optional=True)
@@ -113,6 +120,8 @@ class Handover:
             ("num_preemptions", None),
         ):
             _check_count(data, name, most)
+        if data["num_cached_tokens"] is not None:
+            _check_count(data, "num_cached_tokens", len(prompt_token_ids))
         _check_seconds(data, "total_s")
         if data["first_token_s"] is not None:
             _check_seconds(data, "first_token_s")
@@ -132,6 +141,7 @@ class Handover:
             num_told_tokens=data["num_told_tokens"],
             num_told_characters=data["num_told_characters"],
             num_preemptions=data["num_preemptions"],
+            num_cached_tokens=data["num_cached_tokens"],
             first_token_s=data["first_token_s"],
             total_s=data["total_s"],
             logprobs=_read(data, "logprobs", params.logprobs, token_ids, vocab_size),

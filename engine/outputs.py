@@ -52,6 +52,10 @@ class RequestOutput:
     """A finished request: the `n` continuations that were asked for, with `best_of` the best first. The properties are those of
     the first.
 
+    `num_cached_tokens` is how many of `prompt_token_ids` the prefix cache had when it was first admitted; these were not
+    computed. It is 0 for a prompt that was never admitted, and one number for all continuations and beams: those after the
+    first share what the first one finds and computes. A request that was handed over keeps the number of its first engine.
+
     `prompt_logprobs` has one of each of `prompt_token_ids`, None for the first one, which nothing is before. It is None where
     nobody asked, and ends where the prompt's computation did, if the request was ended before.
     """
@@ -61,6 +65,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str | None:

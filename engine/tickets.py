@@ -38,6 +38,7 @@ class Ticket:
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
         self._num_preemptions = 0  # elsewhere, before it was handed over
+        self.num_cached_tokens: int | None = None  # of the prompt, when it was first admitted, here or elsewhere
         self._failure: str | None = None  # why there is no more text
 
     def score(self, scores: Scores) -> None:
@@ -63,6 +64,7 @@ class Ticket:
         """The request has ended: this is what became of it. Where that cannot be said in full, it is an error."""
         tokens = finished.token_ids.tolist()
         logprobs, total = None, None
+        self._admitted_with(finished)
         try:
             if self._text is not None and self._failure is None:
                 self._read(tokens if not self._eager else [], last=True)
@@ -87,6 +89,7 @@ class Ticket:
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:
         """The request goes on elsewhere. Here it ends with what chunks have given; the rest is given there."""
         answer, told = self.answer, self._num_taken
+        self._admitted_with(withdrawn)
         text = None if self._text is None else self._text.text[: self._num_characters]
         logprobs = self._logprobs(0, told)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
@@ -113,6 +116,7 @@ class Ticket:
             num_told_tokens=told,
             num_told_characters=len(text or ""),
             num_preemptions=num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
             first_token_s=timings.first_token_s,
             total_s=timings.total_s,
             logprobs=self._logprobs(0, len(withdrawn.token_ids)),
@@ -123,6 +127,7 @@ class Ticket:
         """Begin with what it came to elsewhere. Raises RequestRejected where the text is at its end, or another one."""
         tokens, told = before.token_ids.tolist(), before.num_told_tokens
         self._num_preemptions = before.num_preemptions
+        self.num_cached_tokens = before.num_cached_tokens
         if before.first_token_s is not None:
             self._first_token_at = self.request.arrival + before.first_token_s
         if before.prompt_logprobs is not None:
@@ -140,6 +145,11 @@ class Ticket:
                 raise RequestRejected(f"its tokens have another text here: {self._failure or 'it is shorter'}")
             self._new_text = [text[before.num_told_characters :]]
         self._num_taken, self._new = told, tokens[told:]
+
+    def _admitted_with(self, end: Finished) -> None:
+        """Keep what the prompt was first admitted with, unless that was elsewhere."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = end.num_cached_tokens
 
     @property
     def _num_characters(self) -> int:
@@ -219,7 +229,7 @@ class Answer:
             completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # of equals the first stays first
         return RequestOutput(
             first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
-            self.tickets[0].prompt_logprobs,
+            self.tickets[0].prompt_logprobs, self.tickets[0].num_cached_tokens or 0,
         )  # fmt: skip
 
 

@@ -11,13 +11,19 @@ from .sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A request's end: why, and everything it generated."""
+    """A request's end: why, and everything it generated.
+
+    `num_cached_tokens` is how many tokens of the prompt the prefix cache had, on the device or the host, when the request was
+    first admitted; None when it never was. A fork has the number of the family: the prompt is looked up once, when the first
+    of them is admitted, and what the others share of it are no cached tokens.
+    """
 
     request_id: str
     reason: FinishReason
     token_ids: Int32
     num_preemptions: int
     error: str | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,13 @@ class Emissions:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start. The scheduler mutates them."""
+    """Counters since the start. The scheduler mutates them.
+
+    The prefix lookups are those of prompts that are new here: how many, of how many tokens, of which so many were found. The
+    resumed lookups are those of requests that had begun: preempted ones, ones that were handed over, and forks that are
+    admitted without their leader. Most of what these find they computed themselves, so they tell nothing of how often
+    prompts begin alike.
+    """
 
     steps: int = 0
     computed_tokens: int = 0
@@ -57,6 +69,20 @@ class Stats:
     prefix_lookups: int = 0
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
+    resumed_lookups: int = 0
+    resumed_lookup_tokens: int = 0
+    resumed_hit_tokens: int = 0
     forks: int = 0  # sequences that began with the blocks of another one
     demoted_blocks: int = 0  # copied to the host tier
     promoted_blocks: int = 0  # copied back
+
+    def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
+        """A sequence of so many tokens was admitted, of which so many were found; `is_new` says whether its prompt is."""
+        if is_new:
+            self.prefix_lookups += 1
+            self.prefix_lookup_tokens += num_tokens
+            self.prefix_hit_tokens += num_hit
+        else:
+            self.resumed_lookups += 1
+            self.resumed_lookup_tokens += num_tokens
+            self.resumed_hit_tokens += num_hit

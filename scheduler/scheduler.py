@@ -112,7 +112,8 @@ class Scheduler:
             prompt = len(sequence.request.prompt_token_ids)
             tokens = self._running.tokens_of(sequence)
             if request_id not in told:
-                ends.append(Finished(request_id, "error", tokens[prompt:], sequence.preemptions, error))
+                found = sequence.root.num_cached_tokens
+                ends.append(Finished(request_id, "error", tokens[prompt:], sequence.preemptions, error, found))
         return fresh, Emissions(self.stats.steps, [], [], tuple(ends))
 
     @property
@@ -496,16 +497,17 @@ class Scheduler:
     def _seat(self, sequence: Sequence, start: Start) -> bool:
         """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
         extension = self._running.seat(sequence, start)
+        request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
+        is_new = root.num_cached_tokens is None
+        if is_new:
+            root.num_cached_tokens = min(num_hit, len(request.prompt_token_ids))
         if start.leader_row is not None:
             self.stats.forks += 1
         elif sequence.chain is not None:
-            self.stats.prefix_lookups += 1
-            self.stats.prefix_lookup_tokens += len(sequence.tokens)
-            self.stats.prefix_hit_tokens += start.hit.num_tokens
+            self.stats.looked_up(len(sequence.tokens), num_hit, is_new and not len(request.generated))
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
-            name = sequence.request.request_id
-            self.decisions.returned(self.stats.steps, name, sequence.computed, extension.num_computed)
+            self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
         return extension.waits
 
     def _check_turn(self, num_extents: int) -> None:
@@ -637,5 +639,6 @@ class Scheduler:
         if reason in ("stop", "length"):
             prompt = len(request.prompt_token_ids)
             self.forecast.observe(len(generated), self.rows.limit_of(prompt, request.sampling) - prompt)
-        self._finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error))
+        found = sequence.root.num_cached_tokens
+        self._finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error, found))
         del self._sequences[request.request_id]

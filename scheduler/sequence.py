@@ -15,8 +15,8 @@ class Sequence:
     """A request in a row, or waiting with the tokens known of it. The scheduler mutates it."""
 
     __slots__ = (
-        "behind", "chain", "computed", "forks", "held", "key", "leader", "marked", "number", "passes", "preemptions",
-        "refused", "request", "root", "row", "scored", "shares", "tokens",
+        "behind", "chain", "computed", "forks", "held", "key", "leader", "marked", "num_cached_tokens", "number", "passes",
+        "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain | None, leader: Sequence | None = None) -> None:
@@ -35,6 +35,7 @@ class Sequence:
         self.leader = leader  # whose first tokens it has, to be shared
         self.shares = len(self.tokens)  # how many of them; NOTHING once it was seated
         self.root: Sequence = self if leader is None else leader.root  # all with the same root have the same prompt
+        self.num_cached_tokens: int | None = None  # of a root: what the first of its family found of the prompt
         self.held = False  # its candidates are told, and nobody has chosen among them
         self.behind = False  # out of the queue, until its leader's prompt is computed
         self.forks: dict[Sequence, None] = {}  # who were not seated yet, in order

@@ -83,6 +83,7 @@ class FakeRunner:
         self.written = np.zeros(num_rows, np.int64)  # tokens of each row, what it found included
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
         self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
+        self.first_starts: dict[str, int] = {}  # by request: where its first chunk began
         self.fail: set[str] = set()
         self.faults: np.random.Generator | None = None
         self.failed_blocks: list[int] = []  # by the plan that is executed
@@ -134,6 +135,7 @@ class FakeRunner:
             if row in self.waits:
                 self.waits.remove(row)
                 self.written[row] = start
+                self.first_starts.setdefault(self.owner[row], start)
                 fresh = [slot for slot in self.taken.pop(row, ()) if slot * self.block_size >= start]
                 self.pool[self.tables[row, fresh]] = POISON
         self._fresh(mapped["mapped"])
@@ -415,6 +417,7 @@ class World:
         for end in emissions.finished:
             assert end.request_id not in self.finished, "a request ended twice"
             self.finished[end.request_id] = end
+            self._check_cached_tokens(end)
             if end.request_id in self.family_of:
                 self._end_family(end)
                 continue
@@ -426,6 +429,14 @@ class World:
         for family in {id(f): f for f in self.family_of.values()}.values():
             family.go_on(self)
         return emissions
+
+    def _check_cached_tokens(self, end: Finished) -> None:
+        """What was found of a prompt was not computed: the first chunk begins behind it. Forks have the number of a family."""
+        request, start = self.requests.get(end.request_id), self.runner.first_starts.get(end.request_id)
+        assert start is None or end.num_cached_tokens is not None, "it was computed and never admitted"
+        if request is None or request.fork_of is not None or start is None or end.num_preemptions:
+            return
+        assert end.num_cached_tokens == min(start, len(request.prompt_token_ids)), "it began elsewhere"
 
     def add_family(self, name: str, prompt: int | np.ndarray, beams: int, max_new: int, **more) -> None:
         """Sequences whose tokens a `Family` chooses."""

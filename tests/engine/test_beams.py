@@ -336,8 +336,8 @@ def test_a_search_hands_on_what_ended_it():
     values = np.array([-0.5, -1.0], np.float32)
     search.take("b", Candidates(0, np.array([7, 8], np.int32), values, values))
     none = np.empty(0, np.int32)
-    assert search.finish(Finished("b.1", "error", none, 1, "the device is gone"), 1.0) == ["b"]
+    assert search.finish(Finished("b.1", "error", none, 1, "the device is gone", 1), 1.0) == ["b"]
     assert search.finish(Finished("b", "aborted", none, 0), 1.0) == []
     completion = answer.output.completions[0]
     assert (completion.finish_reason, completion.error, completion.token_ids) == ("error", "the device is gone", [7])
-    assert completion.num_preemptions == 1
+    assert (completion.num_preemptions, answer.output.num_cached_tokens) == (1, 1)

@@ -68,7 +68,7 @@ def test_same_tokens_as_plain_transformers(way: str) -> None:
         assert engine.generate(inputs[::-1], GREEDY) == expected[::-1], (block_size, chunk, seats, share)
         stats = engine.core.scheduler.stats
         preemptions += stats.preemptions
-        hit_tokens += stats.prefix_hit_tokens
+        hit_tokens += stats.prefix_hit_tokens + stats.resumed_hit_tokens
         promoted += stats.promoted_blocks
     assert preemptions > 0
     assert (hit_tokens > 1000) == (way != "computed again") and (promoted > 50) == (way == "swapped")

@@ -857,7 +857,8 @@ def test_stats_are_plain_data_and_count(saved, load):
     output = list(chunks)[-1].output
     after = llm.stats()
     cached = {"cached": 1, "free": empty["blocks"]["free"] - 1}
-    prefixes = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "findable_blocks": 1}
+    resumed = {"lookups": 0, "lookup_tokens": 0, "hit_tokens": 0}
+    prefixes = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "resumed": resumed, "findable_blocks": 1}
     assert after == empty | {
         "steps": 5, "computed_tokens": 24, "peak_used_blocks": 2,
         "blocks": empty["blocks"] | cached, "prefix_cache": prefixes,
@@ -884,10 +885,26 @@ def test_prefixes_are_found_within_a_salt_and_until_they_are_reset(saved, load):
         llm.generate([prompt], up_to(3), cache_salt=b"a")
 
 
+def test_outputs_say_how_much_of_their_prompt_was_cached(saved, load):
+    llm = load(saved)
+    prompt = list(range(5, 70))
+    one, several, beams = up_to(3), SamplingParams(n=2, max_new_tokens=3), SamplingParams(num_beams=2, max_new_tokens=3)
+    asked = [(65, one), (65, several), (40, beams), (9, one)]
+    outputs = [llm.generate([prompt[:length]], params)[0] for length, params in asked]
+    assert [output.num_cached_tokens for output in outputs] == [0, 64, 32, 0]
+    assert outputs[1].to_dict()["num_cached_tokens"] == 64
+    assert list(llm.stream([prompt], one))[-1].output.num_cached_tokens == 64
+    stats = llm.stats()["prefix_cache"]
+    assert (stats["lookups"], stats["lookup_tokens"], stats["hit_tokens"]) == (5, 65 * 3 + 49, 64 * 2 + 32)
+    refused, ran = llm.generate_each([[5] * 10_000, prompt], one)
+    assert (refused.num_cached_tokens, ran.num_cached_tokens) == (0, 64)
+
+
 def test_without_prefix_caching_nothing_is_kept(saved, load):
     llm = load(saved, prefix_caching=False)
     for _ in range(2):
-        llm.generate([list(range(5, 70))], up_to(3))
+        (output,) = llm.generate([list(range(5, 70))], up_to(3))
+        assert output.num_cached_tokens == 0
     stats = llm.stats()
     assert stats["prefix_cache"] is None and stats["blocks"]["cached"] == 0
     assert stats["computed_tokens"] == 2 * 67

@@ -217,6 +217,87 @@ def test_who_was_preempted_computes_only_what_was_evicted() -> None:
     world.check_empty()
 
 
+def lookups(world: World) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Sequences, their tokens, and those of them that were found: of new requests, and of those that had begun."""
+    stats = world.scheduler.stats
+    new = stats.prefix_lookups, stats.prefix_lookup_tokens, stats.prefix_hit_tokens
+    return new, (stats.resumed_lookups, stats.resumed_lookup_tokens, stats.resumed_hit_tokens)
+
+
+def test_resumed_requests_are_counted_apart_from_new_ones() -> None:
+    world = World(8, block_size=4, caching=True)
+    world.add("a", 16, max_new=8, arrival=0.0)
+    world.add("b", 16, max_new=8, arrival=1.0)
+    world.run()
+    stats = world.scheduler.stats
+    new, resumed = lookups(world)
+    assert stats.preemptions == 1
+    assert new == (2, 32, 0), "none of the prompts was there before"
+    assert resumed == (1, 17, 16 - stats.recomputed_tokens), "b is back, with a token more"
+    assert [world.finished[name].num_cached_tokens for name in "ab"] == [0, 0], (
+        "what it computed itself is no cached token"
+    )
+
+
+def test_a_request_that_had_begun_elsewhere_is_a_resumed_one() -> None:
+    world = cached()
+    prompt = tokens(40)
+    alone(world, "a", prompt, max_new=20)
+    world.add("b", prompt, max_new=20, num_generated=10)
+    world.run()
+    assert lookups(world) == ((1, 40, 0), (1, 50, 48))
+    assert world.finished["b"].num_cached_tokens == 40, "of the prompt, whatever else was found"
+
+
+def test_every_end_says_how_much_of_its_prompt_was_found() -> None:
+    world = cached(max_seqs=2)
+    prompt = tokens(40)
+    alone(world, "a", prompt)
+    for name, length in (("b", 40), ("c", 17), ("d", 16)):
+        world.add(name, prompt[:length], max_new=5)
+    world.add("salted", prompt, salt=b"tenant")
+    world.add("never", prompt)
+    world.step()
+    world.abort("never")
+    world.run()
+    found = {name: end.num_cached_tokens for name, end in world.finished.items()}
+    assert found == {"a": 0, "b": 32, "c": 16, "d": 0, "salted": 0, "never": None}
+
+
+def test_forks_have_the_number_of_their_family() -> None:
+    """The prompt is looked up once; what the others share of it was computed for them as well."""
+    world = cached()
+    prompt = tokens(50)
+    alone(world, "before", prompt[:20])
+    world.add("a", prompt, max_new=3)
+    for name in "bc":
+        world.add(name, prompt, max_new=3, fork_of="a")
+    world.run()
+    assert {world.finished[name].num_cached_tokens for name in "abc"} == {16}
+    assert lookups(world) == ((2, 70, 16), (0, 0, 0)) and world.scheduler.stats.forks == 2
+
+
+def test_a_fork_that_is_left_alone_is_no_new_request() -> None:
+    """Its leader ended before it had a row: it finds the prompt where that was computed, and that is no hit of a new prompt."""
+    world = cached(max_seqs=1)
+    prompt = tokens(50)
+    world.add("a", prompt, max_new=1)
+    world.add("b", prompt, max_new=3, fork_of="a")
+    world.run()
+    assert lookups(world) == ((1, 50, 0), (1, 50, 48))
+    assert world.finished["b"].num_cached_tokens == 0
+
+
+def test_a_broken_scheduler_tells_what_was_found() -> None:
+    world = cached()
+    prompt = tokens(50)
+    alone(world, "a", prompt)
+    world.add("b", prompt, max_new=30)
+    world.step()
+    _, told = world.scheduler.renewed("broke")
+    assert [end.num_cached_tokens for end in told.finished] == [48]
+
+
 def test_sharing_survives_an_abort() -> None:
     """H 61."""
     world = cached()
