@@ -7,7 +7,8 @@ With a hasher, full blocks whose tokens are computed can be found by whoever beg
 
     lookup, admit    a row begins with what is found, and shares it
     commit           what a row has computed can be found; where others computed the same first, the row takes theirs
-    release          what nobody refers to any more stays findable, until its place is needed (eviction.py)
+    release          what nobody refers to any more stays findable, until its place is needed (eviction.py), or there are
+                     more such blocks than `max_cached_blocks`
 
 With a host tier what is to be evicted is demoted to a slot of it if that is worth it, while slots can be had, and comes back
 when it is found (swapping.py). So a sequence that is preempted is swapped out, as far as its place is needed, by being
@@ -67,8 +68,9 @@ class Shrink:
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes. With
-    `host_slots` they are demoted to that many slots of a host tier, of which what came there first goes first.
+    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes. No more
+    than `max_cached_blocks` (None: any number) that no row refers to stay cached. With `host_slots` prefixes are demoted to
+    that many slots of a host tier, of which what came there first goes first.
 
     The attribute `max_tokens` is what a row can really come to: no more than the whole pool holds when all of it is
     mapped. With `blocks_per_extent` the pool is elastic: the extents `mapped` (None: all) have memory at the start, others
@@ -79,7 +81,7 @@ class CacheManager:
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
         blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
         hasher: PrefixHasher | None = None, eviction: Callable[[int], EvictionPolicy] = ReuseDensity,
-        host_slots: int = 0,
+        max_cached_blocks: int | None = None, host_slots: int = 0,
     ) -> None:  # fmt: skip
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
@@ -90,6 +92,8 @@ class CacheManager:
             )
         if host_slots and hasher is None:
             raise ValueError("a host tier keeps what the prefix cache finds again: it needs a hasher")
+        if max_cached_blocks is not None and (hasher is None or max_cached_blocks < 0):
+            raise ValueError(f"max_cached_blocks bounds a prefix cache, which needs a hasher, got {max_cached_blocks}")
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
@@ -99,7 +103,8 @@ class CacheManager:
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
-        self.evicted_blocks = 0  # since the start, to make room
+        self.max_cached_blocks = max_cached_blocks
+        self.evicted_blocks = 0  # since the start, to make room or to stay within the bound
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
         self.index: PrefixIndex | None = None
@@ -122,7 +127,7 @@ class CacheManager:
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
-            host_slots=self._host_slots,
+            max_cached_blocks=self.max_cached_blocks, host_slots=self._host_slots,
         )  # fmt: skip
 
     @property
@@ -266,6 +271,7 @@ class CacheManager:
                 self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
+        self._trim()
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -394,12 +400,24 @@ class CacheManager:
         lacking = n - self.allocator.num_free
         if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                if self.swapping is None:
-                    self.evicted_blocks += self._evict(self.index, victims)
-                else:
-                    self.evicted_blocks += self.swapping.give_up(victims, hit)
+                self._give_up(self.index, victims, hit)
                 lacking = n - self.allocator.num_free  # what a copy still reads comes free later
         return self.allocator.allocate(n)
+
+    def _trim(self) -> None:
+        """Let go what is cached beyond `max_cached_blocks`: what is worth least, the deepest first."""
+        if self.max_cached_blocks is None or self.index is None:
+            return
+        # Some of those that go next may be in flight, and are not counted: look again.
+        while (excess := self.counts().cached - self.max_cached_blocks) > 0:
+            self._give_up(self.index, self.index.victims(excess))
+
+    def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
+        """Demote or evict `victims`, in the order of `PrefixIndex.victims`; `hit` is as for `_allocate`."""
+        if self.swapping is None:
+            self.evicted_blocks += self._evict(index, victims)
+        else:
+            self.evicted_blocks += self.swapping.give_up(victims, hit)
 
     def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
         """Forget `blocks`, which nobody refers to, and what stands behind them. Returns how many blocks that is."""
@@ -498,6 +516,7 @@ class CacheManager:
         """The copies of a shrink are done."""
         self._bytes_at[copies.targets] = copies.targets
         self.allocator.unpin(np.concatenate((copies.sources, copies.targets)))
+        self._trim()  # targets may be cached from now on
 
     def unmapped(self, extents: Iterable[int]) -> None:
         """The memory of `extents`, given back by `shrink`, is gone. Raises BlockMisuse where blocks are still in use."""
@@ -515,6 +534,9 @@ class CacheManager:
             findable = every[self.index.findable(every)]
         tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
         self.allocator.check_invariants(tables, findable)
+        if self.max_cached_blocks is not None:
+            cached = self.counts().cached
+            assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         if self.index is not None:
             self.index.check_invariants()
         if self.swapping is not None and findable is not None:

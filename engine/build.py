@@ -106,6 +106,7 @@ class Engine:
                     "hit_tokens": counters.resumed_hit_tokens,
                 },
                 "findable_blocks": scheduler.cache.index.num_nodes,
+                "max_cached_blocks": scheduler.cache.max_cached_blocks,
             },
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
@@ -329,11 +330,13 @@ def _core(
 ) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
     elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
+    kept = config.prefix_cache_memory
     cache = CacheManager(
         plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
         hasher=PrefixHasher(plan.block_size) if config.prefix_caching else None,
+        max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=0 if host is None else host.num_slots,
     )  # fmt: skip
     runner = Runner(

@@ -95,6 +95,7 @@ class EngineConfig:
         max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        prefix_cache_memory: Most bytes of the pool that keep what was computed and no request holds; None is no bound.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
@@ -115,6 +116,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_chunk_tokens: int | None = None
     prefix_caching: bool = True
+    prefix_cache_memory: int | None = None
     host_kv_memory: int = 0
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
@@ -141,6 +143,10 @@ class EngineConfig:
             raise ConfigError(
                 "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
             )
+        if self.prefix_cache_memory is not None and not self.prefix_caching:
+            raise ConfigError(
+                "prefix_cache_memory bounds what the prefix cache keeps: leave prefix_caching on, or prefix_cache_memory out"
+            )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -161,6 +167,7 @@ class EngineConfig:
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
+        prefix_cache_memory: int | str | None = None,
         host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
@@ -173,8 +180,8 @@ class EngineConfig:
     ) -> EngineConfig:
         """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
         and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
-        first three or a loaded one. `kv_memory` is as `KvMemory.resolve` takes it, `host_kv_memory` a size; `device` and
-        `dtype` may be torch's objects.
+        first three or a loaded one. `kv_memory` is as `KvMemory.resolve` takes it; `prefix_cache_memory` and `host_kv_memory`
+        are sizes, or 0; `device` and `dtype` may be torch's objects.
 
         Raises:
             ModelNotFound: see `resolve_model`.
@@ -198,7 +205,8 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
-            host_kv_memory=_host_bytes(host_kv_memory),
+            prefix_cache_memory=_size_or_0("prefix_cache_memory", prefix_cache_memory, "no bound"),
+            host_kv_memory=_size_or_0("host_kv_memory", host_kv_memory, "none") or 0,
             idle_s=idle_s,
             share=share,
             attention=check_attention(spec.attention or "auto" if attention in (None, "auto") else attention),
@@ -246,13 +254,16 @@ def _size(name: str, amount: Any) -> int:
         raise ConfigError(f"{name}: {error}; or 'auto'") from error
 
 
-def _host_bytes(amount: Any) -> int:
-    if amount is None or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
+def _size_or_0(name: str, amount: Any, none: str) -> int | None:
+    """Bytes, which may be 0; None, which is for `none`, stays."""
+    if amount is None:
+        return None
+    if amount == "0" or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
         return 0
     try:
         return parse_bytes(amount)
     except ValueError as error:
-        raise ConfigError(f"host_kv_memory: {error}; or None for none") from error
+        raise ConfigError(f"{name}: {error}; or 0, or None for {none}") from error
 
 
 def _weight(weight: object) -> float:

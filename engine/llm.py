@@ -45,6 +45,9 @@ class LLM:
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
+        prefix_cache_memory: Most memory, such as "2GiB", for blocks that keep what was computed and that no request holds. What
+            is worth least goes as soon as there is more, to the host tier if there is one. None: as much as there is room for.
+            0: only requests that run at the same time share what was computed; nothing stays when they have ended.
         host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
             being computed again. None: none. Taken as it is needed, given back after `idle_s` without a request and by `close`.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
@@ -80,6 +83,7 @@ class LLM:
         max_model_len: int | None = None,
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
+        prefix_cache_memory: int | str | None = None,
         host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
@@ -101,6 +105,7 @@ class LLM:
             max_model_len=max_model_len,
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
+            prefix_cache_memory=prefix_cache_memory,
             host_kv_memory=host_kv_memory,
             idle_s=idle_s,
             share=share,

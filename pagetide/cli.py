@@ -140,6 +140,10 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
         help="host memory to swap to, like 8GiB, instead of computing again (default: none)",
     )  # fmt: skip
     engine.add_argument(
+        "--prefix-cache-memory", metavar="BYTES",
+        help="most that what was computed may take when no request holds it, like 2GiB, or 0 (default: no bound)",
+    )  # fmt: skip
+    engine.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,
         help="keep nothing of what was computed for prompts that begin alike",
     )  # fmt: skip
@@ -244,8 +248,8 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "max_chunk_tokens", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap", "cuda_graphs",
-        "self_check",
+        args, "max_chunk_tokens", "prefix_cache_memory", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap",
+        "cuda_graphs", "self_check",
     )  # fmt: skip
 
 

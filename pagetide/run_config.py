@@ -60,6 +60,7 @@ class EngineOptions:
     device: str | None = None
     dtype: str | None = None
     kv_memory: int | str | Mapping[str, Any] | None = None
+    prefix_cache_memory: int | str | None = None
     host_kv_memory: int | str | None = None
     block_size: int | str | None = None
     max_seqs: int | None = None
@@ -117,8 +118,8 @@ _SWITCHES = (
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
 _TEXTS = (
-    "model", "path", "format", "device", "dtype", "kv_memory", "host_kv_memory", "stop", "bad_words", "json_schema",
-    "regex", "grammar", "attention",
+    "model", "path", "format", "device", "dtype", "kv_memory", "prefix_cache_memory", "host_kv_memory", "stop", "bad_words",
+    "json_schema", "regex", "grammar", "attention",
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",
@@ -145,6 +146,7 @@ _HELP = {
     "self_check": "use no part of the engine that fails on this device, on CUDA (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
     "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
+    "prefix_cache_memory": "most that what was computed may take when no request holds it, like 2GiB, or 0 (default: no bound)",
     "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
     "dtype": "float32, bfloat16, float16 (default: the checkpoint's)",

@@ -310,23 +310,24 @@ class World:
     """Scheduler, manager and fake runner together; checks invariants around every step.
 
     With `blocks_per_extent` the pool is elastic: `usable` blocks and the null block are a whole number of extents, of which
-    the first `num_mapped` have memory at the start (None: all). With `host_slots` there is a host tier, which `cost` (None:
-    always) says the worth of; what it holds is compared after every step. With `ahead` a step is planned and begun while the
-    one before it is out, wherever that can be.
+    the first `num_mapped` have memory at the start (None: all). At most `max_cached` blocks stay cached (None: no bound).
+    With `host_slots` there is a host tier, which `cost` (None: always) says the worth of; what it holds is compared after
+    every step. With `ahead` a step is planned and begun while the one before it is out, wherever that can be.
     """
 
     def __init__(
         self, usable: int, block_size: int = 16, *, max_seqs: int = 256, max_step_tokens: int = 8192,
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
         blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
-        host_slots: int = 0, cost: SwapCost | None = None, ahead: bool = False,
+        max_cached: int | None = None, host_slots: int = 0, cost: SwapCost | None = None, ahead: bool = False,
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
         self.cache = CacheManager(
             usable + 1, block_size, max_seqs, max_model_len,
             blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
-            hasher=PrefixHasher(block_size, b"seed") if caching else None, host_slots=host_slots,
+            hasher=PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached,
+            host_slots=host_slots,
         )  # fmt: skip
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))

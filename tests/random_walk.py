@@ -1,10 +1,10 @@
 """Random life of a scheduler: requests come, some with forks, steps run, some are aborted at any moment, some fail.
 
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
-caching, prompts begin alike, some with what another request has generated. With a host tier, of 1 to 12 slots, what has to
-go is swapped out and in; now and then swapping is not worth it, or the host has no memory. Ahead, a step is mostly planned
-while the one before is out, and anything may happen in between. In a faulty walk some chunks are deferred and some copies
-fail.
+caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
+With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
+has no memory. Ahead, a step is mostly planned while the one before is out, and anything may happen in between. In a faulty
+walk some chunks are deferred and some copies fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ def walk(seed: int, variant: str, events: int) -> World:
             "usable": per * num_extents - 1, "tides": tides, "blocks_per_extent": per,
             "num_mapped": int(rng.integers(1, num_extents + 1)), "host_slots": slots,
         }  # fmt: skip
-    return _walk(rng, events, **shape, caching=kept != "bare", ahead=order == "ahead", faults=faults == "faulty")
+    apart = np.random.default_rng((seed, 1))
+    bounded = kept != "bare" and apart.random() < 0.5
+    max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
+    return _walk(
+        rng, events, **shape, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
+        faults=faults == "faulty",
+    )  # fmt: skip
 
 
 def _slots(rng: np.random.Generator, kept: str) -> int:

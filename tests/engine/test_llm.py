@@ -858,7 +858,8 @@ def test_stats_are_plain_data_and_count(saved, load):
     after = llm.stats()
     cached = {"cached": 1, "free": empty["blocks"]["free"] - 1}
     resumed = {"lookups": 0, "lookup_tokens": 0, "hit_tokens": 0}
-    prefixes = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "resumed": resumed, "findable_blocks": 1}
+    found = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "resumed": resumed}
+    prefixes = found | {"findable_blocks": 1, "max_cached_blocks": None}
     assert after == empty | {
         "steps": 5, "computed_tokens": 24, "peak_used_blocks": 2,
         "blocks": empty["blocks"] | cached, "prefix_cache": prefixes,
@@ -898,6 +899,42 @@ def test_outputs_say_how_much_of_their_prompt_was_cached(saved, load):
     assert (stats["lookups"], stats["lookup_tokens"], stats["hit_tokens"]) == (5, 65 * 3 + 49, 64 * 2 + 32)
     refused, ran = llm.generate_each([[5] * 10_000, prompt], one)
     assert (refused.num_cached_tokens, ran.num_cached_tokens) == (0, 64)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_what_stays_cached_is_bounded(saved, load, elastic):
+    """With 0 nothing stays, and requests that run together share all the same."""
+    prompts = [list(range(5 + i, 70 + i)) for i in range(3)]
+    memory = {"min": 256 << 10, "max": MIB} if elastic else MIB
+    block_bytes = load(saved, share=False)._desk.engine.plan.geometry.block_stride
+    for bound, blocks in ((f"{2 * block_bytes}", 2), (5 * block_bytes - 1, 4), (0, 0), ("0", 0), (1, 0)):
+        llm = load(saved, prefix_cache_memory=bound, kv_memory=memory, share=False)
+        for prompt in prompts:
+            assert llm.generate([prompt], up_to(3))[0].token_ids == plain(tuple(prompt))[:3]
+            stats = llm.stats()
+            assert (stats["blocks"]["cached"], stats["blocks"]["live"]) == (blocks, 0)
+        assert stats["prefix_cache"]["max_cached_blocks"] == stats["prefix_cache"]["findable_blocks"] == blocks
+        assert llm.generate([prompts[2]], up_to(3))[0].num_cached_tokens == 16 * blocks
+        chunks = llm.stream([prompts[0]], up_to(30))
+        next(chunks)
+        assert llm.generate([prompts[0]], up_to(3))[0].num_cached_tokens == 64, "held by another one"
+        chunks.close()
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_cache_memory": -1}, "at least 1 byte, got -1; or 0, or None for no bound"),
+        ({"prefix_cache_memory": "many"}, "prefix_cache_memory: cannot read 'many'"),
+        ({"prefix_cache_memory": True}, "prefix_cache_memory: cannot read True"),
+        ({"prefix_cache_memory": False}, "prefix_cache_memory: cannot read False"),
+        ({"prefix_cache_memory": 0, "prefix_caching": False}, "leave prefix_caching on, or prefix_cache_memory out"),
+    ],
+)
+def test_bounds_of_the_prefix_cache_that_cannot_be(saved, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(saved, device="cpu", **options)
 
 
 def test_without_prefix_caching_nothing_is_kept(saved, load):

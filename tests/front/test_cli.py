@@ -215,7 +215,8 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
         "--logprobs 2 --prompt-logprobs 0 --bad-word x --bad-word yz --regex a+ --num-beams 1 --json"
     )
     ends = "--repetition-penalty 1.5 --stop a --stop bc --stop-token-id 5 --stop-token-id 6 --ignore-eos"
-    serving = "--max-chunk-tokens 33 --host-kv-memory 8GiB --no-prefix-caching --idle-s 2.5 --no-share"
+    serving = "--max-chunk-tokens 33 --host-kv-memory 8GiB --no-prefix-caching --idle-s 2.5 --no-share "
+    serving += "--prefix-cache-memory 1GiB"
     options = (
         f"{engine} --max-model-len 512 {serving} {numbers} {more} {ends} --no-special-tokens --prompt-file - --prompt p"
     )
@@ -224,7 +225,8 @@ def test_every_option_arrives(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPat
     assert fake.told == {
         "model": "org/model", "device": "cuda:1", "dtype": "bfloat16", "kv_memory": "2GiB", "block_size": 32,
         "max_seqs": 7, "max_step_tokens": 99, "max_model_len": 512, "max_chunk_tokens": 33, "host_kv_memory": "8GiB",
-        "prefix_caching": False, "idle_s": 2.5, "share": False, "prompts": ["p", "from\nstdin"], "closed": True,
+        "prefix_cache_memory": "1GiB", "prefix_caching": False, "idle_s": 2.5, "share": False,
+        "prompts": ["p", "from\nstdin"], "closed": True,
         "params": SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125,
             repetition_penalty=1.5, seed=-4, stop=["a", "bc"], stop_token_ids=[5, 6], ignore_eos=True,
@@ -334,6 +336,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--prompt", "x", "--idle-s", "-1"): "idle_s must be a number of seconds of at least 0, got -1.0",
         ("--prompt", "x", "--host-kv-memory", "much"): "host_kv_memory: cannot read 'much'",
         ("--prompt", "x", "--host-kv-memory", "1MiB", "--no-prefix-caching"): "leave prefix_caching on",
+        ("--prompt", "x", "--prefix-cache-memory", "much"): "prefix_cache_memory: cannot read 'much'",
+        ("--prompt", "x", "--prefix-cache-memory", "0", "--no-prefix-caching"): "or prefix_cache_memory out",
         ("--prompt", "x", "--logprobs", "1"): "log-probabilities are not shown beside a text: add --json",
         ("--prompt", "x", "--best-of", "2", "--n", "3"): "best_of 2 is below n 3",
         ("--prompt", "x", "--n", "0"): "n must be at least 1, got 0",

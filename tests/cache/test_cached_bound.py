@@ -1,0 +1,256 @@
+"""The bound on what stays cached: which blocks go, when, and what that costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagetide.cache.eviction import Lru, Nodes
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.reuse_density import ReuseDensity
+
+SIZE = 4
+A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 full blocks and a token each
+
+
+class Asked(Lru):
+    """Takes down how many victims it is asked for."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.asked: list[int] = []
+
+    def victims(self, n: int) -> Nodes:
+        self.asked.append(n)
+        return super().victims(n)
+
+
+class Cache:
+    """A manager driven without a scheduler: rows begin, compute all their tokens, and end."""
+
+    def __init__(self, bound: int | None, usable: int = 40, **more) -> None:
+        self.policy: Asked | None = None
+        self.manager = CacheManager(
+            usable + 1, SIZE, 8, 256, hasher=PrefixHasher(SIZE, b"seed"), eviction=self._policy, max_cached_blocks=bound,
+            **more,
+        )  # fmt: skip
+
+    def _policy(self, capacity: int) -> Asked:
+        self.policy = Asked(capacity)
+        return self.policy
+
+    def chain(self, tokens: list[int]) -> Chain:
+        chain = self.manager.chain(np.array(tokens, np.int32), None)
+        assert chain is not None
+        return chain
+
+    def found(self, tokens: list[int]) -> int:
+        """Blocks of `tokens` that can be found."""
+        return self.manager.lookup(self.chain(tokens), len(tokens)).num_tokens // SIZE
+
+    def begin(self, row: int, tokens: list[int]) -> None:
+        hit = self.manager.lookup(self.chain(tokens), len(tokens) - 1)
+        assert self.manager.admit(row, len(tokens), hit) is not None
+        self.manager.commit(row, self.chain(tokens), len(tokens))
+        self.manager.check_invariants()
+
+    def end(self, *rows: int) -> None:
+        self.manager.release(np.array(rows))
+        self.manager.check_invariants()
+
+    def run(self, tokens: list[int]) -> None:
+        self.begin(0, tokens)
+        self.end(0)
+
+    @property
+    def cached(self) -> int:
+        return self.manager.counts().cached
+
+
+def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
+    cache = Cache(6)
+    cache.run(A)
+    assert (cache.cached, cache.found(A)) == (4, 4)
+    cache.run(B)
+    assert (cache.cached, cache.found(A), cache.found(B)) == (6, 2, 4)
+    cache.run(A[:9])
+    cache.run(C)
+    assert (cache.cached, cache.found(A), cache.found(B), cache.found(C)) == (6, 2, 0, 4), "A was used after B"
+    assert cache.manager.evicted_blocks == 2 + 4
+    assert cache.manager.num_free == 40 - 6
+
+
+def test_what_goes_is_what_the_policy_says() -> None:
+    """By the default policy, of what was used once and what was used twice the first goes, though it is younger."""
+    hasher = PrefixHasher(SIZE, b"seed")
+    manager = CacheManager(41, SIZE, 8, 256, hasher=hasher, eviction=ReuseDensity, max_cached_blocks=6)
+    cache = Cache(6)
+    cache.manager = manager
+    for tokens in (A, A, B):
+        cache.run(tokens)
+    assert (cache.found(A), cache.found(B)) == (4, 2)
+
+
+def test_what_a_row_holds_does_not_count() -> None:
+    cache = Cache(2)
+    cache.begin(0, A)
+    cache.begin(1, A)
+    cache.begin(2, B)
+    assert (cache.cached, cache.found(A), cache.found(B)) == (0, 4, 4)
+    cache.end(0)
+    assert (cache.cached, cache.found(A)) == (0, 4), "row 1 still holds it"
+    cache.end(1)
+    assert (cache.cached, cache.found(A)) == (2, 2)
+    cache.begin(3, A)
+    assert (cache.cached, cache.found(A)) == (0, 4), "what is cached is held again"
+    cache.end(2, 3)
+    assert (cache.cached, cache.found(A) + cache.found(B)) == (2, 2)
+
+
+def test_with_a_bound_of_0_only_what_is_held_is_found() -> None:
+    cache = Cache(0)
+    cache.begin(0, A)
+    assert cache.found(A) == 4, "who comes while it runs shares its blocks: without prefix caching nobody would"
+    cache.end(0)
+    assert (cache.cached, cache.found(A), cache.manager.num_free) == (0, 0, 40)
+
+
+def test_rows_that_are_released_at_once() -> None:
+    """The policy knows all of them when it is asked."""
+    cache = Cache(5)
+    cache.begin(0, A)
+    cache.begin(1, B)
+    cache.begin(2, A[:8] + C)
+    cache.end(0, 1, 2)
+    assert cache.cached == 5 and cache.policy is not None and len(cache.policy.asked) == 1
+
+
+def test_it_costs_what_changes() -> None:
+    """The policy is asked for what is too much, in one call, and not at all where nothing is; without a bound never."""
+    for bound, asked in ((None, []), (100, []), (6, [2, 3])):
+        cache = Cache(bound)
+        assert cache.policy is not None
+        for tokens in (A, B, C[:13]):
+            cache.run(tokens)
+        assert cache.policy.asked == asked
+
+
+def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
+    """Blocks that are copied count once the copies are done; those that went meanwhile are free then."""
+    cache = Cache(6, usable=31, blocks_per_extent=4)
+    assert cache.manager.extend(np.array([2]), np.array([17])) is not None  # blocks of extents 0 and 1, which come free
+    cache.begin(1, B)
+    cache.begin(0, A)
+    cache.end(2)
+    cache.end(1)
+    shrink = cache.manager.shrink(5)
+    assert shrink is not None and shrink.copies is not None
+    assert (cache.cached, cache.manager.counts().in_flight) == (2, 4), "two blocks of B are copied"
+    cache.end(0)
+    assert (cache.cached, cache.found(B)) == (6, 4)
+    cache.manager.moved(shrink.copies)
+    cache.manager.unmapped(shrink.extents)
+    cache.manager.check_invariants()
+    assert (cache.cached, cache.found(A), cache.found(B)) == (6, 4, 2), "the oldest went, the deepest first"
+
+
+@pytest.mark.parametrize("worth_it", [True, False])
+def test_with_a_host_tier_what_is_too_much_is_demoted_where_that_is_worth_it(worth_it: bool) -> None:
+    cache = Cache(3, host_slots=20)
+    assert cache.manager.host is not None
+    cache.manager.host.least_chance = 0.0 if worth_it else 1.0
+    cache.run(A)
+    swaps = cache.manager.take_swaps()
+    assert (0 if swaps is None else len(swaps.out_slots)) == worth_it
+    assert (cache.cached, cache.found(A), cache.manager.evicted_blocks) == (3, 3 + worth_it, not worth_it)
+    cache.begin(0, A)
+    swaps = cache.manager.take_swaps()
+    assert (0 if swaps is None else len(swaps.in_slots)) == worth_it
+
+
+def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
+    """Without an eviction: what stays cached moves into holes."""
+    world = World(31, 4, blocks_per_extent=4, caching=True, max_cached=3)
+    for i in range(3):
+        world.add(f"r{i}", 25, max_new=1)
+    world.run()
+    assert (world.cache.counts().cached, world.cache.num_free) == (3, 28)
+    evicted = world.cache.evicted_blocks
+    assert world.scheduler.give_back(7) == 7
+    world.step()
+    assert (world.cache.counts().cached, world.cache.evicted_blocks, world.cache.usable) == (3, evicted, 3)
+
+
+def test_a_renewed_manager_has_the_same_bound() -> None:
+    cache = Cache(3)
+    cache.manager = cache.manager.renewed()
+    cache.run(A)
+    assert cache.cached == cache.manager.max_cached_blocks == 3
+
+
+def test_bounds_without_a_meaning_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_cached_blocks bounds a prefix cache"):
+        CacheManager(9, SIZE, 2, 64, max_cached_blocks=3)
+    with pytest.raises(ValueError, match=r"max_cached_blocks .* got -1"):
+        CacheManager(9, SIZE, 2, 64, hasher=PrefixHasher(SIZE), max_cached_blocks=-1)
+
+
+class Naive:
+    """What stays cached by the rule as it is written: prefixes, who holds them, and since when nobody does."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.holders: dict[tuple[int, ...], set[int]] = {}
+        self.parked: dict[tuple[int, ...], int] = {}
+        self.calls = 0
+
+    def begin(self, row: int, tokens: list[int]) -> None:
+        for end in range(SIZE, len(tokens) + 1, SIZE):
+            prefix = tuple(tokens[:end])
+            self.holders.setdefault(prefix, set()).add(row)
+            self.parked.pop(prefix, None)
+
+    def end(self, rows: list[int]) -> None:
+        self.calls += 1
+        for prefix, held in self.holders.items():
+            if held and held <= set(rows):
+                self.parked[prefix] = self.calls
+            held -= set(rows)
+        while len(self.parked) > self.bound:
+            worst = min(self.parked, key=lambda prefix: (self.parked[prefix], -len(prefix)))
+            del self.parked[worst], self.holders[worst]
+
+    def found(self, tokens: list[int]) -> int:
+        return sum(tuple(tokens[:end]) in self.holders for end in range(SIZE, len(tokens) + 1, SIZE))
+
+
+PROMPT = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5).map(
+    lambda kinds: [k for k in kinds for _ in range(SIZE)] + [0]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(bound=st.integers(0, 8), events=st.lists(st.tuples(st.integers(0, 3), PROMPT), max_size=30))
+def test_any_life_as_the_rule_is_written(bound: int, events: list[tuple[int, list[int]]]) -> None:
+    """Rows of prompts that begin alike come and go: each time the same can be found as by a naive count.
+
+    Of what was parked at once the order of equals, of the same depth, is open: so a row's end is a call of its own.
+    """
+    cache, naive = Cache(bound, usable=60), Naive(bound)
+    running: dict[int, list[int]] = {}
+    prompts = [prompt for _, prompt in events]
+    for row, prompt in events:
+        if row in running:
+            cache.end(row)
+            naive.end([row])
+            del running[row]
+        else:
+            cache.begin(row, prompt)
+            naive.begin(row, prompt)
+            running[row] = prompt
+        assert [cache.found(p) for p in prompts] == [naive.found(p) for p in prompts]
+        assert cache.cached == len(naive.parked)
