@@ -5,9 +5,15 @@ are four lanes. Lane l has a random 64-bit key for every position of a sequence,
 
     sum[l] = start[l](salt) + key[l, 0] * (token_0 + 1) + key[l, 1] * (token_1 + 1) + ...    modulo 2**64
 
-of which the upper 32 bits count: 4 * 32 = 128. Under a seed that nobody knows, two given prefixes that differ, in a token,
+of which the upper 32 bits count: 4 * 32 = 128. Under a secret that nobody knows, two given prefixes that differ, in a token,
 in their length or in their salt, agree with a probability of 2**-128. The sum behind a block is the sum before it and
 what the block adds: the hashes are chained. Why this and not a digest a block: docs/decisions/0017-prefix-index.md.
+
+Security. The sums are linear in the tokens. Who knows the secret, or can read digests of prompts of his choice, can make two
+prompts whose digests agree, and can tell from a digest whether it is that of a prompt that he guesses. An index that compares
+tokens, as `PrefixIndex` does, never gives a wrong hit for it; others lose hits. What compares digests alone, such as a router,
+sends such a prompt to the wrong place. So the secret is random in each process, and one that several processes share is kept
+as a key is: read from where keys are kept, never logged, shown or passed on (docs/decisions/0034-prefix-hash-secret.md).
 """
 
 from __future__ import annotations
@@ -32,20 +38,20 @@ _ONE = np.uint64(1)
 
 
 class PrefixHasher:
-    """The keys of one key space of hashes. With the same seed and block size every process makes the same hashes.
+    """The keys of one key space of hashes. With the same secret and block size every process and version makes the same hashes
+    of the same tokens under the same salt, whatever the model is.
 
-    Without a seed it is random: nobody outside can look for prefixes that agree. Whoever knows the seed can make some; a
-    prefix index therefore compares tokens as well. Keys are made as longer sequences come, 32 bytes a position. Not
-    thread-safe.
+    `secret` is any number of bytes; None is a random one of this hasher's own. What it means to know it: see the module. Keys
+    are made as longer sequences come, 32 bytes a position. Not thread-safe. Raises ValueError for an empty secret.
     """
 
-    def __init__(self, block_size: int, seed: bytes | None = None) -> None:
+    def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
-        if seed is not None and not seed:
-            raise ValueError("the seed of the prefix hashes is empty; give some bytes, or None for a random one")
+        if secret is not None and not secret:
+            raise ValueError("the secret of the prefix hashes is empty; give some bytes, or None for a random one")
         self.block_size = block_size
-        self._secret = hashlib.blake2b(secrets.token_bytes(32) if seed is None else seed, digest_size=32).digest()
+        self._secret = hashlib.blake2b(secrets.token_bytes(32) if secret is None else secret, digest_size=32).digest()
         self._keys = np.empty((0, LANES, block_size), np.uint64)
         self._common = self._start(b"common")
 

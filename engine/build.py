@@ -335,7 +335,7 @@ def _core(
         plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
-        hasher=PrefixHasher(plan.block_size) if config.prefix_caching else None,
+        hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=0 if host is None else host.num_slots,
     )  # fmt: skip

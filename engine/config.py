@@ -30,9 +30,8 @@ __all__ = ["DTYPES", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_SEQS = 256
 DEFAULT_MAX_STEP_TOKENS = 2048
-
-
 DEFAULT_IDLE_S = 10.0
+LEAST_SECRET_BYTES = 16  # fewer can be guessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,7 @@ class EngineConfig:
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
         prefix_cache_memory: Most bytes of the pool that keep what was computed and no request holds; None is no bound.
+        prefix_hash_secret: What keys the hashes of prefixes, at least 16 bytes; None is a random one. It is not in the repr.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
@@ -117,6 +117,7 @@ class EngineConfig:
     max_chunk_tokens: int | None = None
     prefix_caching: bool = True
     prefix_cache_memory: int | None = None
+    prefix_hash_secret: bytes | None = field(default=None, repr=False)
     host_kv_memory: int = 0
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
@@ -143,6 +144,7 @@ class EngineConfig:
             raise ConfigError(
                 "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
             )
+        _check_secret(self.prefix_hash_secret, self.prefix_caching)
         if self.prefix_cache_memory is not None and not self.prefix_caching:
             raise ConfigError(
                 "prefix_cache_memory bounds what the prefix cache keeps: leave prefix_caching on, or prefix_cache_memory out"
@@ -168,6 +170,7 @@ class EngineConfig:
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
         prefix_cache_memory: int | str | None = None,
+        prefix_hash_secret: bytes | None = None,
         host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
@@ -206,6 +209,7 @@ class EngineConfig:
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
             prefix_cache_memory=_size_or_0("prefix_cache_memory", prefix_cache_memory, "no bound"),
+            prefix_hash_secret=prefix_hash_secret,
             host_kv_memory=_size_or_0("host_kv_memory", host_kv_memory, "none") or 0,
             idle_s=idle_s,
             share=share,
@@ -264,6 +268,23 @@ def _size_or_0(name: str, amount: Any, none: str) -> int | None:
         return parse_bytes(amount)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}; or 0, or None for {none}") from error
+
+
+def _check_secret(secret: object, prefix_caching: bool) -> None:
+    """Raise ConfigError, which says nothing of the secret but its length."""
+    if secret is None:
+        return
+    if not isinstance(secret, bytes):
+        raise ConfigError(f"prefix_hash_secret must be bytes, got {type(secret).__name__}; encode a text")
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"prefix_hash_secret has {len(secret)} bytes, and can be guessed: make one of at least {LEAST_SECRET_BYTES}, as "
+            f"secrets.token_bytes(32) does"
+        )
+    if not prefix_caching:
+        raise ConfigError(
+            "prefix_hash_secret is the prefix cache's: leave prefix_caching on, or prefix_hash_secret out"
+        )
 
 
 def _weight(weight: object) -> float:

@@ -48,6 +48,9 @@ class LLM:
         prefix_cache_memory: Most memory, such as "2GiB", for blocks that keep what was computed and that no request holds. What
             is worth least goes as soon as there is more, to the host tier if there is one. None: as much as there is room for.
             0: only requests that run at the same time share what was computed; nothing stays when they have ended.
+        prefix_hash_secret: Bytes, at least 16, that key the hashes of prefixes. None is random, so that hashes of two engines
+            never agree. Engines with the same secret, block size and model have the same hashes for the same tokens and
+            `cache_salt`. Keep it as a key is kept: see `pagetide.cache.prefix_hash`.
         host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
             being computed again. None: none. Taken as it is needed, given back after `idle_s` without a request and by `close`.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
@@ -84,6 +87,7 @@ class LLM:
         max_chunk_tokens: int | None = None,
         prefix_caching: bool = True,
         prefix_cache_memory: int | str | None = None,
+        prefix_hash_secret: bytes | None = None,
         host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
@@ -106,6 +110,7 @@ class LLM:
             max_chunk_tokens=max_chunk_tokens,
             prefix_caching=prefix_caching,
             prefix_cache_memory=prefix_cache_memory,
+            prefix_hash_secret=prefix_hash_secret,
             host_kv_memory=host_kv_memory,
             idle_s=idle_s,
             share=share,

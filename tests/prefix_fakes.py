@@ -91,8 +91,8 @@ class Watched(OldestFirst):
 class WeakHasher(PrefixHasher):
     """Digests of a few bits."""
 
-    def __init__(self, block_size: int, num_bits: int, seed: bytes | None = None) -> None:
-        super().__init__(block_size, seed)
+    def __init__(self, block_size: int, num_bits: int, secret: bytes | None = None) -> None:
+        super().__init__(block_size, secret)
         self.mask = np.uint64((1 << num_bits) - 1)
 
     def digests(self, sums: Digests) -> Digests:

@@ -1,4 +1,4 @@
-"""Prefix hashes: the formula, chaining, salts, seeds, and how seldom two of a million agree."""
+"""Prefix hashes: the formula, chaining, salts, secrets, and how seldom two of a million agree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from pagetide.cache.prefix_hash import LANES, Digests, PrefixHasher
 
-SEED = b"a seed of these tests"
+SECRET = b"a seed of these tests"
 
 
-def digests(tokens: list[int], block_size: int = 4, salt: bytes | None = None, seed: bytes = SEED) -> list[list[int]]:
-    chain = PrefixHasher(block_size, seed).chain(tokens, salt)
+def digests(
+    tokens: list[int], block_size: int = 4, salt: bytes | None = None, secret: bytes = SECRET
+) -> list[list[int]]:
+    chain = PrefixHasher(block_size, secret).chain(tokens, salt)
     return chain.digests(chain.num_blocks).tolist()
 
 
@@ -45,7 +47,7 @@ def by_the_formula(hasher: PrefixHasher, tokens: list[int], salt: bytes | None) 
 def test_pieces_give_what_the_formula_gives(
     tokens: list[int], cuts: list[tuple[int, bool]], size: int, salt: bytes | None
 ) -> None:
-    hasher = PrefixHasher(size, SEED)
+    hasher = PrefixHasher(size, SECRET)
     chain, given_ = hasher.chain((), salt), 0
     for length, asked in cuts:
         chain.append(np.array(tokens[given_ : given_ + length], np.int32))
@@ -74,20 +76,20 @@ def test_no_salt_is_like_none_that_can_be_given() -> None:
     assert digests([1, 2, 3, 4], salt=b"a") == digests([1, 2, 3, 4], salt=b"a")
 
 
-def test_hashes_depend_on_the_seed_and_are_random_without_one() -> None:
+def test_hashes_depend_on_the_secret_and_are_random_without_one() -> None:
     tokens = list(range(8))
     assert digests(tokens) == digests(tokens)
-    assert digests(tokens) != digests(tokens, seed=b"another seed")
+    assert digests(tokens) != digests(tokens, secret=b"another one")
     assert PrefixHasher(4).chain(tokens).digests(2).tolist() != PrefixHasher(4).chain(tokens).digests(2).tolist()
 
 
-def test_the_same_seed_gives_the_same_hashes_in_every_process() -> None:
+def test_the_same_secret_gives_the_same_hashes_in_every_process() -> None:
     program = (
         "from pagetide.cache.prefix_hash import PrefixHasher\n"
-        f"print(PrefixHasher(4, {SEED!r}).chain(range(20_000), b'salt').digests(5_000)[[0, 1, 4_999]].tolist())"
+        f"print(PrefixHasher(4, {SECRET!r}).chain(range(20_000), b'salt').digests(5_000)[[0, 1, 4_999]].tolist())"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    here = PrefixHasher(4, SEED).chain(range(20_000), b"salt").digests(5_000)[[0, 1, 4_999]].tolist()
+    here = PrefixHasher(4, SECRET).chain(range(20_000), b"salt").digests(5_000)[[0, 1, 4_999]].tolist()
     assert said.strip() == str(here)
 
 
@@ -99,16 +101,16 @@ GOLDEN = [[3632346021909228736, 3970613251622502845], [10308988630900232186, 290
 
 
 def test_keys_do_not_change_as_longer_sequences_come() -> None:
-    hasher = PrefixHasher(24, SEED)
+    hasher = PrefixHasher(24, SECRET)
     before = hasher.keys(3)[:3].copy()
     assert (hasher.keys(5_000)[:3] == before).all()
     assert hasher.keys(5_000).shape[1:] == (LANES, 24)
-    assert (PrefixHasher(24, SEED).keys(5_000)[:5_000] == hasher.keys(5_000)[:5_000]).all()
+    assert (PrefixHasher(24, SECRET).keys(5_000)[:5_000] == hasher.keys(5_000)[:5_000]).all()
 
 
 def one_block(tokens: np.ndarray) -> Digests:  # type: ignore[type-arg]
     """The digests of many prefixes of one block each, [n, block_size]."""
-    hasher = PrefixHasher(tokens.shape[1], SEED)
+    hasher = PrefixHasher(tokens.shape[1], SECRET)
     return hasher.digests((tokens.astype(np.uint64) + np.uint64(1)) @ hasher.keys(1)[0].T + hasher.start(None))
 
 
@@ -142,21 +144,21 @@ def test_of_a_million_prefixes_no_two_agree_and_lanes_agree_by_chance() -> None:
 
 def test_prefixes_of_one_token_over_and_over_differ_by_length() -> None:
     for token in (0, 1, 2**31 - 1, -1):
-        chain = PrefixHasher(1, SEED).chain(np.full(100_000, token, np.int32))
+        chain = PrefixHasher(1, SECRET).chain(np.full(100_000, token, np.int32))
         assert len(np.unique(chain.digests(100_000).view("V16"))) == 100_000
 
 
 def test_the_array_a_chain_begins_with_is_never_written_to() -> None:
     prompt = np.arange(10, dtype=np.int32)
     prompt.flags.writeable = False
-    chain = PrefixHasher(4, SEED).chain(prompt[:6])
+    chain = PrefixHasher(4, SECRET).chain(prompt[:6])
     for token in range(100):
         chain.append([token])
     assert chain.tokens.tolist() == [*range(6), *range(100)]
 
 
 def test_the_root_of_a_chain_names_salt_and_first_block() -> None:
-    hasher = PrefixHasher(2, SEED)
+    hasher = PrefixHasher(2, SECRET)
     assert hasher.chain([1, 2, 3]).root == (None, np.array([1, 2], np.int32).tobytes())
     assert hasher.chain([1, 2], b"").root != hasher.chain([1, 2]).root
 
@@ -164,7 +166,7 @@ def test_the_root_of_a_chain_names_salt_and_first_block() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size"):
         PrefixHasher(0)
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(ValueError, match="secret"):
         PrefixHasher(4, b"")
     chain = PrefixHasher(4).chain([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="2 full blocks, there are 1"):

@@ -922,6 +922,46 @@ def test_what_stays_cached_is_bounded(saved, load, elastic):
         llm.close()
 
 
+SECRET = b"a key that several workers share"
+
+
+def test_engines_with_one_secret_hash_prefixes_alike(saved, load, caplog):
+    """Whatever else they are set to; and nothing shows the secret."""
+    caplog.set_level(logging.DEBUG)
+
+    def digests(**options):
+        hasher = load(saved, **options)._desk.engine.core.scheduler.cache.index.hasher
+        return [hasher.chain(range(64), salt).digests(4).tolist() for salt in (None, b"tenant")]
+
+    shared = digests(prefix_hash_secret=SECRET)
+    assert digests(prefix_hash_secret=SECRET, max_seqs=3, prefix_cache_memory=0) == shared
+    assert digests(prefix_hash_secret=SECRET[:-1]) != shared
+    assert digests() != digests() != shared, "random without one"
+    llm = load(saved, prefix_hash_secret=SECRET)
+    assert llm.generate([list(range(5, 70))], up_to(3))[0].token_ids == plain(tuple(range(5, 70)))[:3]
+    shown = [repr(llm.config), str(llm.config), repr(llm), json.dumps(llm.stats()), repr(llm._desk.engine), caplog.text]
+    assert not any(text in told for told in shown for text in (SECRET.decode(), SECRET.hex(), str(list(SECRET))))
+    assert "prefix_hash_secret" not in repr(llm.config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_hash_secret": SECRET.decode()}, "prefix_hash_secret must be bytes, got str; encode a text"),
+        (
+            {"prefix_hash_secret": b"short secret"},
+            "prefix_hash_secret has 12 bytes, and can be guessed: .* at least 16",
+        ),
+        ({"prefix_hash_secret": b""}, "prefix_hash_secret has 0 bytes"),
+        ({"prefix_hash_secret": SECRET, "prefix_caching": False}, "leave prefix_caching on, or prefix_hash_secret out"),
+    ],
+)
+def test_secrets_that_are_none_are_refused_and_not_repeated(saved, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(saved, device="cpu", **options)
+    assert "several workers" not in str(caught.value) and "short secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

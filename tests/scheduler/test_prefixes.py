@@ -288,14 +288,15 @@ def test_a_fork_that_is_left_alone_is_no_new_request() -> None:
     assert world.finished["b"].num_cached_tokens == 0
 
 
-def test_a_broken_scheduler_tells_what_was_found() -> None:
+def test_a_broken_scheduler_tells_what_was_found_and_hashes_as_before() -> None:
     world = cached()
     prompt = tokens(50)
     alone(world, "a", prompt)
     world.add("b", prompt, max_new=30)
     world.step()
-    _, told = world.scheduler.renewed("broke")
+    fresh, told = world.scheduler.renewed("broke")
     assert [end.num_cached_tokens for end in told.finished] == [48]
+    assert fresh.cache.index.hasher is world.cache.index.hasher, "hashes stay what they are"
 
 
 def test_sharing_survives_an_abort() -> None:
