@@ -7,8 +7,8 @@ With a hasher, full blocks whose tokens are computed can be found by whoever beg
 
     lookup, admit    a row begins with what is found, and shares it
     commit           what a row has computed can be found; where others computed the same first, the row takes theirs
-    release          what nobody refers to any more stays findable, until its place is needed (eviction.py), or there are
-                     more such blocks than `max_cached_blocks`
+    release          what nobody refers to any more stays findable, until its place is needed (eviction.py), or more such
+                     blocks are cached than `max_cached_blocks`
 
 With a host tier what is to be evicted is demoted to a slot of it if that is worth it, while slots can be had, and comes back
 when it is found (swapping.py). So a sequence that is preempted is swapped out, as far as its place is needed, by being
@@ -405,10 +405,10 @@ class CacheManager:
         return self.allocator.allocate(n)
 
     def _trim(self) -> None:
-        """Let go what is cached beyond `max_cached_blocks`: what is worth least, the deepest first."""
+        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, and descendants first."""
         if self.max_cached_blocks is None or self.index is None:
             return
-        # Some of those that go next may be in flight, and are not counted: look again.
+        # Victims may be in flight, and do not count as cached then: count again.
         while (excess := self.counts().cached - self.max_cached_blocks) > 0:
             self._give_up(self.index, self.index.victims(excess))
 

@@ -5,15 +5,15 @@ are four lanes. Lane l has a random 64-bit key for every position of a sequence,
 
     sum[l] = start[l](salt) + key[l, 0] * (token_0 + 1) + key[l, 1] * (token_1 + 1) + ...    modulo 2**64
 
-of which the upper 32 bits count: 4 * 32 = 128. Under a secret that nobody knows, two given prefixes that differ, in a token,
+of which the upper 32 bits count: 4 * 32 = 128. Under an unknown secret, two given prefixes that differ, in a token,
 in their length or in their salt, agree with a probability of 2**-128. The sum behind a block is the sum before it and
 what the block adds: the hashes are chained. Why this and not a digest a block: docs/decisions/0017-prefix-index.md.
 
-Security. The sums are linear in the tokens. Who knows the secret, or can read digests of prompts of his choice, can make two
-prompts whose digests agree, and can tell from a digest whether it is that of a prompt that he guesses. An index that compares
-tokens, as `PrefixIndex` does, never gives a wrong hit for it; others lose hits. What compares digests alone, such as a router,
-sends such a prompt to the wrong place. So the secret is random in each process, and one that several processes share is kept
-as a key is: read from where keys are kept, never logged, shown or passed on (docs/decisions/0034-prefix-hash-secret.md).
+Security: the hash is keyed and linear, not one-way. An attacker who knows the secret, or reads the digests of chosen prompts,
+can construct prompts with equal digests, and can test whether a digest belongs to a guessed prompt. `PrefixIndex` compares
+tokens, so a collision costs hits there and never gives a wrong one; a router that compares digests alone can be misled.
+Therefore the secret is random by default. A secret that several processes share is a key: it is never logged or shown
+(docs/decisions/0034-prefix-hash-secret.md).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ONE = np.uint64(1)
 
 
 class PrefixHasher:
-    """The keys of one key space of hashes. With the same secret and block size every process and version makes the same hashes
-    of the same tokens under the same salt, whatever the model is.
+    """The keys of one key space of hashes. Hashers with equal secret and block size give equal hashes of the same tokens under
+    the same salt, in every process and release. The model is not part of the hash.
 
-    `secret` is any number of bytes; None is a random one of this hasher's own. What it means to know it: see the module. Keys
-    are made as longer sequences come, 32 bytes a position. Not thread-safe. Raises ValueError for an empty secret.
+    `secret` is any number of bytes; None draws a random one. Keys are made as longer sequences come, 32 bytes a position. Not
+    thread-safe. Raises ValueError for an empty secret.
     """
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:

@@ -94,8 +94,8 @@ class EngineConfig:
         max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
-        prefix_cache_memory: Most bytes of the pool that keep what was computed and no request holds; None is no bound.
-        prefix_hash_secret: What keys the hashes of prefixes, at least 16 bytes; None is a random one. It is not in the repr.
+        prefix_cache_memory: Most bytes of cached blocks, which no running request holds; None is no bound.
+        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. It is not in the repr.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
@@ -147,7 +147,7 @@ class EngineConfig:
         _check_secret(self.prefix_hash_secret, self.prefix_caching)
         if self.prefix_cache_memory is not None and not self.prefix_caching:
             raise ConfigError(
-                "prefix_cache_memory bounds what the prefix cache keeps: leave prefix_caching on, or prefix_cache_memory out"
+                "prefix_cache_memory is a bound on the prefix cache: leave prefix_caching on, or prefix_cache_memory out"
             )
 
     @property
@@ -259,7 +259,7 @@ def _size(name: str, amount: Any) -> int:
 
 
 def _size_or_0(name: str, amount: Any, none: str) -> int | None:
-    """Bytes, which may be 0; None, which is for `none`, stays."""
+    """`amount` in bytes, which may be 0. None stays None; `none` says what that means. Raises ConfigError."""
     if amount is None:
         return None
     if amount == "0" or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
@@ -271,7 +271,7 @@ def _size_or_0(name: str, amount: Any, none: str) -> int | None:
 
 
 def _check_secret(secret: object, prefix_caching: bool) -> None:
-    """Raise ConfigError, which says nothing of the secret but its length."""
+    """Raise ConfigError for a secret that cannot be used. The message never contains the secret."""
     if secret is None:
         return
     if not isinstance(secret, bytes):

@@ -45,12 +45,11 @@ class LLM:
         max_model_len: Longest prompt and output together; None is the model's own limit.
         max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
         prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
-        prefix_cache_memory: Most memory, such as "2GiB", for blocks that keep what was computed and that no request holds. What
-            is worth least goes as soon as there is more, to the host tier if there is one. None: as much as there is room for.
-            0: only requests that run at the same time share what was computed; nothing stays when they have ended.
-        prefix_hash_secret: Bytes, at least 16, that key the hashes of prefixes. None is random, so that hashes of two engines
-            never agree. Engines with the same secret, block size and model have the same hashes for the same tokens and
-            `cache_salt`. Keep it as a key is kept: see `pagetide.cache.prefix_hash`.
+        prefix_cache_memory: Most memory, such as "2GiB", of cached blocks: those that no running request holds. Beyond it the
+            least valuable are evicted at once, or demoted to the host tier. None: no bound. 0: requests share blocks while they
+            run at the same time, and nothing stays cached when they have ended.
+        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal
+            hashes of the same tokens and `cache_salt`. None: a random one. Treat it as a key (`pagetide.cache.prefix_hash`).
         host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
             being computed again. None: none. Taken as it is needed, given back after `idle_s` without a request and by `close`.
         idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.

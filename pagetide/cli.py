@@ -141,7 +141,7 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--prefix-cache-memory", metavar="BYTES",
-        help="most that what was computed may take when no request holds it, like 2GiB, or 0 (default: no bound)",
+        help="most memory of cached prefixes that no request uses, like 2GiB, or 0 (default: no bound)",
     )  # fmt: skip
     engine.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,

@@ -146,7 +146,7 @@ _HELP = {
     "self_check": "use no part of the engine that fails on this device, on CUDA (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
     "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
-    "prefix_cache_memory": "most that what was computed may take when no request holds it, like 2GiB, or 0 (default: no bound)",
+    "prefix_cache_memory": "most memory of cached prefixes that no request uses, like 2GiB, or 0 (default: no bound)",
     "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
     "dtype": "float32, bfloat16, float16 (default: the checkpoint's)",

@@ -186,13 +186,14 @@ class Door:
 
     @property
     def _room(self) -> int:
-        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above the blocks that
-        sequences hold. Blocks in flight are held by nobody: they are free when the copies of this step are done.
+        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above the blocks in use.
+
+        Blocks in flight are not in use: they are free when the copies of this step are done.
         """
         cache = self._size.cache
         available = cache.available
-        held = cache.usable - available - cache.landing
-        return min(available - self._withheld, self._size.limit_blocks - held)
+        used = cache.usable - available - cache.landing
+        return min(available - self._withheld, self._size.limit_blocks - used)
 
 
 def check_request(request: Request, here: Mapping[str, Sequence], max_model_len: int, cache: CacheManager) -> None:

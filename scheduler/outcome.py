@@ -13,9 +13,9 @@ from .sequence import FinishReason
 class Finished:
     """A request's end: why, and everything it generated.
 
-    `num_cached_tokens` is how many tokens of the prompt the prefix cache had, on the device or the host, when the request was
-    first admitted; None when it never was. A fork has the number of the family: the prompt is looked up once, when the first
-    of them is admitted, and what the others share of it are no cached tokens.
+    `num_cached_tokens` is the number of the prompt's tokens that the prefix cache had, on the device or the host, when the
+    request was first admitted; None if it was never admitted. All forks of a prompt have the same number: that of the one that
+    was admitted first. What the others share with it does not count as cached.
     """
 
     request_id: str
@@ -51,10 +51,9 @@ class Emissions:
 class Stats:
     """Counters since the start. The scheduler mutates them.
 
-    The prefix lookups are those of prompts that are new here: how many, of how many tokens, of which so many were found. The
-    resumed lookups are those of requests that had begun: preempted ones, ones that were handed over, and forks that are
-    admitted without their leader. Most of what these find they computed themselves, so they tell nothing of how often
-    prompts begin alike.
+    Prefix lookups are counted twice: those of new prompts, and as resumed lookups those of requests that had begun before
+    (preempted requests, requests that were handed over, and forks that are admitted without their leader). Resumed requests
+    find mostly what they computed themselves, so they say nothing about how often prompts begin alike.
     """
 
     steps: int = 0
@@ -77,7 +76,7 @@ class Stats:
     promoted_blocks: int = 0  # copied back
 
     def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
-        """A sequence of so many tokens was admitted, of which so many were found; `is_new` says whether its prompt is."""
+        """Count the admission of a sequence of `num_tokens` tokens, of which `num_hit` were found. `is_new`: its prompt is."""
         if is_new:
             self.prefix_lookups += 1
             self.prefix_lookup_tokens += num_tokens
