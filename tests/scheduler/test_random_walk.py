@@ -34,6 +34,13 @@ def test_the_walks_really_find_prefixes():
     assert sum(s.preemptions for s in stats) > 25
 
 
+def test_the_walks_really_bound_what_stays_cached():
+    caches = [walk(seed, "fixed-prefixes-alternate", events=150).cache for seed in range(6)]
+    evicted = [cache.evicted_blocks for cache in caches if cache.max_cached_blocks is not None]
+    assert 0 < len(evicted) < len(caches)
+    assert sum(evicted) > 20
+
+
 @pytest.mark.parametrize("pool", ["fixed", "elastic"])
 def test_the_walks_really_go_ahead(pool):
     worlds = [walk(seed, f"{pool}-{kept}-ahead-sound", events=200) for seed in range(4) for kept in ("bare", "host")]
