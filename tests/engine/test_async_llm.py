@@ -88,11 +88,14 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def alike(outputs: list[RequestOutput]) -> list[Any]:
-    """All but the times and ids."""
+    """All but the times and ids, and what depends on what ran before."""
     return [
-        replace(o, request_id="", completions=tuple(replace(c, timings=None, num_preemptions=0) for c in o.completions))
+        replace(
+            o, request_id="", num_cached_tokens=0,
+            completions=tuple(replace(c, timings=None, num_preemptions=0) for c in o.completions),
+        )
         for o in outputs
-    ]
+    ]  # fmt: skip
 
 
 def watch_steps(llm: AsyncLLM, told: Callable[[Any], None]) -> None:
