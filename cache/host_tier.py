@@ -149,6 +149,10 @@ class HostTier:
             slots, blocks = slots[~early], blocks[~early]
         self._ins.append((slots, blocks))
 
+    def owed(self, blocks: BlockIds) -> Int32:
+        """Slots to which the next plan copies one of `blocks`. Read-only."""
+        return np.flatnonzero(np.isin(self._leaving, blocks) & (self._leaving != 0)).astype(np.int32)
+
     def is_arriving(self, blocks: BlockIds) -> bool:
         """Whether the next plan copies to one of `blocks`. Read-only."""
         return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))

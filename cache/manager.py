@@ -383,13 +383,11 @@ class CacheManager:
         """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there."""
         if self.index is None:
             return
-        findable = np.unique(blocks[self.index.findable(blocks)])
-        if not len(findable):
-            return
+        blocks = np.unique(blocks)
         if self.swapping is None:
-            self._evict(self.index, findable)
+            self._evict(self.index, blocks[self.index.findable(blocks)])
         else:
-            self.swapping.forget(findable)
+            self.swapping.forget(blocks)
 
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.

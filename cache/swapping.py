@@ -150,8 +150,9 @@ class Swapping:
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
-        """Let nothing be found in `blocks`, findable and without references, nor behind what lies there."""
-        self._evict(blocks)
+        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there; nor come from them to a slot."""
+        self._evict(blocks[self._index.findable(blocks)])
+        self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
         """Let nothing be found in `slots`, to which a plan was to copy, nor be kept there."""

@@ -28,8 +28,7 @@ class Batch:
 
     `arrays` go to the device, where `DeviceRows.context` takes them: ids int64 [T], ON_ITS_WAY where the row's newest one
     stands; owners int64 [T], the chunk of each token; positions int64 [T]; rows int64 [n]; lengths with what came before
-    int32 [n]; where each chunk begins in the batch, and where the last one ends, int32 [n + 1]. Tokens behind the last chunk
-    have an owner of their own, so that rows and lengths are one longer.
+    int32 [n]; where each chunk begins in the batch, and where the last one ends, int32 [n + 1].
     """
 
     arrays: tuple[Array, ...]
@@ -43,17 +42,12 @@ class Batch:
         return int(np.count_nonzero(self.q_lens == 1))
 
 
-def pack(
-    tokens: Int32, rows: Index, starts: Index, lengths: Index, *, num_chunks: int = 0, num_tokens: int = 0
-) -> Batch:
+def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int = 0) -> Batch:
     """The batch of tokens `starts[i] .. starts[i] + lengths[i]` of `rows[i]`, whose tokens are `tokens[row]`.
 
-    Args:
-        num_chunks: Pads a batch of decodes to so many chunks. The added chunks have length 0 and the padding row.
-        num_tokens: Pads a batch to so many tokens. The added tokens stand behind the last chunk and in no chunk. The padding
-            row owns them, so their K and V go to the null block.
+    With `padded`, which only a batch of decodes may ask for, so many chunks: those too many have length 0, and no row.
     """
-    missing = max(0, num_chunks - len(rows))
+    missing = max(0, padded - len(rows))
     q_lens = np.append(lengths, np.ones(missing, np.int64))
     ends = np.cumsum(q_lens)
     q_starts, kv_lens = ends - q_lens, np.append(starts + lengths, np.zeros(missing, np.int64))
@@ -62,26 +56,8 @@ def pack(
     positions = np.arange(len(owners)) + (np.maximum(kv_lens - q_lens, 0) - q_starts)[owners]
     ids = tokens[np.minimum(rows, len(tokens) - 1)[owners], positions].astype(np.int64)
     ids[len(ids) - missing :] = 0
-    bounds, lens = np.append(0, ends).astype(np.int32), kv_lens.astype(np.int32)
-    if (behind := num_tokens - len(ids)) > 0:
-        nothing = np.zeros(behind, np.int64)
-        # Padding repeats a token of the batch, so that a model which fails on some token fails on its requests alone.
-        ids, positions = np.append(ids, nothing + ids[0]), np.append(positions, nothing)
-        owners = np.append(owners, nothing + len(rows))
-        rows, lens = np.append(rows, len(tokens)), np.append(lens, np.int32(0))
-    return Batch((ids, owners, positions, rows, lens, bounds), q_starts, q_lens, kv_lens)
-
-
-def padded_size(count: int) -> int:
-    """The size that `count` rows of a matrix product are padded to on a CPU: 1, or at most an eighth (or 3) more than `count`.
-
-    oneDNN compiles code for each number of rows it sees, and keeps 0.1 to 0.6 MiB of it for each shape of weights. Steps have
-    every number of tokens sooner or later; padded, they have 33 numbers up to 2,048.
-    """
-    if count <= 1:
-        return count
-    step = 1 << max(2, (count - 1).bit_length() - 3)
-    return -(-count // step) * step
+    bounds = np.append(0, ends).astype(np.int32)
+    return Batch((ids, owners, positions, rows, kv_lens.astype(np.int32), bounds), q_starts, q_lens, kv_lens)
 
 
 class DeviceRows:
@@ -132,7 +108,6 @@ class DeviceRows:
         table, or more; `bounded` tells that the batch's lengths are bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
-        num_chunks = len(batch.q_lens)
         slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # others are stale
         tables = tuple(table[:, :width].index_select(0, rows) * slots for table in self.tables)
         step = StepContext(
@@ -142,9 +117,9 @@ class DeviceRows:
             q_lens=batch.q_lens,
             kv_lens=batch.kv_lens,
             num_decodes=batch.num_decodes,
-            lens=lens[:num_chunks],
+            lens=lens,
             bounds=bounds,
-            tables=tuple(table[:num_chunks] for table in tables),
+            tables=tables,
             write_blocks=tuple(table[owners, positions // self._block_size] for table in tables),
             write_offsets=positions % self._block_size,
             block_size=self._block_size,

@@ -38,7 +38,7 @@ from .errors import ConfigError, NotEnoughMemory
 from .graphs import CudaRecorder, sizes_for
 from .host_pool import HostPool
 from .hub_kernels import no_hub_kernels
-from .linears import pack_linears
+from .linears import bound_primitives, pack_linears
 from .loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .memory import READY_LIMIT_BYTES, EngineMemory
 from .planning import MemoryPlan, plan_memory
@@ -147,8 +147,7 @@ class Engine:
 
 def _collect(device: str) -> None:
     gc.collect()  # models are full of reference cycles
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    trim(torch.device(device))
 
 
 def build(config: EngineConfig) -> Engine:
@@ -195,6 +194,8 @@ def _build(
 ) -> Engine:
     device = occupant.device
     faults = {} if checked is None else checked.faults
+    if device.type == "cpu":
+        bound_primitives()
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype)
     if device.type == "cpu":

@@ -65,8 +65,8 @@ class Desk:
         self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
-        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
         self._keeper.start()
+        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
 
     def open(self) -> Engine:
         """The engine. Raises EngineClosed once it is closed, and in a forked child."""

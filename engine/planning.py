@@ -1,9 +1,9 @@
-"""How a device's memory is divided up: weights, a working reserve, the KV pool. For `pagetide plan` and the real start.
+"""How a device's memory is divided up: weights, primitives, a working reserve, the KV pool. For `pagetide plan` and the real start.
 
 Both call `plan_memory` with the bytes that are free *before* the weights are read, so both come to the same numbers:
 
     |<------------------------------ free before the weights -------------------------------->|
-    | weights | working reserve |           KV pool           | left to others               |
+    | weights, primitives | working reserve |       KV pool       | left to others           |
 
 Nothing here reads a weight or takes memory (on CUDA, asking what is free makes the process's context).
 """
@@ -24,7 +24,7 @@ from .checkpoint import Checkpoint
 from .config import EngineConfig, KvMemory
 from .errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from .graphs import sizes_for
-from .linears import held_twice_bytes
+from .linears import held_twice_bytes, primitive_bytes
 from .loader import check_weights_fit, free_bytes, total_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, of a model that sets no limit itself
@@ -46,6 +46,7 @@ class MemoryPlan:
     dtype: str
     free_bytes: int  # before anything is loaded
     weights_bytes: int
+    primitives_bytes: int  # oneDNN's, for products with the weights on a CPU
     reserve_bytes: int  # for the activations of a step
     kv_bytes: int  # the pool at its largest: whole extents
     num_blocks: int
@@ -87,13 +88,13 @@ class MemoryPlan:
     @property
     def left_bytes(self) -> int:
         """What stays free on the device once all is taken."""
-        return self.free_bytes - self.weights_bytes - self.reserve_bytes - self.kv_bytes
+        return self.free_bytes - self.weights_bytes - self.primitives_bytes - self.reserve_bytes - self.kv_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         names = (
-            "model", "device", "dtype", "free_bytes", "weights_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes",
-            "num_blocks",
+            "model", "device", "dtype", "free_bytes", "weights_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes",
+            "min_kv_bytes", "num_blocks",
             "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
             "left_bytes",
         )  # fmt: skip
@@ -105,6 +106,7 @@ class MemoryPlan:
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
             ("free now", format_bytes(self.free_bytes)),
             ("weights", format_bytes(self.weights_bytes)),
+            *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
@@ -148,6 +150,7 @@ def plan_memory(
     weights = check_weights_fit(checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
     if device.type == "cpu":
         weights += held_twice_bytes(checkpoint.text_config, dtype)
+    primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
     if device.type == "cuda":
         reserve += buffer_bytes(config.attention)
@@ -156,17 +159,18 @@ def plan_memory(
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
-        geometry, num_blocks = _auto_pool(base, device, there - weights, reserve, config.max_seqs, length)
+        geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
         if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
             geometry, num_blocks = _pool_of(base, asked.min_bytes)
     else:
-        geometry, num_blocks = _pool_of(base, _most_bytes(asked, max(total(device), there) - weights))
+        geometry, num_blocks = _pool_of(base, _most_bytes(asked, max(total(device), there) - weights - primitives))
     plan = MemoryPlan(
         model=checkpoint.spec.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         free_bytes=there,
         weights_bytes=weights,
+        primitives_bytes=primitives,
         reserve_bytes=reserve,
         kv_bytes=geometry.bytes_for_blocks(num_blocks),
         num_blocks=num_blocks,
@@ -315,7 +319,7 @@ def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dty
 
 
 def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
-    room, asked_bytes = plan.free_bytes - plan.weights_bytes, asked.max_bytes
+    room, asked_bytes = plan.free_bytes - plan.weights_bytes - plan.primitives_bytes, asked.max_bytes
     if asked_bytes is not None and asked.min_bytes != asked.max_bytes:  # it may grow into what is not free yet
         now_bytes, asked_bytes = plan.min_kv_bytes, asked.min_bytes
     else:

@@ -25,7 +25,7 @@ from ..cache.block_table import Index, Int32
 from ..cache.storage import Storage
 from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
-from .batch import ON_ITS_WAY, Batch, DeviceRows, pack, padded_size
+from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool
 from .moves import Mover, Moves, joined
@@ -144,8 +144,6 @@ class Runner:
         self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
         self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
-        self._most_tokens = max_step_tokens
-        self._pads = self._device.type == "cpu" and torch.backends.mkldnn.is_available()
 
     @property
     def model(self) -> Any:
@@ -378,18 +376,12 @@ class Runner:
         graph = None
         if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
             graph = self.graphs.size_for(len(rows))
-        padding = {"num_tokens": self._padded(int(lengths.sum()))} if graph is None else {"num_chunks": graph}
-        batch = pack(self._tokens, rows, starts, lengths, **padding)
+        batch = pack(self._tokens, rows, starts, lengths, graph or 0)
         keep = (batch.q_starts[: len(rows)] + lengths - 1)[sampling]
         if prompts:
             behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
-        keep = np.append(keep, np.repeat(keep[-1:], self._padded(len(keep)) - len(keep)))
         return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
-
-    def _padded(self, count: int) -> int:
-        """The number of tokens, or of logits, that a step with `count` of them computes."""
-        return max(count, min(padded_size(count), self._most_tokens)) if self._pads else count
 
     def _plain(self, rows: Index, at: Index) -> bool:
         """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
@@ -414,7 +406,7 @@ class Runner:
             told = np.concatenate(
                 [self._tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
             )
-            self._score(computed, part.chunks, work.prompts, logits[num_sampling : num_sampling + len(told)], told)
+            self._score(computed, part.chunks, work.prompts, logits[num_sampling:], told)
         if num_sampling and work.settings is not None:
             self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
         elif num_sampling:
@@ -516,7 +508,7 @@ class Runner:
     def _padding(self, size: int) -> Batch:
         """A batch of decodes that are nobody's."""
         none = np.empty(0, np.int64)
-        return pack(self._tokens, none, none, none, num_chunks=size)
+        return pack(self._tokens, none, none, none, size)
 
     def _decode(self, size: int) -> torch.Tensor:
         """Logits [size, vocab] of the batch of decodes that was put on the device last, whatever rows and lengths it has."""

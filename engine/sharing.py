@@ -100,7 +100,7 @@ def join(config: EngineConfig, plan: MemoryPlan, occupant: Occupant) -> Sharing 
         log.warning("memory is not shared with other engines: %s", error)
         return None
     held = occupant.base_bytes
-    base = held + plan.weights_bytes + plan.reserve_bytes + HEAP_BYTES + _LIBRARIES_BYTES
+    base = held + plan.weights_bytes + plan.primitives_bytes + plan.reserve_bytes + HEAP_BYTES + _LIBRARIES_BYTES
     try:
         return Sharing(watched, _lease(config, plan, watched, _device(watched, occupant.device), base, held))
     except LeaseRefused as error:

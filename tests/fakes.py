@@ -86,6 +86,7 @@ class FakeRunner:
         self.first_starts: dict[str, int] = {}  # by request: where its first chunk began
         self.fail: set[str] = set()
         self.faults: np.random.Generator | None = None
+        self.faulty = False  # whether anything has failed so far
         self.failed_blocks: list[int] = []  # by the plan that is executed
         self.failed_slots: list[int] = []
         self.lazy = False
@@ -151,7 +152,9 @@ class FakeRunner:
         return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost, **failed})
 
     def _fails(self) -> bool:
-        return self.faults is not None and bool(self.faults.random() < 0.2)
+        fails = self.faults is not None and bool(self.faults.random() < 0.1)
+        self.faulty |= fails
+        return fails
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """From block to block."""
@@ -349,6 +352,16 @@ class World:
         self.num_left = 0  # sequences that ended while a plan that names them was out
         self.aborted: set[str] = set()
         self.family_of: dict[str, Family] = {}
+        self.check_every = 1
+        self._num_checks = 0
+
+    def check(self) -> bool:
+        """Look whether the books hold, at one in `check_every` calls. Returns whether it did."""
+        self._num_checks += 1
+        if self._num_checks % self.check_every:
+            return False
+        self.scheduler.check_invariants()
+        return True
 
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
@@ -371,7 +384,7 @@ class World:
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(0.0)
-        self.scheduler.check_invariants()
+        self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]
         return plan
@@ -383,7 +396,7 @@ class World:
     def go_ahead(self) -> Plan | None:
         """Plan the step behind the plan that is out, if that can be, and begin both; every third is executed late."""
         plan = self.scheduler.schedule_ahead(0.0)
-        self.scheduler.check_invariants()
+        self.check()
         if plan is not None:
             self.begun = self.begun or [self.runner.begin(self.plans[-1])]
             self.runner.lazy = plan.step_id % 3 == 0
@@ -402,13 +415,13 @@ class World:
         step = self.begun.pop(0) if self.begun else self.runner.begin(plan)
         assert step.plan is plan, "results come in the order of the plans"
         emissions = self.scheduler.apply(plan, step.wait())
-        self.scheduler.check_invariants()
+        looks = self.check()
         self.num_left += len(self.scheduler._running.leaving)
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
             assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
-        if self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
+        if looks and self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
@@ -435,7 +448,7 @@ class World:
         """What was found of a prompt was not computed: the first chunk begins behind it. Forks have the number of a family."""
         request, start = self.requests.get(end.request_id), self.runner.first_starts.get(end.request_id)
         assert start is None or end.num_cached_tokens is not None, "it was computed and never admitted"
-        if request is None or request.fork_of is not None or start is None or end.num_preemptions:
+        if request is None or request.fork_of is not None or start is None or end.num_preemptions or self.runner.faulty:
             return
         assert end.num_cached_tokens == min(start, len(request.prompt_token_ids)), "it began elsewhere"
 

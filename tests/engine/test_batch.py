@@ -50,7 +50,7 @@ def test_a_batch_is_what_it_says(data: st.DataObject) -> None:
     for row, start in unseen.items():
         tokens[row, start] = ON_ITS_WAY
     padding = data.draw(st.integers(0, 3)) if decodes == len(chosen) else 0
-    batch = pack(tokens, chosen, starts, lengths, num_chunks=len(chosen) + padding)
+    batch = pack(tokens, chosen, starts, lengths, len(chosen) + padding)
 
     width = data.draw(st.integers(-(-int(batch.kv_lens.max()) // BLOCK), rows.num_slots))
     step, ids, positions = rows.context(batch, upload.put(batch.arrays), width, (), TorchKernel())

@@ -15,6 +15,7 @@ import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
 from families import VOCAB, tiny
 
+from pagetide.engine.parts import Part
 from pagetide.scheduler.plan import Admission, Plan
 from pagetide.scheduler.request import Sampling
 
@@ -208,12 +209,12 @@ class EveryPosition:
             self.behind[kind].add((name, start))
         return self._begin(plan)
 
-    def _worked(self, plan: Plan, chunks: Any) -> Any:
-        work = self._work(plan, chunks)
-        names = self._engine.core.scheduler.rows.request_ids[work.rows]
+    def _worked(self, part: Part, recorded: bool = True) -> Any:
+        work = self._work(part, recorded)
+        names = self._engine.core.scheduler.rows.request_ids[part.rows]
         self._places = [
             (str(name), position)
-            for name, start, length in zip(names, work.starts.tolist(), work.lengths.tolist(), strict=True)
+            for name, start, length in zip(names, part.starts.tolist(), part.lengths.tolist(), strict=True)
             for position in range(start, start + length)
         ]
         return work

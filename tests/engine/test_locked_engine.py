@@ -62,7 +62,7 @@ def test_a_tool_makes_steps_of_its_own(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda llm: llm.stats(), lambda llm: llm.generate(PROMPT, GREEDY), lambda llm: llm.locked_engine().__enter__()],
+    [lambda llm: llm.explain(), lambda llm: llm.generate(PROMPT, GREEDY), lambda llm: llm.locked_engine().__enter__()],
 )
 def test_a_call_from_within_is_refused_and_takes_nothing(llm: LLM, call: Callable[[LLM], object]) -> None:
     with llm.locked_engine() as engine:

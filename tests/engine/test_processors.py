@@ -129,7 +129,7 @@ def test_one_that_calls_its_own_engine_ends_its_request_and_hangs_nobody() -> No
     with LLM("demo", device="cpu", kv_memory="8MiB", share=False) as llm:
 
         def curious(input_ids: Tensor, scores: Tensor) -> Tensor:
-            llm.stats()
+            llm.explain()
             return scores
 
         params = [SamplingParams(max_new_tokens=4, temperature=0, logits_processors=[curious])]

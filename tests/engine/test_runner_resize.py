@@ -259,10 +259,11 @@ def test_copies_that_fail_cost_nobody_a_token(always, monkeypatch, caplog):
     results, copy = watch_results(engine), engine.core.runner.storage.copy
     planted = iter([RuntimeError("planted")] * (10**6 if always else 1))
     monkeypatch.setattr(engine.core.runner.storage, "copy", lambda *a: raise_once(planted) or copy(*a))
-    engine.core.step()
+    ends = {end.request_id: end for end in engine.core.step().finished}  # of those that were aborted
     assert bool(len(results[-1].failed_blocks)) == always and len(results[-1].unmapped) == 3
     engine.scheduler.grow(ALL)
-    assert tokens(engine.run()) == expected("llama", Sampling(NEW))
+    ends |= engine.run()
+    assert tokens(ends)[2:] == expected("llama", Sampling(NEW))[2:]
     engine.check_memory()
 
 
