@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import numpy as np
@@ -128,6 +129,26 @@ def test_the_beams_of_transformers(name, pressure):
         for completion in found:
             assert completion.finish_reason == ("stop" if completion.token_ids[-1] in ENDS else "length")
     assert (preemptions > 0) == (usable == 13)
+
+
+@pytest.mark.parametrize(("num_beams", "allowed", "steps"), [(2, 1, 1), (4, 3, 1), (4, 1, 3), (6, 2, 2)])
+@pytest.mark.parametrize("usable", [120, 13])
+def test_fewer_candidates_than_beams(num_beams, allowed, steps, usable):
+    """Where the first steps allow few tokens beams are missing, and come when there are enough: as in transformers, whose
+    beams of probability 0 are passed by all others.
+    """
+    ids = prompt(17, 5)
+
+    def narrow(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= len(ids) + steps:
+            return scores
+        best = scores.topk(allowed).indices
+        return torch.full_like(scores, -torch.inf).scatter(1, best, scores.gather(1, best))
+
+    engine = TinyEngine(family("llama"), usable=usable, block_size=4, max_chunk_tokens=8, max_step_tokens=64)
+    found = ours(engine, ids, ENDS, num_beams=num_beams, n=num_beams, logits_processors=[narrow])
+    kwargs = {"num_beams": num_beams, "num_return_sequences": num_beams}
+    assert tokens(found) == theirs("llama", ids, ENDS, logits_processor=[narrow], **kwargs)
 
 
 def test_without_an_end_id():
@@ -309,6 +330,33 @@ def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
         )  # fmt: skip
     assert bad.finish_reason == "error" and "planted" in bad.error
     assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+
+
+@pytest.mark.parametrize("penalty", [300.0, -300.0, 1e308, -1e308])
+def test_a_length_penalty_beyond_what_numbers_hold_ends_nobody(llm, penalty):
+    good = llm.generate("Call me", SamplingParams(max_new_tokens=20, temperature=0))[0].token_ids
+    beams = SamplingParams(num_beams=2, n=2, length_penalty=penalty, max_new_tokens=20, temperature=0)
+    searched, other = llm.generate(["Call me", "Call me"], [beams, SamplingParams(max_new_tokens=20, temperature=0)])
+    assert [c.finish_reason for c in searched.completions] == ["length", "length"]
+    assert [len(c.token_ids) for c in searched.completions] == [20, 20]
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"num_beams": 2, "regex": "x[0-9]{3}"}, {"num_beams": 4, "top_k": 3}, {"num_beams": 4, "top_p": 0.05},
+     {"num_beams": 64}, {"num_beams": 4, "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
+)  # fmt: skip
+def test_beams_where_few_tokens_are_allowed(llm, given):
+    if {"regex", "json_schema"} & given.keys():
+        pytest.importorskip("llguidance")
+    temperature = 0 if {"regex", "json_schema"} & given.keys() else 1.0
+    params = SamplingParams(max_new_tokens=24, temperature=temperature, n=given["num_beams"], seed=1, **given)
+    (output,) = llm.generate("Call me", params)
+    assert {c.finish_reason for c in output.completions} <= {"stop", "length"}, output.error
+    if "regex" in given:
+        assert all(re.fullmatch("x[0-9]{3}", c.text) for c in output.completions)
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
 
 
 @pytest.mark.parametrize(

@@ -868,6 +868,29 @@ def test_stats_are_plain_data_and_count(saved, load):
     assert told["completions"][0]["token_ids"] == plain((5,) * 20)[:5]
 
 
+def test_stats_wait_for_no_step(saved, load):
+    llm = load(saved)
+    inside, goes_on, begin = threading.Event(), threading.Event(), llm._desk.engine.core.runner.begin
+
+    def slow(plan: Any) -> Any:
+        if plan.step_id == 3:
+            inside.set()
+            assert goes_on.wait(60)
+        return begin(plan)
+
+    llm._desk.engine.core.runner.begin = slow
+    got: list[Any] = []
+
+    def look() -> None:
+        assert inside.wait(60)
+        during = llm.stats()
+        assert not goes_on.is_set() and during["running"] == 1
+        goes_on.set()
+
+    run_threads(lambda: got.extend(llm.generate([5, 6], up_to(9))), look)
+    assert got[0].token_ids == plain((5, 6), 9) and llm.stats()["running"] == 0
+
+
 def test_prefixes_are_found_within_a_salt_and_until_they_are_reset(saved, load):
     llm = load(saved)
     prompt, before = list(range(5, 70)), 0

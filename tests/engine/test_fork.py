@@ -1,0 +1,108 @@
+"""A forked child of a process with an engine is told at once that it has none; the parent's goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pagetide import LLM, AsyncLLM, SamplingParams
+from pagetide.engine.errors import EngineClosed
+
+OPTIONS = {"device": "cpu", "kv_memory": "8MiB", "share": False}
+SHORT = SamplingParams(max_new_tokens=4, temperature=0)
+LONG = SamplingParams(max_new_tokens=400, temperature=0, ignore_eos=True)
+
+
+def in_a_fork(does: Callable[[], None]) -> str:
+    """What `does` raises in a forked child, which has ten seconds."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        told = "nothing was raised"
+        try:
+            does()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(write, told.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        told = file.read()
+    assert os.waitpid(child, 0)[1] == 0, "the child hung"
+    return told
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate([5], SHORT),
+    "stream": lambda llm: list(llm.stream([5], SHORT)),
+    "stats": lambda llm: llm.stats(),
+    "explain": lambda llm: llm.explain(),
+    "close": lambda llm: llm.close(),
+}
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a step of another thread"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_forked_child_has_no_engine(call: str, busy: bool) -> None:
+    with LLM("demo", **OPTIONS) as llm:
+        expected = llm.generate([5], SHORT)[0].token_ids
+        long: list[object] = []
+        thread = threading.Thread(target=lambda: long.extend(llm.generate([[6], [7]], LONG, progress=False)))
+        if busy:
+            inside, goes_on = threading.Event(), threading.Event()
+            runner = llm._desk.open().core.runner
+            begin = runner.begin
+
+            def slow(plan):
+                inside.set()
+                assert goes_on.wait(60)
+                return begin(plan)
+
+            runner.begin = slow
+            thread.start()
+            assert inside.wait(60)
+        told = in_a_fork(lambda: CALLS[call](llm))
+        if busy:
+            goes_on.set()
+            thread.join()
+            assert [output.finish_reason for output in long] == ["length", "length"]
+        assert told.startswith("EngineClosed: ") and "is a fork of it" in told
+        assert llm.generate([5], SHORT)[0].token_ids == expected
+
+
+def test_an_async_engine_in_a_fork() -> None:
+    async def main() -> None:
+        llm = AsyncLLM("demo", **OPTIONS)
+        try:
+            expected = (await llm.generate([5], SHORT))[0].token_ids
+            task = asyncio.create_task(llm.generate([6], LONG))
+            await asyncio.sleep(0)
+            for call in (lambda: llm.generate([5], SHORT), lambda: llm.pause(), lambda: llm.stop()):
+                told = in_a_fork(lambda call=call: asyncio.run(_awaited(call)))
+                assert told.startswith("EngineClosed: ") and "is a fork of it" in told
+            assert (await llm.generate([5], SHORT))[0].token_ids == expected
+            assert (await task)[0].finish_reason == "length"
+        finally:
+            await llm.stop()
+
+    async def _awaited(call) -> None:
+        await call()
+
+    asyncio.run(main())
+
+
+def test_leaving_a_with_block_in_a_fork_is_quiet() -> None:
+    with LLM("demo", **OPTIONS) as llm:
+
+        def leaves() -> None:
+            llm.__exit__(None, None, None)
+            raise EngineClosed("left")
+
+        assert in_a_fork(leaves) == "EngineClosed: left"
+        assert llm.generate([5], SHORT)[0].finish_reason == "length"
