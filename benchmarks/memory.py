@@ -3,7 +3,7 @@
     python -m benchmarks.memory [--json FILE] [--batches 2000] [--dtype float32|bfloat16] [--hidden 256] [--layers 2]
                                 [--most 40] [--first 50] [--seed 0]
 
-The engine has a pool that grows and shrinks (5 to 16 MiB), a host tier, a prefix cache and a lease; meanwhile somebody
+The engine has a pool that grows and shrinks (5 to 12 MiB), a host tier, a prefix cache and a lease; meanwhile somebody
 reserves memory again and again, so that the broker recalls some. What is counted is the memory of the process besides
 mapped KV and the host tier: how far it rises above its value after the first `--first` batches, and, at every batch, what the
 engine holds above what its lease grants. The process opens two engines: what is left after the second is compared with what
@@ -36,10 +36,14 @@ from pagetide.allocator.policy import Rules
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 
-POOL = {"min": 5 * MIB, "max": 16 * MIB}
+POOL = {"min": 5 * MIB, "max": 12 * MIB}
 HOST_BYTES = 16 * MIB
 CAPACITY_BYTES, HEADROOM_BYTES = 4 * GIB, 64 * MIB
 BOUND_MIB = 32.0
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "kv_memory": POOL, "host_kv_memory": HOST_BYTES, "idle_s": 5.0, "max_seqs": 64,
+    "max_model_len": CONTEXT,
+}  # fmt: skip
 
 
 def resident_bytes() -> int:
@@ -108,10 +112,7 @@ def slope(samples: Sequence[float]) -> float:
 
 def measure(folder: str, vocab_size: int, args: argparse.Namespace) -> list[Figure]:
     """Both engines, one after the other."""
-    engine: dict[str, Any] = {
-        "dtype": args.dtype, "device": "cpu", "kv_memory": POOL, "host_kv_memory": HOST_BYTES, "idle_s": 5.0,
-        "max_seqs": 64, "max_model_len": CONTEXT,
-    }  # fmt: skip
+    engine = ENGINE | {"dtype": args.dtype}
     outside: list[float] = []
     excess: list[float] = []
     with PrivateDevice(CAPACITY_BYTES, HEADROOM_BYTES) as device, device.here():

@@ -60,7 +60,7 @@ class RandomBatches:
     def draw(self) -> Batch:
         """The next one."""
         rng = self._rng
-        count = rng.choice([1, 1, 2, 4, min(8, self._most), rng.randint(1, self._most)])
+        count = rng.choice([1, 2, 4, 8, rng.randint(1, self._most), rng.randint(1, self._most)])
         longest = rng.choice([16, 64, 256, 600])
         prompts = [self._prompt(rng.randint(1, longest)) for _ in range(min(count, self._most))]
         return Batch(prompts, [self._params() for _ in prompts])

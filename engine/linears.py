@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .cpu_threads import fewer_threads
+
 log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 16  # below, the call costs more than the product
@@ -91,11 +93,22 @@ def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
             if type(child) is nn.Linear and _suits(child.weight, least_weights):
                 setattr(module, name, layer := PackedLinear(child))
                 packed.append(layer)
-    with torch.inference_mode():
-        for layer in {(one.weight.shape, one.weight.dtype, one.bias is None): one for one in packed}.values():
-            layer.make_primitives()
+    _make_primitives(packed)
     log.info("packed %d linear layers for oneDNN", len(packed))
     return len(packed)
+
+
+def _make_primitives(layers: list[PackedLinear]) -> None:
+    """Of each shape of layer, for the numbers of threads that steps mostly use."""
+    most = torch.get_num_threads()
+    try:
+        for count in (most, fewer_threads(most)):
+            torch.set_num_threads(count)
+            with torch.inference_mode():
+                for layer in {(one.weight.shape, one.weight.dtype, one.bias is None): one for one in layers}.values():
+                    layer.make_primitives()
+    finally:
+        torch.set_num_threads(most)
 
 
 def bound_primitives() -> None:
@@ -128,7 +141,7 @@ def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
         shapes |= {(hidden, width), (width, hidden)}
     shapes.add((hidden, int(text_config.vocab_size)))
     packed = sum(_packs(rows * columns, dtype, LEAST_WEIGHTS) for rows, columns in shapes)
-    return packed * len(SIZES) * _PRIMITIVE_BYTES
+    return packed * len(SIZES) * len({torch.get_num_threads(), fewer_threads(torch.get_num_threads())}) * _PRIMITIVE_BYTES
 
 
 def available() -> bool:

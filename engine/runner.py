@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ..cache.storage import Storage
 from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, Failure, Plan, Result, Scores
 from .attention.context import Kernel, StepContext, running
 from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
+from .cpu_threads import CpuThreads
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool
 from .moves import Mover, Moves, joined
@@ -139,6 +140,7 @@ class Runner:
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self._threads = CpuThreads()
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
         self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
@@ -176,11 +178,11 @@ class Runner:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is queued on the device goes to the stream that the runner was made on, whichever is the caller's.
-
-        So all steps stand in one order.
+        """What is queued on the device goes to the stream that the runner was made on, whichever is the caller's: so all steps
+        stand in one order. On a CPU torch uses as many threads as there are cores to spare.
         """
-        with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        on_device = self._threads.for_a_step() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), on_device:
             yield
 
     def record(self, sizes: Sequence[int], record: Record) -> None:

@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import CAUSE, EVERYBODY, POINTS, Fault, Point, planted
 
 from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
-from pagetide.cache.storage import Storage
 from pagetide.cli import main
 from pagetide.engine import build as build_module
-from pagetide.engine import runner as runner_module
-from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.beams import BeamSearch
 from pagetide.engine.build import Engine
-from pagetide.engine.constraints import Constraints
-from pagetide.engine.host_pool import HostPool
-from pagetide.engine.sampler import Sampler
-from pagetide.engine.text import Detokenizer
-from pagetide.engine.transfers import Upload
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
     "block_size": 4, "host_kv_memory": "4MiB", "max_seqs": 12, "max_step_tokens": 64, "max_model_len": 96, "idle_s": 0.02,
 }  # fmt: skip
 NEW = 16
-CAUSE = "planted"
-EVERYBODY = "everybody"
 
 
 def shift(input_ids: Any, scores: Any) -> Any:
@@ -76,76 +66,6 @@ LOAD = [
     ask("Down by the sea there was a house with many rooms, and in each of them", "draws"),
 ]
 PLAIN = [one for one in LOAD if "processor" not in one.needs]  # what can be written to a file
-
-
-@dataclass(frozen=True)
-class Point:
-    """A call that raises: `name` of what `owner` gives. `once` and `always` name whom it may end when it does so."""
-
-    owner: Callable[[Engine], Any]
-    name: str
-    once: str | None = None
-    always: str | None = EVERYBODY
-
-
-POINTS = {
-    "model": Point(lambda engine: engine.core.runner, "model"),
-    "kernel, attention": Point(lambda engine: TorchKernel, "attend"),
-    "kernel, writing": Point(lambda engine: TorchKernel, "write"),
-    "kernel, buffers": Point(lambda engine: TorchKernel, "release_buffers", always=None),
-    "upload": Point(lambda engine: Upload, "put"),
-    "sampler, start of a row": Point(lambda engine: Sampler, "admit"),
-    "sampler, drawing": Point(lambda engine: Sampler, "sample", always="draws"),
-    "sampler, histories": Point(lambda engine: Sampler, "took", always="draws"),
-    "sampler, candidates": Point(lambda engine: Sampler, "candidates", always="beams"),
-    "sampler, ends of forms": Point(lambda engine: Sampler, "complete"),
-    "log-probabilities": Point(lambda engine: runner_module, "score", always="scores"),
-    "beams, candidates": Point(lambda engine: BeamSearch, "tell", "beams", "beams"),
-    "beams, choice": Point(lambda engine: BeamSearch, "choose", "beams", "beams"),
-    "constraint, masks": Point(lambda engine: Constraints, "masks", always="constraint"),
-    "constraint, matcher": Point(lambda engine: Constraints, "matcher", always="constraint"),
-    "host copies": Point(lambda engine: HostPool, "_copy", always=None),
-    "host copies, beginning": Point(lambda engine: HostPool, "begin", always=None),
-    "copies of blocks": Point(lambda engine: Storage, "copy", always=None),
-    "map": Point(lambda engine: engine.arena, "map", always=None),
-    "unmap": Point(lambda engine: engine.arena, "unmap", always=None),
-    "text": Point(lambda engine: Detokenizer, "push", EVERYBODY),
-}
-
-
-class Fault:
-    """Raises in the place of a function: at its call number `first`, and at all later ones where it does so `always`."""
-
-    def __init__(self, inner: Callable[..., Any], first: int, always: bool) -> None:
-        self.num_calls = self.num_raised = 0
-        self._inner, self._first, self._always = inner, first, always
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
-        if self.num_calls == self._first or (self._always and self.num_calls > self._first):
-            self.num_raised += 1
-            raise RuntimeError(CAUSE)
-        return self._inner(*args, **kwargs)
-
-
-@contextmanager
-def planted(owner: Any, name: str, first: int, always: bool) -> Iterator[Fault]:
-    """`owner.name` raises within the block."""
-    inner = getattr(owner, name)
-    fault = Fault(inner, first, always)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return fault(*args, **kwargs)
-
-    method.__name__ = name
-    if hasattr(inner, "forward"):  # a model, whose parameters matter
-        method.forward = inner.forward  # type: ignore[attr-defined]
-    own = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
-    setattr(owner, name, method)
-    try:
-        yield fault
-    finally:
-        setattr(owner, name, inner) if own else delattr(owner, name)
 
 
 def served(llm: LLM, load: list[Ask]) -> list[RequestOutput]:

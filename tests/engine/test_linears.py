@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
 from families import VOCAB, tiny
 from torch import nn
 
-from pagetide.engine.linears import LEAST_WEIGHTS, PackedLinear, available, held_twice_bytes, pack_linears
+from pagetide.engine.linears import (
+    LEAST_WEIGHTS, SIZES, PackedLinear, available, divided, held_twice_bytes, pack_linears, primitive_bytes,
+)  # fmt: skip
 from pagetide.scheduler.request import Sampling
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no packed linear layers")
@@ -25,6 +31,44 @@ def test_same_products(dtype, bias, rows):
     torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("outputs", [24, 1 << 18])
+def test_any_number_of_rows(outputs):
+    """0 rows, numbers that are divided and padded, and more than the largest size, which is smaller for a wide layer."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, outputs).requires_grad_(False)
+    packed = PackedLinear(linear)
+    for rows in (0, 1, 2, 5, 33, 65, 70) if outputs > 24 else (0, *range(1, 140), 300, 511, 513, 1500):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_divided_into_few_products_of_known_sizes():
+    for count in range(1, 2_100):
+        sizes = divided(count)
+        assert set(sizes) <= set(SIZES) and list(sizes) == sorted(sizes, reverse=True)
+        assert count <= sum(sizes) < count + max(4, count // 2)
+        assert len(sizes) <= 4 + count // SIZES[-1]
+        assert count not in SIZES or sizes == (count,)
+
+
+def test_no_more_primitives_than_the_sizes_of_each_shape():
+    """A program of its own, in which oneDNN tells of each primitive that it makes."""
+    program = """
+import torch
+from torch import nn
+from pagetide.engine.linears import pack_linears
+model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512), nn.Linear(512, 256)).requires_grad_(False)
+assert pack_linears(model) == 3
+with torch.inference_mode():
+    for rows in range(1, 700):
+        model(torch.zeros(rows, 512))
+"""
+    environ = os.environ | {"ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-P", "-c", program], env=environ, capture_output=True, text=True, check=True)
+    made = [line for line in run.stdout.splitlines() if "create:cache_miss" in line and ",inner_product," in line]
+    assert len(made) == 2 * len(SIZES) and "create:cache_hit" in run.stdout
+
+
 def test_only_large_plain_linears_are_packed():
     class Own(nn.Linear):
         pass
@@ -37,8 +81,10 @@ def test_only_large_plain_linears_are_packed():
             "in_half": nn.Linear(256, 256, dtype=torch.float16),
         }
     ).requires_grad_(False)
-    assert pack_linears(model) == 1
-    assert [type(module).__name__ for module in model.values()] == ["PackedLinear", "Linear", "Own", "Linear"]
+    halves = torch.ops.mkldnn._is_mkldnn_fp16_supported()  # or else they are no products of oneDNN's
+    assert pack_linears(model) == 1 + halves
+    names = ["PackedLinear", "Linear", "Own", "PackedLinear" if halves else "Linear"]
+    assert [type(module).__name__ for module in model.values()] == names
     assert (model["large"].weight.shape, model["large"].weight.device.type) == ((256, 256), "meta")
     assert LEAST_WEIGHTS == 256 * 256
 
@@ -55,9 +101,19 @@ def test_a_packed_model_gives_the_same_tokens(name):
 def test_a_tied_head_is_counted_twice():
     tied = tiny("llama", vocab_size=2048, hidden_size=48, tie_word_embeddings=True)
     assert held_twice_bytes(tied.config, torch.float32) == 2048 * 48 * 4
-    assert held_twice_bytes(tied.config, torch.float16) == 0
+    halves = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert held_twice_bytes(tied.config, torch.float16) == (2048 * 48 * 2 if halves else 0)
     assert held_twice_bytes(tiny("llama").config, torch.float32) == 0
     pack_linears(tied)
     held = sum(p.nbytes for p in tied.parameters() if p.device.type != "meta")
     assert tied.model.embed_tokens.weight.device.type == "cpu"
     assert held == sum(p.nbytes for p in tied.model.parameters())
+
+
+def test_the_plan_counts_primitives_of_packed_layers_alone():
+    threads = len({torch.get_num_threads(), max(1, torch.get_num_threads() // 2)})
+    assert primitive_bytes(tiny("llama").config, torch.float32) == 0
+    wide = tiny("llama", hidden_size=288, vocab_size=2048, intermediate_size=300, tie_word_embeddings=False)
+    shapes = {(m.in_features, m.out_features) for m in wide.modules() if isinstance(m, nn.Linear)}
+    packed = sum(a * b >= LEAST_WEIGHTS for a, b in shapes)
+    assert primitive_bytes(wide.config, torch.float32) == packed * len(SIZES) * threads * 640 * 1024 > 0
