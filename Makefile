@@ -51,6 +51,12 @@ stress:  ## the long randomised tests
 	$(PARALLEL) pytest -q -n $(JOBS) -m stress --ignore=tests/stress/test_elastic_stress.py
 	$(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 
+SOAK_S ?= 3600
+
+soak:  ## random load, random walks, recalls, kills and faults for SOAK_S seconds; reports the slope of memory
+	$(call setup,test)
+	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
+
 # The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.
 # Otherwise the environment is made. What asks for a compiler goes side by side; what counts the device's memory does not.
 GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, psutil, pytest, rich, tqdm, transformers, triton, yaml
@@ -92,6 +98,8 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.monitor --json build/bench/monitor.json
 	$(BIN)/python -m benchmarks.elastic --json build/bench/elastic.json
 	$(BIN)/python -m benchmarks.goodput --json build/bench/goodput.json
+	$(BIN)/python -m benchmarks.memory --json build/bench/memory.json
+	$(BIN)/python -m benchmarks.neighbours --json build/bench/neighbours.json
 	$(BIN)/python -m benchmarks.prefix --json build/bench/prefix.json
 	$(BIN)/python -m benchmarks.prefix_hits --json build/bench/prefix_hits.json
 	$(BIN)/python -m benchmarks.pressure --json build/bench/pressure.json

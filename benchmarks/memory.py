@@ -76,7 +76,12 @@ def recalls(device: PrivateDevice, seed: int, pause_s: float = 0.5) -> Iterator[
         while not over.wait(rng.uniform(0, 2 * pause_s)):
             if not (leases := device.leases()):
                 continue
-            spare = device.capacity_bytes - rules.headroom_bytes - rules.band_bytes - sum(l.min_bytes for l in leases)
+            spare = (
+                device.capacity_bytes
+                - rules.headroom_bytes
+                - rules.band_bytes
+                - sum(lease.min_bytes for lease in leases)
+            )
             wanted = int(spare - rng.random() * (POOL["max"] - POOL["min"]))
             try:
                 with device.client.reserve(leases[0].device_uuid, wanted, timeout_s=2.0):
@@ -99,7 +104,9 @@ def serve(llm: LLM, batches: RandomBatches, count: int) -> Iterator[tuple[int, i
         batch = batches.draw()
         for output in llm.generate(batch.prompts, batch.params, progress=False):
             if output.finish_reason not in ("length", "stop"):
-                raise RuntimeError(f"request {output.request_id}: {output.finish_reason}: {output.completions[0].error}")
+                raise RuntimeError(
+                    f"request {output.request_id}: {output.finish_reason}: {output.completions[0].error}"
+                )
         yield outside_kv_bytes(llm), excess_bytes(llm)
 
 
@@ -129,7 +136,9 @@ def measure(folder: str, vocab_size: int, args: argparse.Namespace) -> list[Figu
                 outside.append(rest / MIB)
                 excess.append(above / MIB)
                 if number in (1, 10) or number % 50 == 0:
-                    print(f"{number:6,} batches  {rest / MIB:7.1f} MiB  {time.perf_counter() - began:5.0f} s", flush=True)
+                    print(
+                        f"{number:6,} batches  {rest / MIB:7.1f} MiB  {time.perf_counter() - began:5.0f} s", flush=True
+                    )
             stats = llm.stats()
         gc.collect()
         second_left = resident_bytes()
@@ -138,7 +147,9 @@ def measure(folder: str, vocab_size: int, args: argparse.Namespace) -> list[Figu
     return [
         Figure("memory above its value after the first batches, at most", max(later) - start, "MiB", BOUND_MIB),
         Figure("memory above the grant, at most", max(excess), "MiB", 0.0),
-        Figure("left by the second engine above what the first left", (second_left - first_left) / MIB, "MiB", BOUND_MIB),
+        Figure(
+            "left by the second engine above what the first left", (second_left - first_left) / MIB, "MiB", BOUND_MIB
+        ),
         Figure("memory outside KV after the first batches", start, "MiB"),
         Figure("... after the last one", outside[-1], "MiB", samples=outside[:: max(1, len(outside) // 200)]),
         Figure("slope, in a thousand batches", 1000 * slope(later), "MiB"),

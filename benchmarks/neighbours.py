@@ -1,7 +1,7 @@
 """Tokens a second on the CPU quiet, beside a busy process, and of two engines at once.
 
     python -m benchmarks.neighbours [--json FILE] [--rounds 3] [--seconds 5] [--hidden 512] [--layers 8] [--prompts 16]
-                                    [--new-tokens 64] [--seed 0]
+                                    [--new-tokens 64] [--settle 1] [--seed 0]
 
 A random Llama (hidden 512, 8 layers) in float32, 16 ragged prompts of 64 to 256 tokens again and again, greedy. Two kinds of
 engine take turns: "adapting" ones, as they are by default, and "fixed" ones, which keep all threads of torch's default
@@ -23,16 +23,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import above_0, whole
+from benchmarks.arguments import above_0, from_0, whole
 from benchmarks.engine_cpu import prompts, save_model
 from benchmarks.figures import Figure, report
 from benchmarks.processes import Worker
 
-SETTLE_S = 1.0  # in which an engine sees its neighbours
 KINDS = ("adapting", "fixed")
 
 
-def serve(pipe: Any, folder: str, inputs: list[list[int]], new_tokens: int) -> None:
+def serve(pipe: Any, folder: str, inputs: list[list[int]], new_tokens: int, settle_s: float) -> None:
     """An engine in its process: for each number of seconds that comes it sends tokens a second."""
     from pagetide import LLM, SamplingParams
 
@@ -42,11 +41,11 @@ def serve(pipe: Any, folder: str, inputs: list[list[int]], new_tokens: int) -> N
         pipe.send("ready")
         while (seconds := _received(pipe)) is not None:
             began, count = time.perf_counter(), 0
-            again = _again_and_again(inputs, began + SETTLE_S + seconds)
+            again = _again_and_again(inputs, began + settle_s + seconds)
             for output in llm.generate_each(again, params, look_ahead=len(inputs)):
-                if time.perf_counter() - began > SETTLE_S:
+                if time.perf_counter() - began > settle_s:
                     count += len(output.token_ids)
-            pipe.send(count / (time.perf_counter() - began - SETTLE_S))
+            pipe.send(count / (time.perf_counter() - began - settle_s))
 
 
 def _received(pipe: Any) -> Any:
@@ -90,7 +89,9 @@ def measure(folder: str, args: argparse.Namespace) -> dict[tuple[str, str], list
         for kind in KINDS:
             variables = {"OMP_NUM_THREADS": str(cores)} if kind == "fixed" else {}
             os.environ.update(variables)
-            pairs[kind] = [stack.enter_context(Worker(serve, folder, inputs, args.new_tokens)) for _ in range(2)]
+            pairs[kind] = [
+                stack.enter_context(Worker(serve, folder, inputs, args.new_tokens, args.settle)) for _ in range(2)
+            ]
             for worker in pairs[kind]:
                 worker.receive()
             for name in variables:
@@ -128,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--seconds", type=above_0, default=5.0)
+    parser.add_argument("--settle", type=from_0, default=1.0, help="seconds in which an engine sees its neighbours")
     parser.add_argument("--hidden", type=whole, default=512)
     parser.add_argument("--layers", type=whole, default=8)
     parser.add_argument("--prompts", type=whole, default=16)

@@ -76,7 +76,11 @@ class RandomBatches:
 
     def _params(self) -> SamplingParams:
         rng = self._rng
-        asked: dict[str, Any] = {"max_new_tokens": rng.randint(1, 24), "ignore_eos": True, "seed": rng.randrange(1 << 30)}
+        asked: dict[str, Any] = {
+            "max_new_tokens": rng.randint(1, 24),
+            "ignore_eos": True,
+            "seed": rng.randrange(1 << 30),
+        }
         kind = rng.random()
         if kind < 0.1:
             return SamplingParams(**asked, num_beams=rng.randint(2, 4), n=2)

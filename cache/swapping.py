@@ -150,7 +150,7 @@ class Swapping:
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
-        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there; nor come from them to a slot."""
+        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there. No slot gets it."""
         self._evict(blocks[self._index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
 

@@ -141,7 +141,9 @@ def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
         shapes |= {(hidden, width), (width, hidden)}
     shapes.add((hidden, int(text_config.vocab_size)))
     packed = sum(_packs(rows * columns, dtype, LEAST_WEIGHTS) for rows, columns in shapes)
-    return packed * len(SIZES) * len({torch.get_num_threads(), fewer_threads(torch.get_num_threads())}) * _PRIMITIVE_BYTES
+    return (
+        packed * len(SIZES) * len({torch.get_num_threads(), fewer_threads(torch.get_num_threads())}) * _PRIMITIVE_BYTES
+    )
 
 
 def available() -> bool:

@@ -1,4 +1,4 @@
-"""How a device's memory is divided up: weights, primitives, a working reserve, the KV pool. For `pagetide plan` and the real start.
+"""How a device's memory is divided up: weights, primitives, a working reserve, the KV pool. For `pagetide plan` and the start.
 
 Both call `plan_memory` with the bytes that are free *before* the weights are read, so both come to the same numbers:
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -198,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     print(f"seed {args.seed}, {args.seconds:,.0f} s", flush=True)
+    logging.disable(logging.CRITICAL)  # of faults, which are wanted here
     until = time.time() + args.seconds
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()

@@ -30,6 +30,7 @@ COMMANDS = {
     "bookkeeping": "--steps 2 --sequences 8 --repeats 1",
     "divergence": "--model MODEL --dtypes float32 --prompts 4 --new-tokens 16",
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
+    "memory": "--batches 3 --hidden 32 --layers 1 --most 2 --first 1",
     "prefix": "--repeats 1 --blocks 2000",
     "prefix_hits": "--data none --requests 10",
     "pressure": "--seeds 1 --requests 20",
@@ -40,6 +41,7 @@ WITH_PROCESSES = {
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
     "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
     "monitor": "--starts 1 --seconds 0.1",
+    "neighbours": "--rounds 1 --seconds 0.1 --settle 0 --hidden 32 --layers 1 --prompts 2 --new-tokens 3",
 }
 
 

@@ -51,4 +51,8 @@ def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.
             threading.Event().wait(0.05)
         stats = llm.stats()
         assert stats["memory"]["given_back_bytes"] > 0, "idle memory stayed"
-        assert stats["threads"]["pagetide-memory"] == {"alive": True, "faults": 1, "last_fault": "RuntimeError: planted"}
+        assert stats["threads"]["pagetide-memory"] == {
+            "alive": True,
+            "faults": 1,
+            "last_fault": "RuntimeError: planted",
+        }

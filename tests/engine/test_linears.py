@@ -13,7 +13,14 @@ from families import VOCAB, tiny
 from torch import nn
 
 from pagetide.engine.linears import (
-    LEAST_WEIGHTS, SIZES, PackedLinear, available, divided, held_twice_bytes, pack_linears, primitive_bytes,
+    LEAST_WEIGHTS,
+    SIZES,
+    PackedLinear,
+    available,
+    divided,
+    held_twice_bytes,
+    pack_linears,
+    primitive_bytes,
 )  # fmt: skip
 from pagetide.scheduler.request import Sampling
 
