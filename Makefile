@@ -119,4 +119,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test stress gpu gpu-environment check bench types clean help
+.PHONY: demo test stress soak gpu gpu-environment check bench types clean help
