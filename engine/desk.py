@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ Event = int | Scores | Finished | Candidates  # what a step gave a request; an i
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
 KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
+_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
 STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
 
 
@@ -117,11 +119,14 @@ class Desk:
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did. While a step runs, as it was STATS_S before, at most: nobody waits for the step."""
         self.open()
-        if self.lock.acquire(blocking=False):
-            try:
-                self._stats = self._counted(self.open())
-            finally:
-                self.lock.release()
+        while not self.lock.acquire(blocking=False):
+            if self.lock.barred is not None:  # a step is running
+                return copy.deepcopy(self._stats)
+            time.sleep(_LOOK_S)  # who has the lock lets go of it in a moment
+        try:
+            self._stats = self._counted(self.open())
+        finally:
+            self.lock.release()
         return copy.deepcopy(self._stats)
 
     def _counted(self, engine: Engine) -> dict[str, Any]:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs its own for the devices
+_LINGER_S = 0.2  # between two pieces of a refused request that are read and thrown away
 MAX_HEAD_BYTES = 128 * 1024  # of a request line and its headers; a line alone has 64 KiB at most
 _REQUEST_TIMEOUT_S = 10.0  # from accepting to the answer's last byte; Prometheus, too, gives a scrape up after so long
 _LOOK_UP_S = 0.05  # how often the accepting thread looks up: to end, to hang up, to try again for a descriptor
@@ -98,6 +99,26 @@ class _Handler(MetricsHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # all that is used of it
+        self._refused = False
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """See `http.server`."""
+        self._refused = True
+        super().send_error(code, message, explain)
+
+    def finish(self) -> None:
+        """End the answer. Of a refused request read on for a moment: what is left unread makes the end a reset, and that may
+        come before the answer.
+        """
+        super().finish()
+        if not self._refused:
+            return
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_S)
+            left = 4 * MAX_HEAD_BYTES
+            while left > 0 and (data := self.connection.recv(65536)):
+                left -= len(data)
 
     def do_GET(self) -> None:
         try:

@@ -119,6 +119,7 @@ def test_the_short_way_of_the_next_test_is_the_chains() -> None:
     assert one_block(tokens).tolist() == [digests(row, 16)[0] for row in tokens.tolist()]
 
 
+@pytest.mark.stress
 def test_of_a_million_prefixes_no_two_agree_and_lanes_agree_by_chance() -> None:
     size, bits = 16, np.arange(16)
     every = np.arange(1 << 16)[:, None]

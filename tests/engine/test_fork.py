@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,7 +15,7 @@ from pagetide.engine.errors import EngineClosed
 
 OPTIONS = {"device": "cpu", "kv_memory": "8MiB", "share": False}
 SHORT = SamplingParams(max_new_tokens=4, temperature=0)
-LONG = SamplingParams(max_new_tokens=400, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
 
 
 def in_a_fork(does: Callable[[], None]) -> str:
@@ -47,33 +47,38 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **OPTIONS) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a step of another thread"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_forked_child_has_no_engine(call: str, busy: bool) -> None:
-    with LLM("demo", **OPTIONS) as llm:
-        expected = llm.generate([5], SHORT)[0].token_ids
-        long: list[object] = []
-        thread = threading.Thread(target=lambda: long.extend(llm.generate([[6], [7]], LONG, progress=False)))
-        if busy:
-            inside, goes_on = threading.Event(), threading.Event()
-            runner = llm._desk.open().core.runner
-            begin = runner.begin
+def test_a_forked_child_has_no_engine(llm: LLM, call: str, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate([5], SHORT)[0].token_ids
+    long: list[object] = []
+    thread = threading.Thread(target=lambda: long.extend(llm.generate([[6], [7]], LONG, progress=False)))
+    if busy:
+        inside, goes_on = threading.Event(), threading.Event()
+        runner = llm._desk.open().core.runner
+        begin = runner.begin
 
-            def slow(plan):
-                inside.set()
-                assert goes_on.wait(60)
-                return begin(plan)
+        def slow(plan):
+            inside.set()
+            assert goes_on.wait(60)
+            return begin(plan)
 
-            runner.begin = slow
-            thread.start()
-            assert inside.wait(60)
-        told = in_a_fork(lambda: CALLS[call](llm))
-        if busy:
-            goes_on.set()
-            thread.join()
-            assert [output.finish_reason for output in long] == ["length", "length"]
-        assert told.startswith("EngineClosed: ") and "is a fork of it" in told
-        assert llm.generate([5], SHORT)[0].token_ids == expected
+        monkeypatch.setattr(runner, "begin", slow)
+        thread.start()
+        assert inside.wait(60)
+    told = in_a_fork(lambda: CALLS[call](llm))
+    if busy:
+        goes_on.set()
+        thread.join()
+        assert [output.finish_reason for output in long] == ["length", "length"]
+    assert told.startswith("EngineClosed: ") and "is a fork of it" in told
+    assert llm.generate([5], SHORT)[0].token_ids == expected
 
 
 def test_an_async_engine_in_a_fork() -> None:
@@ -97,12 +102,10 @@ def test_an_async_engine_in_a_fork() -> None:
     asyncio.run(main())
 
 
-def test_leaving_a_with_block_in_a_fork_is_quiet() -> None:
-    with LLM("demo", **OPTIONS) as llm:
+def test_leaving_a_with_block_in_a_fork_is_quiet(llm: LLM) -> None:
+    def leaves() -> None:
+        llm.__exit__(None, None, None)
+        raise EngineClosed("left")
 
-        def leaves() -> None:
-            llm.__exit__(None, None, None)
-            raise EngineClosed("left")
-
-        assert in_a_fork(leaves) == "EngineClosed: left"
-        assert llm.generate([5], SHORT)[0].finish_reason == "length"
+    assert in_a_fork(leaves) == "EngineClosed: left"
+    assert llm.generate([5], SHORT)[0].finish_reason == "length"

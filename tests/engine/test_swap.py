@@ -50,7 +50,7 @@ def engine_for(model, inputs, block_size: int, share: float, host_slots: int, **
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gemma2", *(pytest.param(n, marks=pytest.mark.stress) for n in ("gpt2", "gpt_oss", "mistral", "qwen3"))],
+    ["llama", *(pytest.param(n, marks=pytest.mark.stress) for n in ("gemma2", "gpt2", "gpt_oss", "mistral", "qwen3"))],
 )
 def test_same_tokens_and_logits_with_a_host_tier_too_small_exact_and_ample(name):
     """D 34, 35; L 77, 80. Twice the prompts, so that what was demoted is found again as well."""

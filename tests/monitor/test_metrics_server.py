@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import socket
@@ -42,8 +43,9 @@ def ask(server: MetricsServer, request: bytes) -> bytes:
             client.shutdown(socket.SHUT_WR)
             while data := client.recv(65536):
                 answer += data
-        except ConnectionError:  # it has heard enough
-            pass
+        except OSError as error:  # it has heard enough
+            if error.errno not in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
+                raise
         return answer
 
 

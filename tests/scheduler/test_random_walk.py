@@ -21,8 +21,8 @@ def test_any_seed(variant, seed):
 
 
 def test_the_walks_really_swap():
-    stats = [walk(seed, v, 300, check_every=16).scheduler.stats for seed in range(4) for v in of("host", "alternate")]
-    assert sum(s.demoted_blocks for s in stats) > 200
+    stats = [walk(seed, v, 300, check_every=16).scheduler.stats for seed in range(2) for v in of("host", "alternate")]
+    assert sum(s.demoted_blocks for s in stats) > 100
     assert sum(s.promoted_blocks for s in stats) > 50
     assert sum(s.preemptions for s in stats) > 25
 

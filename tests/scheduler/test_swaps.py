@@ -106,7 +106,7 @@ def test_shared_blocks_stay() -> None:
     assert world.scheduler.stats.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("slots", [3, 20, 200])
+@pytest.mark.parametrize("slots", [3, *(pytest.param(n, marks=pytest.mark.stress) for n in (20, 200))])
 def test_everybody_gets_on(slots: int) -> None:
     """D 38. A hundred steps in which nobody runs, though somebody waits, never come."""
     world = pressed(16, slots, max_seqs=8)
