@@ -40,11 +40,11 @@ CONTEXT_DIVISOR, MOST_PROMPT, LEAST_PROMPT = 5, 880, 16  # tokens; the model's c
 LEAST_OUTPUT, MOST_OUTPUT = 8, 96
 
 NAMES = ("engine A", "engine B")
-KV_MIN, KV_MAX = 16 * MIB, 384 * MIB
+KV_MIN, KV_MAX = 16 * MIB, 512 * MIB
 COMPARED_MIN, COMPARED_MAX = 16 * MIB, 512 * MIB
 SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
 HEADROOM = 48 * MIB
-GROWTH = 192 * MIB  # what leases and stranger contend for, above the engines' minimums
+GROWTH = 512 * MIB  # what leases and stranger contend for, above the engines' minimums
 IDLE_S = 0.5
 MAX_STEP_TOKENS = 512
 STAYS = ((0.15, 0.34, 0.6), (0.60, 0.82, 0.8))  # of the stranger: from, until (shares of the time), share of GROWTH
@@ -419,9 +419,9 @@ def draw(tide: Tide, prefix: Path) -> None:
     other = _calm([sum(sample.other) / MIB for sample in samples])
     kv = [[sample.kv[number] / MIB for sample in samples] for number in range(len(NAMES))]
     stranger = [sample.stranger / MIB for sample in samples]
-    bottom, top = min(other) - 70, tide.capacity / MIB
+    top = tide.capacity / MIB
     figure, (sea, beach) = pyplot.subplots(
-        2, 1, figsize=(9.2, 5.2), sharex=True, height_ratios=(1, 0.13), gridspec_kw={"hspace": 0.06}
+        2, 1, figsize=(9.2, 6.4), sharex=True, height_ratios=(1, 0.13), gridspec_kw={"hspace": 0.06}
     )
     bands = [other, *kv, stranger]
     areas = sea.stackplot(times, *bands, colors=COLOURS, step="post", linewidth=0)
@@ -430,11 +430,11 @@ def draw(tide: Tide, prefix: Path) -> None:
         area.set_linewidth(0.6)
     sea.axhline(top, color=INK, linewidth=1)
     sea.axhline((tide.capacity - tide.headroom) / MIB, color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
-    sea.set_ylim(bottom, top + 12)
+    sea.set_ylim(0, top * 1.01)
     sea.set_xlim(0, max(times))
     for name, edge, below in (("capacity", top, 6), ("headroom: for whoever comes", top - tide.headroom / MIB, -3)):
         sea.text(max(times) * 0.995, edge - abs(below), name, ha="right", va="top", color=INK, fontsize=8)
-    _label(sea, times, bands, bottom)
+    _label(sea, times, bands)
     _mark_recalls(sea, tide, times, bands)
     _draw_arrivals(beach, tide)
     sea.set_ylabel("MiB held")
@@ -456,18 +456,14 @@ COLOURS = ("#dfe4ea", "#3f7cac", "#7fb7a6", "#e3a368")  # programs, engine A, en
 DARK = ("#6b7683", "#ffffff", "#12362e", "#5a3410")  # words on them
 
 
-def _label(sea: Any, times: list[float], bands: list[list[float]], bottom: float) -> None:
+def _label(sea: Any, times: list[float], bands: list[list[float]]) -> None:
     """Each band's name where the band is thickest."""
-    names = ("programs and weights of both engines (axis is cut)", "KV of engine A", "KV of engine B", "stranger")
+    names = ("programs and weights of both engines", "KV of engine A", "KV of engine B", "stranger")
     for number, name in enumerate(names):
         upper = [sum(sums) for sums in zip(*bands[: number + 1], strict=True)]
-        lower = (
-            [max(bottom, top - band) for top, band in zip(upper, bands[number], strict=True)] if number else [bottom]
-        )
+        lower = [top - band for top, band in zip(upper, bands[number], strict=True)]
         if number == 0:
-            sea.text(
-                times[-1] / 2, (bottom + min(upper)) / 2, name, ha="center", va="center", color=DARK[0], fontsize=9
-            )
+            sea.text(times[-1] / 2, min(upper) / 2, name, ha="center", va="center", color=DARK[0], fontsize=9)
             continue
         reach = max(1, len(times) * len(name) // 200)  # half of what the words take
         places = range(reach, len(times) - reach)
