@@ -320,8 +320,8 @@ class EngineMemory:
 
     def _shed_excess(self, scheduler: Scheduler) -> bool:
         """Above a limit: what is idle goes, nobody is preempted, and the rest goes as requests end."""
-        over = min(self._excess(scheduler), self._unmap_slice(scheduler))
-        return over > 0 and scheduler.give_back(over) > 0
+        over = self._excess(scheduler)
+        return over > 0 and scheduler.give_back(min(over, self._unmap_slice(scheduler))) > 0
 
     def _excess(self, scheduler: Scheduler) -> int:
         """Extents above a limit, or above the grant, where the process has outgrown it by whole extents beside its pool.
