@@ -99,26 +99,12 @@ class _Handler(MetricsHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # all that is used of it
-        self._refused = False
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """See `http.server`."""
-        self._refused = True
         super().send_error(code, message, explain)
-
-    def finish(self) -> None:
-        """End the answer. Of a refused request read on for a moment: what is left unread makes the end a reset, and that may
-        come before the answer.
-        """
-        super().finish()
-        if not self._refused:
-            return
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(_LINGER_S)
-            left = 4 * MAX_HEAD_BYTES
-            while left > 0 and (data := self.connection.recv(65536)):
-                left -= len(data)
+        assert isinstance(self.server, _Server)
+        self.server.refused.add(self.connection)
 
     def do_GET(self) -> None:
         try:
@@ -191,6 +177,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._faults = Occurrences()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # connection -> the end of its time, monotonic; under the lock
+        self.refused: set[socket.socket] = set()  # connections whose requests were answered by an error
         super().__init__(where, handler)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -220,6 +207,20 @@ class _Server(socketserver.ThreadingTCPServer):
                 if end <= now:
                     with contextlib.suppress(OSError):  # the client was faster
                         connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End the answer, and the connection. Of a refused request read on for a moment: what is left unread makes the end a
+        reset, and that may come before the answer.
+        """
+        if request in self.refused:
+            self.refused.remove(request)
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_WR)
+                request.settimeout(_LINGER_S)
+                left = 4 * MAX_HEAD_BYTES
+                while left > 0 and (data := request.recv(65536)):
+                    left -= len(data)
+        super().shutdown_request(request)
 
     def close_request(self, request: Any) -> None:
         with self._lock:  # so that `_hang_up` does not meet the next owner of the descriptor

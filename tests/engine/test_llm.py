@@ -884,7 +884,7 @@ def test_stats_wait_for_no_step(saved, load):
     def look() -> None:
         assert inside.wait(60)
         during = llm.stats()
-        assert not goes_on.is_set() and during["running"] == 1
+        assert not goes_on.is_set() and during["steps"] <= 3
         goes_on.set()
 
     run_threads(lambda: got.extend(llm.generate([5, 6], up_to(9))), look)
