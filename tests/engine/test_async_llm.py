@@ -965,6 +965,7 @@ async def main():
         async for chunk in llm.stream([5, 6], new):
             if len(threading.enumerate()) > 1:
                 signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(300)  # all chunks were there at once: what was cancelled is told here
 
 try:
     asyncio.run(main())
