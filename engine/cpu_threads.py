@@ -8,6 +8,7 @@ halves of what torch would use: oneDNN keeps primitives for each number of threa
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # how often the cores are looked at
 _STALE_S = 2.0  # no step for so long: what was measured is of another time
@@ -78,7 +81,13 @@ class CpuThreads:
         elapsed = now - self._looked_at
         if elapsed < _LOOK_S:
             return
-        before, self._before, self._looked_at = self._before, self._used(), now
+        try:
+            before, self._before, self._looked_at = self._before, self._used(), now
+        except (OSError, RuntimeError, psutil.Error) as error:  # a sandbox without /proc, for one
+            log.warning("steps use all threads: the CPU time of other processes cannot be read: %s", error)
+            self._fixed = True
+            self._others.extend([0.0] * _LOOKS)
+            return
         if elapsed > _STALE_S:
             return
         (all_before, own_before), (all_now, own_now) = before, self._before

@@ -119,10 +119,11 @@ class Desk:
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did. While a step runs, as it was STATS_S before, at most: nobody waits for the step."""
         self.open()
+        until = time.monotonic() + STATS_S
         while not self.lock.acquire(blocking=False):
-            if self.lock.barred is not None:  # a step is running
+            if self.lock.barred is not None or time.monotonic() >= until:  # a step is running, or a tool has the engine
                 return copy.deepcopy(self._stats)
-            time.sleep(_LOOK_S)  # who has the lock lets go of it in a moment
+            time.sleep(_LOOK_S)  # mostly the lock is free again in a moment
         try:
             self._stats = self._counted(self.open())
         finally:

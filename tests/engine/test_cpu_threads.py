@@ -88,6 +88,19 @@ def test_torch_has_its_threads_again_after_a_step(monkeypatch: pytest.MonkeyPatc
         torch.set_num_threads(before)
 
 
+def test_where_nothing_can_be_read_all_threads_are_used(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def refused() -> tuple[float, float]:
+        raise PermissionError("planted")
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    threads = CpuThreads(used=refused)
+    assert [threads.count(4) for _ in range(3)] == [4, 4, 4]
+    with threads.for_a_step():
+        pass
+    assert "cannot be read: planted" in caplog.text
+
+
 def test_the_real_counters_go_up() -> None:
     threads = CpuThreads()
     everybody, own = threads._used()

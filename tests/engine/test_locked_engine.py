@@ -73,6 +73,11 @@ def test_a_call_from_within_is_refused_and_takes_nothing(llm: LLM, call: Callabl
     assert llm.stats()["running"] == 0
 
 
+def test_statistics_are_told_from_within(llm: LLM) -> None:
+    with llm.locked_engine():
+        assert llm.stats()["running"] == 0
+
+
 def test_what_a_tool_raises_lets_the_engine_go(llm: LLM) -> None:
     with pytest.raises(ZeroDivisionError), llm.locked_engine():
         _ = 1 // 0
