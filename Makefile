@@ -46,10 +46,12 @@ test:  ## the tests that need no GPU and no patience
 	$(call setup,test parallel)
 	$(PARALLEL) pytest -q -n $(JOBS) -m "not gpu and not stress"
 
+STRESS_ALONE := tests/stress/test_elastic_stress.py tests/stress/test_memory_stress.py
+
 stress:  ## the long randomised tests
 	$(call setup,test parallel)
-	$(PARALLEL) pytest -q -n $(JOBS) -m stress --ignore=tests/stress/test_elastic_stress.py
-	$(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
+	$(PARALLEL) pytest -q -n $(JOBS) -m stress $(addprefix --ignore=,$(STRESS_ALONE))
+	$(RUN) pytest -q -m stress $(STRESS_ALONE)
 
 SOAK_S ?= 3600
 

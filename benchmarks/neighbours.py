@@ -40,12 +40,16 @@ def serve(pipe: Any, folder: str, inputs: list[list[int]], new_tokens: int, sett
         llm.generate(inputs[:2], params, progress=False)
         pipe.send("ready")
         while (seconds := _received(pipe)) is not None:
-            began, count = time.perf_counter(), 0
-            again = _again_and_again(inputs, began + settle_s + seconds)
-            for output in llm.generate_each(again, params, look_ahead=len(inputs)):
-                if time.perf_counter() - began > settle_s:
-                    count += len(output.token_ids)
-            pipe.send(count / (time.perf_counter() - began - settle_s))
+            _speed(llm, inputs, params, settle_s)
+            pipe.send(_speed(llm, inputs, params, seconds))
+
+
+def _speed(llm: Any, inputs: list[list[int]], params: Any, seconds: float) -> float:
+    """Tokens a second of all requests that begin within `seconds`, until the last has ended."""
+    began = time.perf_counter()
+    again = _again_and_again(inputs, began + seconds)
+    count = sum(len(output.token_ids) for output in llm.generate_each(again, params, look_ahead=len(inputs)))
+    return count / (time.perf_counter() - began)
 
 
 def _received(pipe: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import (
@@ -26,7 +27,7 @@ from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .asking import Asked, Message, Prompt, check_count, paired
 from .config import EngineConfig
-from .desk import Desk
+from .desk import STATS_LOOK_S, STATS_S, Desk
 from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
 from .stepper import Call, Stepper, Waiter
@@ -180,7 +181,10 @@ class AsyncLLM:
         """What the engine holds and did: see `LLM.stats`."""
         self._desk.check_process()
         with suppress(EngineClosed):
-            return self._desk.stats()
+            until = time.monotonic() + STATS_S
+            while (stats := self._desk.stats_now()) is None and time.monotonic() < until:
+                await asyncio.sleep(STATS_LOOK_S)
+            return stats or self._desk.last_stats()
         raise self._stepper.closed()
 
     async def explain(self) -> list[dict[str, Any]]:

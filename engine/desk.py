@@ -43,7 +43,7 @@ Event = int | Scores | Finished | Candidates  # what a step gave a request; an i
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
 KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
-_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
+STATS_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
 STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
 
 
@@ -67,8 +67,8 @@ class Desk:
         self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
-        self._keeper.start()
         self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
+        self._keeper.start()
 
     def open(self) -> Engine:
         """The engine. Raises EngineClosed once it is closed, and in a forked child."""
@@ -117,17 +117,27 @@ class Desk:
             self._end_lost(engine, [*self.tickets.values(), *(t for s in self.searches.values() for t in s.tickets)])
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did. While a step runs, as it was STATS_S before, at most: nobody waits for the step."""
-        self.open()
+        """What the engine holds and did. While a step runs, as it was when that began, or STATS_S before, at most."""
         until = time.monotonic() + STATS_S
-        while not self.lock.acquire(blocking=False):
-            if self.lock.barred is not None or time.monotonic() >= until:  # a step is running, or a tool has the engine
-                return copy.deepcopy(self._stats)
-            time.sleep(_LOOK_S)  # mostly the lock is free again in a moment
+        while (stats := self.stats_now()) is None and time.monotonic() < until:
+            time.sleep(STATS_LOOK_S)
+        return stats or self.last_stats()
+
+    def stats_now(self) -> dict[str, Any] | None:
+        """As `stats`, without waiting; None while somebody has the lock for what mostly takes a moment."""
+        self.open()
+        if not self.lock.acquire(blocking=False):
+            return (
+                None if self.lock.barred is None else self.last_stats()
+            )  # a step is running, or a tool has the engine
         try:
             self._stats = self._counted(self.open())
         finally:
             self.lock.release()
+        return self.last_stats()
+
+    def last_stats(self) -> dict[str, Any]:
+        """As they were counted last."""
         return copy.deepcopy(self._stats)
 
     def _counted(self, engine: Engine) -> dict[str, Any]:
@@ -384,6 +394,13 @@ class Desk:
             finally:
                 self.lock.release()
 
+    def _keep_stats(self, engine: Engine) -> float:
+        """Count for those who ask while a step runs, where it is due. Returns the time."""
+        now = engine.core.clock()
+        if now - self._stats_at >= STATS_S:
+            self._stats, self._stats_at = self._counted(engine), now
+        return now
+
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
         """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call.
 
@@ -393,6 +410,7 @@ class Desk:
             self._abort(engine, self._abandoned.popleft())
         events = self._undelivered
         if not events:
+            self._keep_stats(engine)
             self.lock.barred = threading.get_ident()  # what is called from within a step may not wait for its end
             try:
                 emissions = engine.core.step() if ahead else engine.core.catch_up()
@@ -402,9 +420,7 @@ class Desk:
             events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
             events.extend((finished.request_id, finished) for finished in emissions.finished)
             events.extend(emissions.candidates)  # of beams that are still there
-        now = engine.core.clock()
-        if now - self._stats_at >= STATS_S:
-            self._stats, self._stats_at = self._counted(engine), now
+        now = self._keep_stats(engine)
         news: list[Ticket] = []
         try:
             while events:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cpu_threads import fewer_threads
+from .cpu_threads import own_threads, thread_counts
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ LEAST_WEIGHTS = 1 << 16  # below, the call costs more than the product
 SIZES = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)  # rows of a product; 512 are about as fast as more
 _CALL_ROWS = 16  # that a product of few rows takes as long as: reading the weights
 _MOST_OUTPUTS = 1 << 24  # of a product: fewer rows of an output head, which are as fast
-_MOST_PRIMITIVES = "256"  # that oneDNN keeps in a process, those of other products included
+_MOST_PRIMITIVES = 512  # that oneDNN keeps in a process, those of other products included
+_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _PRIMITIVE_BYTES = 640 * 1024  # at most: 50 to 200 KiB on older CPUs
 
 
@@ -85,12 +86,12 @@ def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
     Only exact `nn.Linear` layers are: a subclass may mean something else by its weight. In half precision, where plain
     layers are products by oneDNN too, small ones are packed as well.
     """
-    if not available():
-        return 0
     packed: list[PackedLinear] = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and _suits(child.weight, least_weights):
+            if type(child) is not nn.Linear or child.weight.device.type != "cpu":
+                continue
+            if packs(child.weight.numel(), child.weight.dtype, least_weights):
                 setattr(module, name, layer := PackedLinear(child))
                 packed.append(layer)
     _make_primitives(packed)
@@ -99,16 +100,22 @@ def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
 
 
 def _make_primitives(layers: list[PackedLinear]) -> None:
-    """Of each shape of layer, for the numbers of threads that steps mostly use."""
-    most = torch.get_num_threads()
+    """Of each shape of layer, for the numbers of threads that steps use."""
+    before, counts = torch.get_num_threads(), thread_counts(own_threads())
+    shapes = {(one.weight.shape, one.weight.dtype, one.bias is None): one for one in layers}
     try:
-        for count in (most, fewer_threads(most)):
+        for count in counts:
             torch.set_num_threads(count)
             with torch.inference_mode():
-                for layer in {(one.weight.shape, one.weight.dtype, one.bias is None): one for one in layers}.values():
+                for layer in shapes.values():
                     layer.make_primitives()
     finally:
-        torch.set_num_threads(most)
+        torch.set_num_threads(before)
+    if (made := len(shapes) * len(SIZES) * len(counts)) > _capacity():
+        log.warning(
+            "the model's products need up to %d of oneDNN's primitives, and ONEDNN_PRIMITIVE_CACHE_CAPACITY is %d: steps "
+            "compile some of them again and again", made, _capacity(),
+        )  # fmt: skip
 
 
 def bound_primitives() -> None:
@@ -116,34 +123,37 @@ def bound_primitives() -> None:
 
     oneDNN reads the bound once, when it makes the first primitive of the process.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _MOST_PRIMITIVES)
+    os.environ.setdefault(_CAPACITY, str(_MOST_PRIMITIVES))
+
+
+def _capacity() -> int:
+    try:
+        return int(os.environ[_CAPACITY])
+    except (KeyError, ValueError):
+        return _MOST_PRIMITIVES
 
 
 def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:
     """Bytes that `pack_linears` adds to a model of this configuration: an output head tied to the embedding."""
     rows, width = int(text_config.vocab_size), int(getattr(text_config, "hidden_size", 0) or 0)
     tied = bool(getattr(text_config, "tie_word_embeddings", False))
-    packs = tied and available() and _packs(rows * width, dtype, LEAST_WEIGHTS)
-    return rows * width * dtype.itemsize if packs else 0
+    return rows * width * dtype.itemsize if tied and packs(rows * width, dtype) else 0
 
 
 def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
     """Bytes that oneDNN's primitives for a model of this configuration take, at most."""
-    if not available():
-        return 0
     hidden = int(getattr(text_config, "hidden_size", 0) or 0)
     heads = int(getattr(text_config, "num_attention_heads", 0) or 1)
     head_dim = int(getattr(text_config, "head_dim", None) or hidden // heads)
     kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
-    shapes = {(hidden, width * head_dim) for width in (heads, kv_heads)} | {(heads * head_dim, hidden)}
+    # Those of queries and of the output may differ in nothing but their bias, which makes other primitives.
+    shapes = {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {("out", heads * head_dim, hidden)}
     for width in inner if isinstance(inner, (list, tuple)) else [inner]:
-        shapes |= {(hidden, width), (width, hidden)}
-    shapes.add((hidden, int(text_config.vocab_size)))
-    packed = sum(_packs(rows * columns, dtype, LEAST_WEIGHTS) for rows, columns in shapes)
-    return (
-        packed * len(SIZES) * len({torch.get_num_threads(), fewer_threads(torch.get_num_threads())}) * _PRIMITIVE_BYTES
-    )
+        shapes |= {("in", hidden, width), ("out", width, hidden)}
+    shapes.add(("head", hidden, int(text_config.vocab_size)))
+    packed = sum(packs(rows * columns, dtype) for _, rows, columns in shapes)
+    return min(packed * len(SIZES) * len(thread_counts(own_threads())), _capacity()) * _PRIMITIVE_BYTES
 
 
 def available() -> bool:
@@ -156,11 +166,10 @@ def available() -> bool:
     )
 
 
-def _suits(weight: torch.Tensor, least_weights: int) -> bool:
-    return weight.device.type == "cpu" and _packs(weight.numel(), weight.dtype, least_weights)
-
-
-def _packs(num_weights: int, dtype: torch.dtype, least_weights: int) -> bool:
+def packs(num_weights: int, dtype: torch.dtype, least_weights: int = LEAST_WEIGHTS) -> bool:
+    """Whether linear layers with so many weights are packed on this CPU."""
+    if not available():
+        return False
     if dtype == torch.float32:
         return num_weights >= least_weights
     return _by_onednn(dtype)

@@ -285,7 +285,8 @@ class LLM:
         between steps (`engine.core.runner.model`, for one) and make steps of its own by `engine.core.step`. Outputs of those
         steps do not reach the callers of this LLM, so a tool that makes steps adds its own requests by `engine.core.add`.
 
-        Calls of this LLM from within the context, in the same thread, raise RuntimeError: they would wait for themselves.
+        Calls of this LLM from within the context, in the same thread, raise RuntimeError: they would wait for themselves. Only
+        `stats` does not: it says what was there before.
 
         Raises:
             EngineClosed.

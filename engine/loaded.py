@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import ConfigError, ModelNotFound, UnsupportedModel
-from .linears import LEAST_WEIGHTS, available
+from .linears import packs
 from .models import DTYPES, ModelSpec, resolve_tokenizer
 from .weight_files import StoredTensor
 
@@ -72,10 +72,9 @@ class Loaded:
         One that is tied to the embedding is not among them: `planning` counts it.
         """
         model, dtype_to = self.model, self._dtype_to(dtype)
-        packs = device.type == "cpu" and dtype != torch.float16 and available()
-        packed = [m.weight for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= LEAST_WEIGHTS]
+        layers = [m.weight for m in model.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
         embedding = getattr(model.get_input_embeddings(), "weight", None)
-        own = {id(weight) for weight in packed if packs and weight is not embedding}
+        own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}
         return sum(
             tensor.numel() * (dtype_to.itemsize if dtype_to and tensor.is_floating_point() else tensor.itemsize)
             for tensor in model.parameters()

@@ -377,9 +377,20 @@ class EngineMemory:
         grown = scheduler.grow(mapping)
         following = min(coming - grown, mapping) if grown == mapping else 0  # else there is a limit
         self._make_ready(grown + following if now >= self._ready_at else 0)
-        if missing > max(0, room) and self.lease is not None and (wanted > self._asked or now >= self._ask_at):
-            self._asked, self._ask_at = wanted, now + _ASK_S
-            self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
+        if self.lease is None:
+            return
+        if missing > max(0, room):
+            if wanted != self._asked or now >= self._ask_at:
+                self._asked, self._ask_at = wanted, now + _ASK_S
+                self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
+        elif self._asked > wanted:
+            self._take_back_ask()
+
+    def _take_back_ask(self) -> None:
+        """Nobody waits for more than there is any longer."""
+        assert self.lease is not None
+        self._asked = 0
+        self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)
 
     def _make_ready(self, num_extents: int) -> None:
         """Let the arena make the memory of the next extents to be mapped beside the step, and of no others."""
@@ -472,8 +483,7 @@ class EngineMemory:
             if self._free_extents() != self._told_free:
                 self._tell()
         if self._asked and self.lease is not None and not self._short(self._scheduler()):
-            self._asked = 0
-            self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)  # nobody waits for more any longer
+            self._take_back_ask()
         self._answer()
 
     def _tell_change(self, mapped: int) -> None:
@@ -527,7 +537,7 @@ class EngineMemory:
         """Extents that could go at once, and that nobody who is here is forecast to need."""
         scheduler = self._scheduler()
         needed = max(self._min_extents, self._extents_for(scheduler, scheduler.wanted_blocks()))
-        return max(0, min(scheduler.idle_extents, scheduler.num_extents - needed))
+        return max(0, scheduler.num_extents - needed)
 
     def _report(self) -> None:
         """Measure what is held, and tell the broker. What has outgrown the grant is first made as little as it can be."""

@@ -332,11 +332,13 @@ def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
             f"for {least:,} bytes or more, or for smaller blocks"
         )
     if plan.num_blocks < _LEAST_BLOCKS or now_bytes > room:
-        needed = max(now_bytes, least)
+        needed, besides = max(now_bytes, least), f"{format_bytes(plan.weights_bytes)} of weights"
+        if plan.primitives_bytes:
+            besides += f" and {format_bytes(plan.primitives_bytes)} of oneDNN's primitives"
         less = f"ask for at most {format_bytes(room)} of kv_memory, or " if asked_bytes and room >= least else ""
         raise NotEnoughMemory(
             needed,
             max(0, room),
-            f"the KV pool of {plan.model} on {plan.device}, besides {format_bytes(plan.weights_bytes)} of weights",
+            f"the KV pool of {plan.model} on {plan.device}, besides {besides}",
             f"{less}free {format_bytes(needed - room)} on {plan.device}",
         )

@@ -309,12 +309,14 @@ class Runner:
             part = self._sound(plan, parts.pop(), total)
             if not len(part):
                 continue
+            newest = self._rows.newest.clone()
             try:
                 work = self._work(part, recorded=False)
                 computed = self._compute(work, self._upload.put(work.arrays))
                 self._take_in(computed)
                 total.add(part, computed)
             except Exception as error:
+                self._rows.newest.copy_(newest)  # inputs of the repetition may still be on their way
                 self._recover(part)
                 if halves := part.halves():
                     parts += reversed(halves)

@@ -27,6 +27,7 @@ from typing import Any
 
 from .asking import Asked
 from .build import Engine
+from .cpu_threads import own_threads, use_own_threads
 from .desk import Desk, ready_chunk
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk
@@ -105,6 +106,7 @@ class Stepper(threading.Thread):
         self._draining = self._ending = False
         self._drained: list[Waiter] = []  # told when nothing is in flight
         self._joining: list[Waiter] = []  # told when this thread ends
+        self._num_threads = own_threads()
         desk.on_news = lambda tickets: self._inbox.put(partial(self._note, tickets))  # perhaps of the memory's keeper
         self.start()
         _running.add(self)
@@ -218,6 +220,7 @@ class Stepper(threading.Thread):
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        use_own_threads(self._num_threads)
         try:
             while not self._ending:
                 self._receive()

@@ -369,7 +369,7 @@ class Visits:
 
 
 def report(tide: Tide) -> int:
-    """Print the table. Returns 0 when every request was served and unchanged."""
+    """Print the table. Returns 0 when every request was served and unchanged, and all memory was where it belongs."""
     rows: list[tuple[str, list[str]]] = [("", list(NAMES))]
     for name, value in (
         ("requests", lambda told: f"{told['requests']:,}"),
@@ -391,7 +391,7 @@ def report(tide: Tide) -> int:
     print(f"\n  the stranger took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit")
     print(f"  held at most {most / MIB:,.0f} of {tide.capacity / MIB:,.0f} MiB")
     whole = all(told["failed"] == 0 and told["equal"] == told["requests"] for told in tide.engines)
-    return 0 if whole else 1
+    return 0 if whole and not tide.refused and most <= tide.capacity else 1
 
 
 def _middle(values: Sequence[float]) -> float:

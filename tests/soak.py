@@ -69,21 +69,23 @@ class Failed(Exception):
 # ---- walks ----------------------------------------------------------------------------------------
 
 
-def walks(seed: int, most: int, until: float, told: Any) -> None:
-    """Random walks of all variants in turn, until there were `most` or the clock says `until`. `told` gets (done, failures)."""
-    rng, failures = random.Random(seed), []
-    done = 0
-    while done < most and time.time() < until:
-        one, variant = rng.randrange(2**32), VARIANTS[done % len(VARIANTS)]
-        try:
-            walk(one, variant, WALK_EVENTS, check_every=8)
-        except BaseException as error:
-            failures.append(f"walk({one}, {variant!r}, {WALK_EVENTS}): {type(error).__name__}: {error}")
-            print(failures[-1], flush=True)
-        done += 1
-        if done % 25 == 0:
-            told.put((done, failures))
-    told.put((done, failures))
+def walks(seed: int, most: int, until: float, told: Path) -> None:
+    """Random walks of all variants in turn, until there were `most` or the clock says `until`.
+
+    `told` gets a line for each: what failed, or nothing.
+    """
+    rng = random.Random(seed)
+    with told.open("w", buffering=1) as lines:
+        for number in range(most):
+            if time.time() >= until:
+                break
+            one, variant, failure = rng.randrange(2**32), VARIANTS[number % len(VARIANTS)], ""
+            try:
+                walk(one, variant, WALK_EVENTS, check_every=8)
+            except BaseException as error:
+                failure = f"walk({one}, {variant!r}, {WALK_EVENTS}): {type(error).__name__}: {error}".replace("\n", " ")
+                print(failure, flush=True)
+            print(failure, file=lines)
 
 
 # ---- an engine under disturbance --------------------------------------------------------------------
@@ -202,19 +204,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # of faults, which are wanted here
     until = time.time() + args.seconds
     context = multiprocessing.get_context("spawn")
-    told = context.SimpleQueue()
-    walker = context.Process(target=walks, args=(args.seed, args.walks, until, told), daemon=True)
-    walker.start()
     with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "walks.txt"
+        walker = context.Process(target=walks, args=(args.seed, args.walks, until, told), daemon=True)
+        walker.start()
         vocab_size = save_model(Path(folder), 128, 2, args.seed % 1000)
         figures, failures = loaded(folder, vocab_size, args.seed, until)
-    walker.join()
-    done, failed = 0, []
-    while not told.empty():
-        done, failed = told.get()
+        walker.join()
+        ended = told.read_text().splitlines() if told.exists() else []
+    failed = [line for line in ended if line]
     if walker.exitcode:
         failed.append(f"the walks ended with status {walker.exitcode}")
-    figures |= {"random walks": done, "failures": len(failures) + len(failed), "seed": args.seed}
+    figures |= {
+        f"random walks, of {args.walks:,}": len(ended),
+        "failures": len(failures) + len(failed),
+        "seed": args.seed,
+    }
     for name, value in figures.items():
         print(f"  {name:<62} {value:>12,.2f}" if isinstance(value, float) else f"  {name:<62} {value:>12,}")
     for failure in (*failures, *failed):

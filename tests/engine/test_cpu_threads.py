@@ -2,90 +2,141 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from pagetide.engine.cpu_threads import CpuThreads, fewer_threads
+from pagetide.engine.cpu_threads import CpuThreads, _reduced, own_threads, thread_counts, use_own_threads
 
 
 class Machine:
-    """`cores` cores, on which others use `others` of them, and this process `own`."""
+    """`cores` cores, on which others use `others` of them, and this process `own`. Torch has `most` threads of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int, most: int | None = None) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-        self.now = self.everybody_s = self.own_s = 0.0
+        monkeypatch.setattr("torch.get_num_threads", lambda: self.threads)
+        monkeypatch.setattr("torch.set_num_threads", lambda count: setattr(self, "threads", count))
+        self.threads = most or cores
+        self.now = 1_000.0
+        self.everybody_s = self.own_s = 0.0
         self.others = self.own = 0.0
-        self.threads = CpuThreads(lambda: self.now, lambda: (self.everybody_s, self.own_s))
+        self.cpu_threads = CpuThreads(lambda: self.now, lambda: (self.everybody_s, self.own_s))
 
     def goes_on(self, seconds: float) -> None:
         self.now += seconds
         self.own_s += self.own * seconds
         self.everybody_s += (self.own + self.others) * seconds
 
-    def counts(self, most: int, looks: int) -> list[int]:
-        """What steps use in the next looks, a quarter of a second each."""
+    def steps(self, count: int, seconds: float = 0.25) -> list[int]:
+        """What steps of so many seconds use, one after the other."""
         found = []
-        for _ in range(looks):
-            self.goes_on(0.25)
-            found.append(self.threads.count(most))
+        for _ in range(count):
+            with self.cpu_threads.for_a_step():
+                found.append(self.threads)
+                self.goes_on(seconds)
+            self.goes_on(0.001)
         return found
 
 
 def test_alone_all_are_used_and_one_core_is_left_to_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
     machine.own = 2.0
-    assert machine.counts(2, 4) == [2] * 4
+    assert machine.steps(4) == [2] * 4
     machine.own = machine.others = 1.0
-    assert machine.counts(2, 8) == [1] * 8
+    assert machine.steps(8) == [2] + [1] * 7, "the first step has seen nobody yet"
     machine.others = 0.0
-    assert machine.counts(2, 6) == [1, 1, 1, 2, 2, 2], "more are used when it has been quiet for a second"
+    assert machine.steps(6) == [1, 1, 1, 1, 2, 2], "more are used when it has been quiet for a second"
     machine.others = 0.2
-    assert machine.counts(2, 4) == [2] * 4, "a little is not a neighbour"
+    assert machine.steps(4) == [2] * 4, "a little is not a neighbour"
+    assert machine.threads == 2
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.4, 3.0, 20.0])
+def test_neighbours_of_short_and_long_steps_are_seen_and_their_end_too(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    machine = Machine(monkeypatch, 2)
+    machine.others, steps = 1.0, 2 + int(0.3 / seconds)
+    assert machine.steps(steps, seconds)[-1] == 1
+    machine.others, steps = 0.0, 5 + int(1.3 / seconds)
+    assert machine.steps(steps, seconds)[-1] == 2
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 8), (0.2, 8), (1.0, 4), (4.0, 4), (5.0, 2), (6.5, 1), (8.0, 1)])
 def test_halves_of_eight(monkeypatch: pytest.MonkeyPatch, others: float, expected: int) -> None:
     machine = Machine(monkeypatch, 8)
     machine.others = others
-    assert machine.counts(8, 3)[1:] == [expected] * 2
+    assert machine.steps(4)[1:] == [expected] * 3
+
+
+def test_the_numbers_of_threads_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 64)
+    machine.others = 64.0
+    assert machine.steps(4)[1:] == [8] * 3, "no less than an eighth"
+    assert [thread_counts(most) for most in (1, 2, 3, 6, 64)] == [(1,), (2, 1), (3, 1), (6, 3, 1), (64, 32, 16, 8)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert thread_counts(6) == (6,)
 
 
 def test_cores_that_torch_was_not_to_use_are_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 8)
+    machine = Machine(monkeypatch, 8, most=4)
     machine.others = 4.0
-    assert machine.counts(4, 3) == [4] * 3
+    assert machine.steps(3) == [4] * 3
 
 
 def test_what_was_measured_long_ago_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
-    machine.goes_on(0.25)
-    machine.threads.count(2)
     machine.others = 2.0
+    assert machine.steps(4)[-1] == 1
     machine.goes_on(60.0)  # in which there was no step
     machine.others = 0.0
-    assert machine.counts(2, 3) == [2] * 3
+    assert machine.steps(3) == [2] * 3
 
 
-def test_torch_has_its_threads_again_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_bursts_far_apart_see_who_is_there_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2)
+    for others, expected in ((1.0, 1), (0.0, 2), (2.0, 1)):
+        machine.others = others
+        machine.goes_on(3.0)
+        assert machine.steps(20, 0.01)[-1] == expected
+
+
+def test_threads_that_begin_during_a_step_of_another_engine_have_all_of_them() -> None:
+    found: list[int] = []
+
+    def of_an_engine(count: int) -> None:
+        use_own_threads(count)
+        found.append(torch.get_num_threads())
+
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        machine = Machine(monkeypatch, 2)
-        machine.others = 1.5
-        machine.counts(2, 2)
-        with machine.threads.for_a_step():
+        with _reduced(1, 2):
             assert torch.get_num_threads() == 1
-        with pytest.raises(ZeroDivisionError), machine.threads.for_a_step():
-            _ = 1 // 0
-        assert torch.get_num_threads() == 2
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        fixed = CpuThreads(lambda: machine.now, lambda: (0.0, 0.0))
-        fixed._others.append(2.0)
-        with fixed.for_a_step():
-            assert torch.get_num_threads() == 2, "who set the variable has decided"
+            with _reduced(1, 1):
+                assert own_threads() == 2
+            thread = threading.Thread(target=of_an_engine, args=(own_threads(),))
+            thread.start()
+            thread.join()
+        assert (found, own_threads(), torch.get_num_threads()) == ([2], 2, 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_torch_has_its_threads_again_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2)
+    machine.others = 1.5
+    machine.steps(2)
+    with machine.cpu_threads.for_a_step():
+        assert machine.threads == 1
+    with pytest.raises(ZeroDivisionError), machine.cpu_threads.for_a_step():
+        raise ZeroDivisionError
+    assert machine.threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    machine.cpu_threads = CpuThreads(lambda: machine.now, lambda: (machine.everybody_s, machine.own_s))
+    assert machine.steps(4) == [2] * 4, "who set the variable has decided"
 
 
 def test_where_nothing_can_be_read_all_threads_are_used(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -108,4 +159,3 @@ def test_the_real_counters_go_up() -> None:
     while threads._used()[0] == everybody:
         torch.zeros(1 << 22).add_(1)
     assert threads._used()[1] > own
-    assert [fewer_threads(n) for n in (1, 2, 3, 8)] == [1, 1, 1, 4]

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults import CAUSE, EVERYBODY, POINTS, Fault, Point, planted
+from transformers.generation.streamers import BaseStreamer
 
 from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagetide.cli import main
 from pagetide.engine import build as build_module
 from pagetide.engine.build import Engine
+from pagetide.engine.streamers import generate_into
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
@@ -160,6 +163,48 @@ def test_a_processor_that_raises_ends_its_own_request(llm: LLM, expected, always
         for one in LOAD
     ]
     assert check(served(llm, load), load, expected, "processor") == 1
+    check_clean(llm, expected)
+
+
+@pytest.mark.parametrize("most", [16, 3, 1])
+def test_a_step_that_is_too_large_for_the_memory_is_computed_in_parts(llm: LLM, expected, most: int, caplog) -> None:
+    """As beside another job that leaves the activations of so many tokens."""
+    llm.reset_prefix_cache()
+    with llm.locked_engine() as engine:
+        model = engine.core.runner.model
+
+    def too_large(**step: Any) -> Any:
+        if step["input_ids"].shape[1] > most:
+            raise torch.OutOfMemoryError(CAUSE)
+        return model(**step)
+
+    too_large.forward = model.forward  # type: ignore[attr-defined]
+    with planted(llm._desk.open().core.runner, "model", 0, always=False) as fault:
+        fault._inner = too_large
+        assert check(served(llm, LOAD), LOAD, expected, None) == 0
+    check_clean(llm, expected)
+
+
+def test_a_streamer_that_raises_ends_its_own_request(llm: LLM, expected, caplog) -> None:
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.num_put = self.num_ended = 0
+
+        def put(self, value: Any) -> None:
+            self.num_put += 1
+            if self.num_put == 4:
+                raise RuntimeError(CAUSE)
+
+        def end(self) -> None:
+            self.num_ended += 1
+
+    streamer, others = Streamer(), llm.stream(LOAD[1].prompt, LOAD[1].params)
+    ids = next(others).token_ids
+    with pytest.raises(RuntimeError, match=CAUSE):
+        generate_into(streamer, llm, llm.tokenize(LOAD[0].prompt), LOAD[0].params)
+    ids += [token for chunk in others for token in chunk.token_ids]
+    assert (streamer.num_put, streamer.num_ended) == (4, 1)
+    assert ids == expected[LOAD[1].prompt].token_ids
     check_clean(llm, expected)
 
 

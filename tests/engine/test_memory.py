@@ -607,3 +607,57 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     engine.core.runner.owner.clear()  # type: ignore[attr-defined]  # the fake one is strict about rows
     engine.add("next", 40)
     engine.run()
+
+
+# ---- a step that could not be computed ----------------------------------------------------------
+
+
+def test_after_a_step_without_memory_what_nobody_needs_goes_back_and_nothing_grows_for_a_while() -> None:
+    engine = Engine(granted=EXTENTS)
+    engine.add("a", 300)
+    engine.run()
+    most = engine.size
+    assert most >= 5
+    engine.add("b", 40)
+    engine.step()
+    engine.memory.relieve()
+    assert engine.memory.wants_turn
+    engine.step()
+    assert engine.minimum <= engine.size < most, "what the request needs stays"
+    least = engine.size
+    engine.add("c", 300)
+    engine.steps(20)
+    assert engine.size == least, "nothing is mapped for half a second"
+    engine.run()
+    assert engine.size > least
+
+
+def test_an_ask_is_taken_back_when_less_is_needed() -> None:
+    engine = Engine(granted=4)
+    engine.add("a", 200, new=60)  # 13 to 17 blocks: 5 extents
+    engine.add("b", 300)
+    engine.steps(3)
+    assert engine.lease.asked[-1] > total(4)
+    engine.core.abort("b")
+    engine.core.abort("a")
+    engine.add("c", 30, new=40)
+    engine.steps(5)
+    assert engine.lease.asked[-1] == engine.lease.held_bytes, "nobody waits for more than there is"
+
+
+def test_what_nobody_is_forecast_to_need_is_free_and_its_recall_preempts_nobody() -> None:
+    engine = Engine(granted=EXTENTS)
+    for name in "abcdefgh":
+        engine.add(name, 10, new=200)
+    engine.steps(100)  # in which all of them take a block now and then
+    for name in "abcefg":
+        engine.core.abort(name)
+    engine.steps(10)
+    scheduler = engine.core.scheduler
+    _, free_bytes = engine.lease.reports[-1]
+    needed = engine.size - free_bytes // EXTENT
+    assert -(-(scheduler.wanted_blocks() + 1) // PER) - needed in (0, 1), "it was told a tenth of a second ago"
+    engine.lease.recall_to(engine.lease.held_bytes - free_bytes)
+    engine.steps(10)
+    assert (engine.size, scheduler.stats.preemptions, scheduler.num_running) == (needed, 0, 2)
+    assert engine.lease.answered
