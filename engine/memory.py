@@ -49,7 +49,8 @@ _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
 _REFUSED_S = 0.5  # how long nothing is mapped, or made ready, after the device said no
 _ALONE_S = 0.05  # no step for so long: nobody waits for the next one
-_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
+_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has grown
+_LOOSE_BYTES = 8 * MIB  # by which a process may grow in host memory before its heap is asked for what lies free in it
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ class EngineMemory:
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
-        self._trim_at = -math.inf  # when that is due again for what has outgrown the grant
+        self._trim_at = -math.inf  # when that is due again for what has grown
+        self._least_bytes: float = math.inf  # measured since then
         self._asked = 0  # extents, in the last ask; 0 when it was taken back
         self._told_free = 0  # extents that were reported free
         self._told_held = arena.held  # of the arena, when it was reported
@@ -540,18 +542,25 @@ class EngineMemory:
         return max(0, scheduler.num_extents - needed)
 
     def _report(self) -> None:
-        """Measure what is held, and tell the broker. What has outgrown the grant is first made as little as it can be."""
-        self._base_bytes = self._measured_base()
+        """Measure what is held, and tell the broker. What has grown is first made as little as it can be.
+
+        The heap keeps what steps have freed, and temporaries of ever other sizes leave ever more holes in it.
+        """
         lease, now = self.lease, self._clock()
+        measured = self._measure()
+        self._base_bytes = self._counted_base(measured)
+        self._least_bytes = min(self._least_bytes, measured)
         outgrown = lease is not None and self._base_bytes + self._arena.held.upper_bytes > lease.granted_bytes
-        if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
+        loose = self._host_is_device and measured > self._least_bytes + _LOOSE_BYTES
+        if (loose or (outgrown and self._base_bytes > self._planned_bytes)) and now >= self._trim_at:
             self._trim_at = now + _TRIM_S
             self._trim()
-            self._base_bytes = self._measured_base()
+            self._least_bytes = measured = self._measure()
+            self._base_bytes = self._counted_base(measured)
         self._tell()
 
-    def _measured_base(self) -> int:
-        return int(min(max(self._planned_bytes, self._measure()), self._most_base_bytes))
+    def _counted_base(self, measured_bytes: int) -> int:
+        return int(min(max(self._planned_bytes, measured_bytes), self._most_base_bytes))
 
     def _tell(self) -> None:
         """Tell the broker what is held, by class, and how much of it could go at once."""

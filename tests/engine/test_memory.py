@@ -47,6 +47,7 @@ class Engine:
     trims: int = 0
     refuses: bool = False
     overlaps: bool = False
+    host_is_device: bool = False
     finished: dict[str, Finished] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -62,7 +63,8 @@ class Engine:
         self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=self.overlaps)
         self.core.memory = self.memory = EngineMemory(
             lambda: self.core.scheduler, arena, min_extents=self.minimum, base_bytes=lambda: self.base, reserve_bytes=0,
-            weights_bytes=4 * MIB, trim=self._trim, lease=self.lease, idle_s=self.idle_s, clock=lambda: self.now,
+            weights_bytes=4 * MIB, trim=self._trim, lease=self.lease, idle_s=self.idle_s,
+            host_is_device=self.host_is_device, clock=lambda: self.now,
         )  # fmt: skip
 
     def _trim(self) -> None:
@@ -607,6 +609,25 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     engine.core.runner.owner.clear()  # type: ignore[attr-defined]  # the fake one is strict about rows
     engine.add("next", 40)
     engine.run()
+
+
+def test_holes_of_the_heap_are_given_back_now_and_then() -> None:
+    engine = Engine(granted=None, host_is_device=True)
+    engine.add("a", 10, new=1000)
+
+    def trims(base: int, seconds: float) -> int:
+        before, engine.base = engine.trims, base
+        engine.steps(int(seconds / 0.02))
+        return engine.trims - before
+
+    assert trims(BASE + 7 * MIB, 5.0) == 0
+    assert trims(BASE + 9 * MIB, 0.6) == 1
+    assert trims(BASE + 16 * MIB, 5.0) == 0, "what a trim left is where it starts from"
+    assert trims(BASE + 18 * MIB, 0.6) == 1
+    assert trims(BASE + 30 * MIB, 1.0) == 0, "not again so soon"
+    assert trims(BASE + 30 * MIB, 2.0) == 1
+    assert trims(BASE, 1.0) == 0
+    assert trims(BASE + 9 * MIB, 3.0) == 1, "the least since then counts"
 
 
 # ---- a step that could not be computed ----------------------------------------------------------
