@@ -9,6 +9,9 @@ on the query length (decode) or on a dimension of stride 0 in K and V (prefill),
 attention sink is one more key, of zeros, whose place in the mask holds the sink's logit. Only a softcap needs explicit
 scores.
 
+In half precision on a CPU torch compiles a kernel for each number of queries and of keys, and keeps it: 50 MiB over a thousand
+random chunks. There both are filled up to multiples, with what no query sees.
+
 Tiles, gather indices and masks follow from the step and from a layer's shape: the first layer of each shape makes them.
 """
 
@@ -30,6 +33,7 @@ CPU_TILE_BYTES = 2 << 20  # K and V of a decode tile, per thread: what a core's 
 DEVICE_TILE_BYTES = 128 << 20
 QUERY_TILE = 512  # queries of a masked prefill tile; keys later than its last query are not even read
 SCORE_BYTES = 32 << 20  # of one tensor of scores or of masks; an explicit softmax holds two
+KEY_STEP, QUERY_STEP = 64, 32  # of which keys and queries are multiples, in half precision on a CPU
 KEPT_MASK_BYTES = 32 << 20  # prefill masks kept from one layer to the next
 
 Ints = npt.NDArray[np.int64]
@@ -47,11 +51,20 @@ class _Shape(NamedTuple):
     window: int | None
     softcap: bool
     sinks: bool  # as one more key; where there is a softcap they are no key but part of the explicit scores
+    stepped: bool = False  # numbers of keys and queries are multiples of KEY_STEP and QUERY_STEP
 
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    def filled_keys(self, count: int) -> int:
+        """`count` keys, the sink's among them, and those that fill them up."""
+        return -(-count // KEY_STEP) * KEY_STEP if self.stepped else count
+
+    def filled_queries(self, count: int) -> int:
+        """`count` queries of a chunk, and those that fill them up; a single one stays alone."""
+        return -(-count // QUERY_STEP) * QUERY_STEP if self.stepped and count > 1 else count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +159,8 @@ class TorchKernel:
             self._plan = _Plan(step)
         (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape, value.shape[1:]
         flags = (sliding_window, softcap is not None, sinks is not None and softcap is None)
-        shape = _Shape(cache.group, num_heads, num_kv_heads, head_dim, v_head_dim, cache.key.dtype, *flags)
+        stepped = query.device.type == "cpu" and cache.key.dtype.itemsize < 4 and softcap is None
+        shape = _Shape(cache.group, num_heads, num_kv_heads, head_dim, v_head_dim, cache.key.dtype, *flags, stepped)
         per_head = None if sinks is None else sinks.view(num_kv_heads, -1)
         scores = _Scores(scaling, softcap, per_head)
         full = int(step.q_lens.sum()) == num_tokens  # else the batch is padded, and padding gets zeros
@@ -196,7 +210,9 @@ class TorchKernel:
         stops = ends - first_blocks * block_size  # a row sees slots starts .. stops of the blocks gathered for it
         order = np.argsort(-stops, kind="stable")
         starts, stops, first_blocks = starts[order], stops[order], first_blocks[order]
-        extents = stops + shape.sinks  # a sink takes the slot behind the last token
+        extents = stops + shape.sinks  # a sink takes the last slot
+        if shape.stepped:
+            extents += -extents % KEY_STEP
         blocks = _gathered_blocks(step, shape, order, first_blocks, -(-int(extents[0]) // block_size), device)
         bounds = self._cut(extents, shape, block_size, device)
         buffers = self._decode_buffers(bounds, extents, shape, block_size, device)
@@ -252,8 +268,9 @@ class TorchKernel:
         q = query.view(n, shape.num_kv_heads, shape.group_size, -1).permute(1, 2, 0, 3)  # [Hk, G, n, D]
         explicit = shape.softcap or shape.sinks
         if start == 0 and not explicit and (window is None or n <= window):
-            out = _fused(q, *_grouped(key, value, shape), None, scores.scaling, is_causal=True)
-            return out.permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
+            filled = _grouped(*_with_keys(shape.filled_keys(n), key, value), shape)
+            out = _fused(_with_queries(shape.filled_queries(n), q), *filled, None, scores.scaling, is_causal=True)
+            return out[:, :, :n].permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
         if shape.softcap:
             key, value = key.float(), value.float()
         out = query.new_empty(n, shape.num_heads, shape.v_head_dim)
@@ -265,11 +282,12 @@ class TorchKernel:
             if scores.softcap is not None:
                 got = _explicit(tile, k.transpose(0, 1), v.transpose(0, 1), mask, scores)
             else:
+                tile = _with_queries(shape.filled_queries(high - low), tile)
+                k, v = _with_keys(shape.filled_keys(len(k) + shape.sinks), k, v)
                 if scores.sinks is not None:
-                    k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-                    mask = _with_sinks(mask, scores.sinks, high - low, len(k))
+                    mask = _with_sinks(mask, scores.sinks, tile.shape[2], len(k))
                 got = _fused(tile, *_grouped(k, v, shape), mask, scores.scaling)
-            out[low:high] = got.permute(2, 0, 1, 3).flatten(1, 2)
+            out[low:high] = got[:, :, : high - low].permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
     def _gather_chunk(
@@ -326,7 +344,10 @@ def _make_tile(
     value_buffer: torch.Tensor,
 ) -> _Tile:
     num_rows, per_row = blocks.shape
-    low, high = int(starts.min()), int(stops.max()) + shape.sinks
+    low = int(starts.min())
+    if shape.stepped:
+        low -= low % KEY_STEP
+    high = shape.filled_keys(int(stops.max()) + shape.sinks)
     gathered, cut = [], []
     for buffer, dim in ((key_buffer, shape.head_dim), (value_buffer, shape.v_head_dim)):
         flat = buffer[: num_rows * per_row * block_size * shape.num_kv_heads * dim]
@@ -360,21 +381,36 @@ def _query_tiles(n: int, num_keys: int, shape: _Shape) -> list[tuple[int, int]]:
 def _mask(
     plan: _Plan, offset: int, num_queries: int, num_keys: int, shape: _Shape, device: torch.device
 ) -> torch.Tensor | None:
-    """0 or -inf [num_queries, num_keys], where query i stands at key `offset + i`. None where nothing is hidden."""
-    if num_queries == 1:
+    """0 or -inf [queries, keys], both filled up, where query i stands at key `offset + i`; no sink is among the keys.
+
+    None where nothing is hidden.
+    """
+    keys = shape.filled_keys(num_keys + shape.sinks) - shape.sinks
+    if num_queries == 1 and keys == num_keys:
         return None
     dtype = torch.float32 if shape.softcap else shape.dtype
     name = (offset, num_queries, num_keys, shape.window, dtype)
     mask = plan.masks.get(name)
     if mask is None:
-        query = torch.arange(offset, offset + num_queries, device=device)[:, None]
-        key = torch.arange(num_keys, device=device)
+        query = torch.arange(offset, offset + shape.filled_queries(num_queries), device=device)[:, None]
+        query = query.clamp(max=num_keys - 1)  # what fills up sees what the last one does
+        key = torch.arange(keys, device=device)
         hidden = key > query if shape.window is None else (key > query) | (key <= query - shape.window)
-        mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         if plan.mask_bytes + mask.nbytes <= KEPT_MASK_BYTES:
             plan.masks[name] = mask
             plan.mask_bytes += mask.nbytes
     return mask
+
+
+def _with_keys(count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each of `tensors` [span, Hk, dim] with zeros up to `count` keys."""
+    return tuple(F.pad(t, (0, 0, 0, 0, 0, count - len(t))) if count > len(t) else t for t in tensors)
+
+
+def _with_queries(count: int, query: torch.Tensor) -> torch.Tensor:
+    """`query` [Hk, G, n, dim] with zeros up to `count` queries."""
+    return F.pad(query, (0, 0, 0, count - query.shape[2])) if count > query.shape[2] else query
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:

@@ -261,6 +261,34 @@ def test_padding_behind_the_chunks_gets_zeros() -> None:
     assert torch.equal(padded[:5], attend(TorchKernel(), step, cache, key, value)) and not padded[5:].any()
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_half_precision_on_a_cpu_has_few_shapes(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of which torch keeps a compiled kernel."""
+    rng, inner = np.random.default_rng(1), torch.nn.functional.scaled_dot_product_attention
+    seen: dict[torch.dtype, set[tuple[int, int]]] = {torch.bfloat16: set(), torch.float32: set()}
+
+    def recorded(query, key, *args, **kwargs):
+        seen[query.dtype].add((query.shape[-2], key.shape[-2]))
+        return inner(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch_kernel.F, "scaled_dot_product_attention", recorded)
+    for number in range(40):
+        q_lens = [1] * number + rng.integers(2, 400, 3).tolist()
+        kv_lens = [q + int(more) for q, more in zip(q_lens, rng.integers(0, 300, len(q_lens)), strict=True)]
+        for dtype in seen:
+            step, cache, key, value, *_ = random_step(rng, q_lens, kv_lens, 2, (16, 16), 16, dtype)
+            query = torch.zeros(sum(q_lens), 4, 16, dtype=dtype)
+            own = torch.zeros(4, dtype=dtype) if sinks else None
+            TorchKernel().attend(
+                query, key, value, cache, step, scaling=0.3, sliding_window=window, softcap=None, sinks=own
+            )
+    assert all((n % 32 == 0 or n <= 2) and span % 64 == 0 for n, span in seen[torch.bfloat16])
+    assert len(seen[torch.bfloat16]) < 100 < len(seen[torch.float32])
+
+
 def test_scores_keep_within_their_bytes() -> None:
     shape = torch_kernel._Shape(0, 32, 8, 128, 128, torch.bfloat16, None, softcap=True, sinks=False)
     tiles = torch_kernel._query_tiles(8192, 100_000, shape)
