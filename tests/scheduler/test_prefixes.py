@@ -62,6 +62,21 @@ def test_full_blocks_only(first_runs_on: bool) -> None:
     world.check_empty()
 
 
+@pytest.mark.parametrize(("usable", "admitted"), [(13, False), (14, True)])
+def test_what_is_shared_is_forecast_once(usable: int, admitted: bool) -> None:
+    """Each comes to 12 blocks, and they have 10 in common: together 14, where nobody knows yet how long outputs are."""
+    world = cached(usable, forecast=True)
+    prompt = tokens(160)
+    world.add("a", np.append(prompt, tokens(1, seed=1)), max_new=31)
+    world.step()
+    world.add("b", np.append(prompt, tokens(1, seed=2)), max_new=31)
+    world.step()
+    assert (world.scheduler.num_running == 2) == admitted
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
 def test_at_least_one_token_is_computed() -> None:
     """B 11."""
     world = cached()
