@@ -220,6 +220,7 @@ def _build(
             reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             weights_bytes=plan.weights_bytes,
             trim=lambda: _trim(core, device),
+            tidy=(lambda: trim(device)) if device.type == "cpu" else None,
             lease=None if sharing is None else sharing.lease,
             idle_s=config.idle_s,
             host=host,

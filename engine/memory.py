@@ -49,8 +49,9 @@ _ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
 _BASE_S = 0.5  # how often the process is measured
 _REFUSED_S = 0.5  # how long nothing is mapped, or made ready, after the device said no
 _ALONE_S = 0.05  # no step for so long: nobody waits for the next one
-_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has grown
-_LOOSE_BYTES = 8 * MIB  # by which a process may grow in host memory before its heap is asked for what lies free in it
+_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
+_TIDY_S = 0.5  # how often the heap is tidied, at most,
+_TIDY_BYTES = 8 * MIB  # and by how much the process has to have grown since
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class EngineMemory:
         base_bytes: Measures what the process holds besides KV.
         reserve_bytes: What a step may take besides, in workspaces.
         weights_bytes: Of what it holds, the weights; for people.
-        trim: Gives back what libraries keep for later.
+        trim: Gives back what libraries, and the attention kernel, keep for later.
+        tidy: Gives back what lies free in the heap, where the device is the host; None elsewhere.
         lease: None without a broker.
         idle_s: How long extents stay that nobody needs, and the host tier's memory without a request.
         host: The host tier's memory; None without one.
@@ -115,6 +117,7 @@ class EngineMemory:
         reserve_bytes: int,
         weights_bytes: int,
         trim: Callable[[], None],
+        tidy: Callable[[], None] | None = None,
         lease: Lease | None,
         idle_s: float,
         host: HostPool | None = None,
@@ -131,6 +134,7 @@ class EngineMemory:
         self._measure = base_bytes
         self._weights_bytes = weights_bytes
         self._trim = trim
+        self._tidy = tidy
         self._idle_s = idle_s
         self._host = host
         self._host_is_device = host_is_device
@@ -139,8 +143,8 @@ class EngineMemory:
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
-        self._trim_at = -math.inf  # when that is due again for what has grown
-        self._least_bytes: float = math.inf  # measured since then
+        self._trim_at = self._tidy_at = -math.inf  # when these are due again for what has grown
+        self._least_bytes: float = math.inf  # measured since either
         self._asked = 0  # extents, in the last ask; 0 when it was taken back
         self._told_free = 0  # extents that were reported free
         self._told_held = arena.held  # of the arena, when it was reported
@@ -548,11 +552,14 @@ class EngineMemory:
         """
         lease, now = self.lease, self._clock()
         measured = self._measure()
-        self._base_bytes = self._counted_base(measured)
+        if self._tidy is not None and measured > self._least_bytes + _TIDY_BYTES and now >= self._tidy_at:
+            self._tidy_at = now + _TIDY_S
+            self._tidy()
+            self._least_bytes = measured = self._measure()
         self._least_bytes = min(self._least_bytes, measured)
+        self._base_bytes = self._counted_base(measured)
         outgrown = lease is not None and self._base_bytes + self._arena.held.upper_bytes > lease.granted_bytes
-        loose = self._host_is_device and measured > self._least_bytes + _LOOSE_BYTES
-        if (loose or (outgrown and self._base_bytes > self._planned_bytes)) and now >= self._trim_at:
+        if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
             self._trim_at = now + _TRIM_S
             self._trim()
             self._least_bytes = measured = self._measure()

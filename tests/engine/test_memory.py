@@ -47,7 +47,7 @@ class Engine:
     trims: int = 0
     refuses: bool = False
     overlaps: bool = False
-    host_is_device: bool = False
+    tidied: int = 0
     finished: dict[str, Finished] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
@@ -63,12 +63,15 @@ class Engine:
         self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=self.overlaps)
         self.core.memory = self.memory = EngineMemory(
             lambda: self.core.scheduler, arena, min_extents=self.minimum, base_bytes=lambda: self.base, reserve_bytes=0,
-            weights_bytes=4 * MIB, trim=self._trim, lease=self.lease, idle_s=self.idle_s,
-            host_is_device=self.host_is_device, clock=lambda: self.now,
+            weights_bytes=4 * MIB, trim=self._trim, tidy=self._tidy, lease=self.lease,
+            idle_s=self.idle_s, clock=lambda: self.now,
         )  # fmt: skip
 
     def _trim(self) -> None:
         self.trims += 1
+
+    def _tidy(self) -> None:
+        self.tidied += 1
 
     @property
     def size(self) -> int:
@@ -612,22 +615,21 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
 
 
 def test_holes_of_the_heap_are_given_back_now_and_then() -> None:
-    engine = Engine(granted=None, host_is_device=True)
+    engine = Engine(granted=None)
     engine.add("a", 10, new=1000)
 
-    def trims(base: int, seconds: float) -> int:
-        before, engine.base = engine.trims, base
+    def tidied(base: int, seconds: float) -> int:
+        before, engine.base = engine.tidied, base
         engine.steps(int(seconds / 0.02))
-        return engine.trims - before
+        return engine.tidied - before
 
-    assert trims(BASE + 7 * MIB, 5.0) == 0
-    assert trims(BASE + 9 * MIB, 0.6) == 1
-    assert trims(BASE + 16 * MIB, 5.0) == 0, "what a trim left is where it starts from"
-    assert trims(BASE + 18 * MIB, 0.6) == 1
-    assert trims(BASE + 30 * MIB, 1.0) == 0, "not again so soon"
-    assert trims(BASE + 30 * MIB, 2.0) == 1
-    assert trims(BASE, 1.0) == 0
-    assert trims(BASE + 9 * MIB, 3.0) == 1, "the least since then counts"
+    assert tidied(BASE + 7 * MIB, 5.0) == 0
+    assert tidied(BASE + 9 * MIB, 0.6) == 1
+    assert tidied(BASE + 16 * MIB, 5.0) == 0, "what was left is where it starts from"
+    assert tidied(BASE + 18 * MIB, 0.6) == 1
+    assert tidied(BASE, 1.0) == 0
+    assert tidied(BASE + 9 * MIB, 3.0) == 1, "the least since then counts"
+    assert engine.trims == 0
 
 
 # ---- a step that could not be computed ----------------------------------------------------------
