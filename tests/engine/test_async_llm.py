@@ -958,6 +958,7 @@ import asyncio, os, signal, sys, threading
 from pagetide import AsyncLLM, SamplingParams
 options = dict(device="cpu", kv_memory="1MiB")
 new = SamplingParams(max_new_tokens=480)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 async def main():
     async with AsyncLLM(sys.argv[1], **options) as llm:
@@ -965,7 +966,6 @@ async def main():
         async for chunk in llm.stream([5, 6], new):
             if len(threading.enumerate()) > 1:
                 signal.raise_signal(signal.SIGINT)
-        await asyncio.sleep(300)  # all chunks were there at once: what was cancelled is told here
 
 try:
     asyncio.run(main())
