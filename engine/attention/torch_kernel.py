@@ -403,9 +403,10 @@ def _mask(
     return mask
 
 
-def _with_keys(count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each of `tensors` [span, Hk, dim] with zeros up to `count` keys."""
-    return tuple(F.pad(t, (0, 0, 0, 0, 0, count - len(t))) if count > len(t) else t for t in tensors)
+def _with_keys(count: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [span, Hk, dim] with zeros up to `count` keys."""
+    more = count - len(key)
+    return (F.pad(key, (0, 0, 0, 0, 0, more)), F.pad(value, (0, 0, 0, 0, 0, more))) if more else (key, value)
 
 
 def _with_queries(count: int, query: torch.Tensor) -> torch.Tensor:
