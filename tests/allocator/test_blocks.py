@@ -477,8 +477,9 @@ def test_what_drains_already_is_not_counted_upon():
 
 def test_worth_is_checked():
     pool, worth = pool_of(4, ["0L.L", "5LLL"])
-    with pytest.raises(ValueError, match=r"worth has the shape \(4,\), and there are 8 blocks"):
-        pool.plan_drain(1, worth[:4])
+    for entries in (0, 4, 7, 9):
+        with pytest.raises(ValueError, match=rf"worth has the shape \({entries},\), and there are 8 blocks"):
+            pool.plan_drain(1, np.ones(entries))
     worth[4] = np.nan
     with pytest.raises(ValueError, match="worth is no number for cached blocks 4"):
         pool.plan_drain(1, worth)

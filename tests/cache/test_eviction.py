@@ -192,6 +192,19 @@ def test_densities_fall_to_those_of_what_is_seen():
     assert (times.densities[:, -1] == 0).all()
 
 
+@pytest.mark.parametrize("slices", [10, 20])
+def test_ages_that_nobody_has_come_to_are_worth_no_less(slices: int) -> None:
+    times = ReuseTimes(16)
+    before = times.densities[0].copy()
+    counts = np.zeros(NUM_CLASSES, np.int64)
+    counts[0] = 16
+    for _ in range(slices):
+        times.parked(counts)
+    assert times.densities[0, slices // 4] < before[slices // 4] / 2, "none that lay so long was used again"
+    later = slice(int(slices * 1.25), -1)  # its bin begins before, and its middle lies behind
+    assert (times.densities[0, later] >= before[later]).all()
+
+
 class Naive:
     """The order of a policy, recomputed from scratch over all parked nodes. What was learned is the policy's own."""
 
