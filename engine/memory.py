@@ -540,7 +540,7 @@ class EngineMemory:
                 self._mapping.took(grown_bytes, step_s, plain_s)
 
     def _free_extents(self) -> int:
-        """Extents that could go at once, and that nobody who is here is forecast to need."""
+        """Extents that no request here is forecast to need; blocks in use may have to be moved out of them."""
         scheduler = self._scheduler()
         needed = max(self._min_extents, self._extents_for(scheduler, scheduler.wanted_blocks()))
         return max(0, scheduler.num_extents - needed)
@@ -570,7 +570,7 @@ class EngineMemory:
         return int(min(max(self._planned_bytes, measured_bytes), self._most_base_bytes))
 
     def _tell(self) -> None:
-        """Tell the broker what is held, by class, and how much of it could go at once."""
+        """Tell the broker what is held, by class, and how much of it could go without touching a request."""
         held_kv = self._told_held = self._arena.held
         if self.lease is None:
             return

@@ -220,8 +220,8 @@ class Stepper(threading.Thread):
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        use_own_threads(self._num_threads)
         try:
+            use_own_threads(self._num_threads)
             while not self._ending:
                 self._receive()
                 self._let_in()
