@@ -55,6 +55,17 @@ def test_what_gives_other_logits_than_unrecorded_is_used_no_more(caplog: pytest.
     assert graphs.sizes == () and "a decode step of 4 rows gives other logits" in caplog.text
 
 
+def test_a_graph_that_does_nothing_is_not_trusted_for_what_another_size_left() -> None:
+    works = {4: lambda work: work, 2: lambda work: lambda: None}
+    sizes = iter(works)
+    graphs = DecodeGraphs(lambda size: torch.arange(12.0).view(4, 3)[:size], lambda work: works[next(sizes)](work))
+    for size in works:
+        graphs.add(size)
+    right = graphs.logits(4, 4).clone()
+    assert graphs.sizes == (2, 4)
+    assert torch.equal(graphs.logits(2, 2), right[:2]) and graphs.sizes == ()
+
+
 def test_a_row_that_is_not_finite_ends_alone_and_is_no_reason_to_distrust() -> None:
     model, inputs, poison = tiny("llama"), prompts([3, 5], VOCAB), torch.zeros(())
     right = TinyEngine(model, usable=100, block_size=4, max_model_len=64).generate(inputs, GREEDY)
