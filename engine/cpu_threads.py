@@ -26,7 +26,7 @@ _STALE_S = 2.0  # no step for so long: what was measured is of another time
 _FIRST_LOOK_S = 0.1  # how soon the cores are looked at then
 _LOOKS = 4  # of which the busiest counts
 _BUSY_CORES = 0.3  # of others, which a step leaves out of account
-_NAMES = ("user", "system", "irq", "softirq", "steal")  # of times that count
+_NAMES = ("user", "system", "irq", "softirq")  # of times that count; what a hypervisor takes is no process to give way to
 _DIVISORS = (1, 2, 4, 8)  # of torch's number of threads
 
 _lock = threading.Lock()
@@ -147,8 +147,7 @@ def _used() -> tuple[float, float]:
     ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     if max(ours) >= len(cores):  # not all are shown, or by other numbers, as in a container
         ours = range(len(cores))
-    names = (
-        (*_NAMES, "nice") if os.getpriority(os.PRIO_PROCESS, 0) > 0 else _NAMES
-    )  # they give way to others, not to each other
+    nice = os.getpriority(os.PRIO_PROCESS, 0) > 0  # such processes give way to others, not to each other
+    names = (*_NAMES, "nice") if nice else _NAMES
     busy = sum(getattr(cores[core], name, 0.0) for core in ours for name in names)
     return busy, time.process_time()

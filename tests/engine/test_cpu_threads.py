@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,25 @@ def test_where_nothing_can_be_read_all_threads_are_used(monkeypatch: pytest.Monk
     with threads.for_a_step():
         pass
     assert "cannot be read: planted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cpus", "niceness", "expected"),
+    [
+        ({0, 1, 2, 3}, 0, 4.0),
+        ({1}, 0, 1.0),
+        ({8, 9}, 0, 4.0),  # a container shows its CPUs as 0 to 3
+        ({0, 1, 2, 3}, 5, 6.0),
+        ({2}, 5, 1.5),
+    ],
+)
+def test_whose_time_counts(monkeypatch: pytest.MonkeyPatch, cpus: set[int], niceness: int, expected: float) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    times = SimpleNamespace(user=0.5, system=0.25, irq=0.125, softirq=0.125, nice=0.5, idle=9.0, iowait=9.0, steal=9.0)
+    monkeypatch.setattr("psutil.cpu_times", lambda percpu: [times] * 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cpus)
+    monkeypatch.setattr("os.getpriority", lambda which, who: niceness)
+    assert CpuThreads()._used()[0] == expected
 
 
 def test_the_real_counters_go_up() -> None:
