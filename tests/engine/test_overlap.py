@@ -238,6 +238,34 @@ def test_a_batch_that_fails_with_its_tokens_drawn_is_tried_again_with_the_same_i
         assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead
 
 
+def test_a_part_whose_tokens_cannot_be_had_is_computed_again_with_the_same_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two faults: a step breaks while its inputs are on their way, and so does a part of its repetition."""
+    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(12))
+    made, wait = Download.__init__, Download.wait
+    for failing in range(1, 7):
+        numbers, lost = iter(range(10**6)), []
+
+        def broken(self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: int = failing) -> None:
+            number = next(numbers)
+            if number == failing:
+                raise RuntimeError("no memory")
+            made(self, tensor)
+            if number == failing + 2:  # the second half, of two rows
+                lost.append(self)
+
+        def waits(self: Download, lost: Any = lost) -> Any:
+            if self in lost:
+                raise RuntimeError("lost")
+            return wait(self)
+
+        monkeypatch.setattr(Download, "__init__", broken)
+        monkeypatch.setattr(Download, "wait", waits)
+        engine = Watched(tiny("llama"), usable=100, overlaps=True)
+        assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead and lost
+
+
 # -- behind the doors --------------------------------------------------------------------------------------------------
 
 
