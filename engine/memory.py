@@ -50,8 +50,8 @@ _BASE_S = 0.5  # how often the process is measured
 _REFUSED_S = 0.5  # how long nothing is mapped, or made ready, after the device said no
 _ALONE_S = 0.05  # no step for so long: nobody waits for the next one
 _TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
-_TIDY_S = 0.5  # how often the heap is tidied, at most,
-_TIDY_BYTES = 8 * MIB  # and by how much the process has to have grown since
+_TIDY_S = 0.5  # how often the heap is tidied, at most, while there is work,
+_TIDY_BYTES = 4 * MIB  # and by how much the process has to have grown since
 
 
 @dataclass(slots=True)
@@ -479,7 +479,7 @@ class EngineMemory:
         if (refused := self._scheduler().stats.refused_resizes) != self.stats.refused:
             self.stats.refused = refused
             self._grow_at = now + _REFUSED_S
-        if changed or now >= self._base_at:
+        if changed or now >= self._base_at or self._rests_untidy():
             self._base_at = now + _BASE_S
             self._report()
         elif self._arena.held != self._told_held:
@@ -552,7 +552,8 @@ class EngineMemory:
         """
         lease, now = self.lease, self._clock()
         measured = self._measure()
-        if self._tidy is not None and measured > self._least_bytes + _TIDY_BYTES and now >= self._tidy_at:
+        due = now >= self._tidy_at or not self._scheduler().has_work
+        if self._tidy is not None and measured > self._least_bytes + _TIDY_BYTES and due:
             self._tidy_at = now + _TIDY_S
             self._tidy()
             self._least_bytes = measured = self._measure()
@@ -565,6 +566,12 @@ class EngineMemory:
             self._least_bytes = measured = self._measure()
             self._base_bytes = self._counted_base(measured)
         self._tell()
+
+    def _rests_untidy(self) -> bool:
+        """Whether the work is done, and the last step left more in the heap than is to stay there."""
+        if self._tidy is None or self._scheduler().has_work:
+            return False
+        return self._measure() > self._least_bytes + _TIDY_BYTES
 
     def _counted_base(self, measured_bytes: int) -> int:
         return int(min(max(self._planned_bytes, measured_bytes), self._most_base_bytes))

@@ -623,13 +623,26 @@ def test_holes_of_the_heap_are_given_back_now_and_then() -> None:
         engine.steps(int(seconds / 0.02))
         return engine.tidied - before
 
-    assert tidied(BASE + 7 * MIB, 5.0) == 0
-    assert tidied(BASE + 9 * MIB, 0.6) == 1
-    assert tidied(BASE + 16 * MIB, 5.0) == 0, "what was left is where it starts from"
-    assert tidied(BASE + 18 * MIB, 0.6) == 1
+    assert tidied(BASE + 3 * MIB, 5.0) == 0
+    assert tidied(BASE + 5 * MIB, 0.6) == 1
+    assert tidied(BASE + 8 * MIB, 5.0) == 0, "what was left is where it starts from"
+    assert tidied(BASE + 10 * MIB, 0.6) == 1
     assert tidied(BASE, 1.0) == 0
-    assert tidied(BASE + 9 * MIB, 3.0) == 1, "the least since then counts"
+    assert tidied(BASE + 5 * MIB, 3.0) == 1, "the least since then counts"
     assert engine.trims == 0
+
+
+def test_what_the_last_step_left_in_the_heap_is_given_back_at_once() -> None:
+    engine = Engine(granted=None)
+    for grown in (5 * MIB, 10 * MIB):  # within half a second
+        engine.add(f"{grown}", 10, new=3)
+        engine.steps(2)
+        before, engine.base = engine.tidied, BASE + grown
+        engine.steps(1)
+        assert engine.core.scheduler.has_work is False and engine.tidied == before + 1
+    engine.add("as much as before", 10, new=3)
+    engine.steps(10)
+    assert engine.tidied == 2
 
 
 # ---- a step that could not be computed ----------------------------------------------------------
