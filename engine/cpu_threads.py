@@ -26,7 +26,7 @@ _STALE_S = 2.0  # no step for so long: what was measured is of another time
 _FIRST_LOOK_S = 0.1  # how soon the cores are looked at then
 _LOOKS = 4  # of which the busiest counts
 _BUSY_CORES = 0.3  # of others, which a step leaves out of account
-_NAMES = ("user", "system", "irq", "softirq")  # of times that count; what a hypervisor takes is no process to give way to
+_NAMES = ("user", "system", "irq", "softirq")  # of times that count: what a hypervisor takes is no neighbour's
 _DIVISORS = (1, 2, 4, 8)  # of torch's number of threads
 
 _lock = threading.Lock()

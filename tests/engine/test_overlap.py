@@ -247,7 +247,9 @@ def test_a_part_whose_tokens_cannot_be_had_is_computed_again_with_the_same_input
     for failing in range(1, 7):
         numbers, lost = iter(range(10**6)), []
 
-        def broken(self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: int = failing) -> None:
+        def broken(
+            self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: int = failing
+        ) -> None:
             number = next(numbers)
             if number == failing:
                 raise RuntimeError("no memory")
