@@ -88,7 +88,7 @@ class Arena(Protocol):
         ...
 
 
-class NothingReady:
+class NoPreparedExtents:
     """The part of the contract that is nothing to do where memory comes with `map` and is gone after `unmap`."""
 
     def prepare(self, num_extents: int) -> None:

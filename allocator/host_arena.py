@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..monitor.host_memory import free_host_bytes
-from .arena import NothingReady, extents_to_map, extents_to_unmap, runs
+from .arena import NoPreparedExtents, extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
 from .lease_record import Bounds
 
@@ -59,7 +59,7 @@ def preferred_granule(total_bytes: int) -> int:
     return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
-class HostArena(NothingReady):
+class HostArena(NoPreparedExtents):
     """`num_extents` extents of `extent_bytes` host bytes at addresses that never move; see `Arena` for the contract.
 
     `budget()` says how many bytes are free to take; `map` asks it before it takes any. With `debug` an unmapped extent

@@ -26,8 +26,8 @@ from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
 from pagetide.engine.attention.context import StepContext
 from pagetide.engine.llm import Stream
-from pagetide.engine.runner import Underway
-from pagetide.scheduler.outcome import Emissions
+from pagetide.engine.runner import PendingStep
+from pagetide.scheduler.outcome import StepOutputs
 from pagetide.scheduler.plan import Plan
 
 MAX_SEQS = 256
@@ -207,8 +207,8 @@ class Driver:
         record.due = due
         return stream, record
 
-    def _and_tokens_noted(self, step: Callable[[], Emissions]) -> Callable[[], Emissions]:
-        def noted() -> Emissions:
+    def _and_tokens_noted(self, step: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+        def noted() -> StepOutputs:
             emissions = step()
             now = time.monotonic()
             for request_id, token in zip(emissions.request_ids, emissions.tokens, strict=True):
@@ -219,8 +219,8 @@ class Driver:
 
         return noted
 
-    def _and_pool_noted(self, begin: Callable[[Plan], Underway]) -> Callable[[Plan], Underway]:
-        def noted(plan: Plan) -> Underway:
+    def _and_pool_noted(self, begin: Callable[[Plan], PendingStep]) -> Callable[[Plan], PendingStep]:
+        def noted(plan: Plan) -> PendingStep:
             underway = begin(plan)
             self._note_pool()
             return underway

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocator.arena import Arena, NothingReady
+from ..allocator.arena import Arena, NoPreparedExtents
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
 from ..allocator.lease_record import Bounds
 from ..monitor.host_memory import free_host_bytes
@@ -194,7 +194,7 @@ class Storage:
             raise BlockMisuse(f"blocks {outside.tolist()} are outside the pool of {self.num_blocks:,}")
 
 
-class TensorArena(NothingReady):
+class TensorArena(NoPreparedExtents):
     """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic one.
 
     Its extents are mapped from the start and until `close`; single ones cannot be given back, so `map` and `unmap`

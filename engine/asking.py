@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # either way
 
 
-class Asked(NamedTuple):
+class PromptInput(NamedTuple):
     """A prompt as given (None for ids), its token ids, its parameters over the model's own settings, and the data derived from
     the parameters. `before` is the state of a request that was handed over by another process.
     """
@@ -51,7 +51,7 @@ def encoded(
     encoder: Encoder,
     defaults: SamplingParams,
     eos_token_ids: Sequence[int],
-) -> list[Asked]:
+) -> list[PromptInput]:
     """Prompts as token ids, each with its parameters over the model's own. Parameters that prompts share are prepared once.
 
     Does not compile constraints. Raises RequestRejected.
@@ -65,7 +65,7 @@ def encoded(
             except ValueError as error:  # what was given and what the model's own settings say cannot be together
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
-        asked.append(Asked(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known))
+        asked.append(PromptInput(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known))
     return asked
 
 

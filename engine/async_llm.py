@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .asking import Asked, Message, Prompt, check_count, paired
+from .asking import PromptInput, Message, Prompt, check_count, paired
 from .config import EngineConfig
-from .desk import STATS_LOOK_S, STATS_S, Desk
+from .desk import STATS_LOOK_S, STATS_S, RequestManager
 from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
-from .stepper import Call, Stepper, Waiter
-from .tickets import Ticket
+from .stepper import Call, EngineThread, Waiter
+from .tickets import RequestState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,8 +71,8 @@ class AsyncLLM:
         if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
             raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
         self.config = EngineConfig.resolve(model, **engine_options)
-        self._desk = Desk(self.config)
-        self._stepper = Stepper(self._desk, max_waiting)  # knows nothing of this object, which can so be collected
+        self._desk = RequestManager(self.config)
+        self._stepper = EngineThread(self._desk, max_waiting)  # knows nothing of this object, which can so be collected
         weakref.finalize(self, self._stepper.end).atexit = False  # the stepper's module sees to that
 
     async def generate(
@@ -104,7 +104,7 @@ class AsyncLLM:
         """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
         messages, params = _read(messages), _read(sampling_params)
 
-        def asked() -> list[Asked]:
+        def asked() -> list[PromptInput]:
             return self._desk.encode(self._desk.render(messages, template_options), params)
 
         return await self._outputs(asked, priority, cache_salt)
@@ -248,7 +248,7 @@ class AsyncLLM:
     # -- what the doors share ------------------------------------------------------------------------------------
 
     async def _outputs(
-        self, asked: Callable[[], list[Asked]], priority: int, cache_salt: str | None
+        self, asked: Callable[[], list[PromptInput]], priority: int, cache_salt: str | None
     ) -> list[RequestOutput]:
         submission = _Submission(self, asked, priority, cache_salt, None)
         try:
@@ -306,7 +306,7 @@ class AsyncRequestHandle:
     index: int
     number: int
     _submission: _Submission = field(repr=False)
-    _ticket: Ticket = field(repr=False)
+    _ticket: RequestState = field(repr=False)
 
     async def export(self) -> dict[str, Any]:
         """End the request here, and give what another process needs to go on with it: see `RequestHandle.export`.
@@ -376,7 +376,7 @@ class _Submission:
     def __init__(
         self,
         llm: AsyncLLM,
-        asked: Callable[[], list[Asked]],
+        asked: Callable[[], list[PromptInput]],
         priority: int | None,
         cache_salt: str | None,
         interval: int | None,

@@ -21,7 +21,7 @@ from ..scheduler.outcome import Finished, Move
 from ..scheduler.plan import Candidates, Float32
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
-from .tickets import Ticket
+from .tickets import RequestState
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class BeamTickets:
         tickets: Of the best that it finds.
     """
 
-    def __init__(self, search: BeamSearch, requests: Sequence[Request], tickets: Sequence[Ticket]) -> None:
+    def __init__(self, search: BeamSearch, requests: Sequence[Request], tickets: Sequence[RequestState]) -> None:
         self.search = search
         self.tickets = tickets
         self._running = {request.request_id for request in requests}

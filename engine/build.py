@@ -46,7 +46,7 @@ from .probe import probe
 from .process_memory import trim
 from .runner import Runner
 from .sampler import Sampler
-from .sharing import HEAP_BYTES, Occupant, Sharing, join
+from .sharing import HEAP_BYTES, LeaseHolder, Sharing, join
 
 if TYPE_CHECKING:
     from .self_check.report import Report
@@ -63,7 +63,7 @@ class Engine:
     encoder: Encoder
     plan: MemoryPlan
     arena: Arena
-    occupant: Occupant
+    occupant: LeaseHolder
     sharing: Sharing | None
     sampling: SamplingParams  # of the models file over the generation config
     eos_token_ids: tuple[int, ...]
@@ -161,7 +161,7 @@ def build(config: EngineConfig) -> Engine:
         faults = {} if checked is None else checked.faults
         checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
         check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
-        occupant, sharing = Occupant(device, plan.weights_bytes), None
+        occupant, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
             sharing = join(config, plan, occupant)
             return _build(config, checkpoint, dtype, plan, occupant, sharing, checked, began)
@@ -187,7 +187,7 @@ def _build(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     plan: MemoryPlan,
-    occupant: Occupant,
+    occupant: LeaseHolder,
     sharing: Sharing | None,
     checked: Report | None,
     began: float,
@@ -254,7 +254,7 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _open_pool(plan: MemoryPlan, occupant: Occupant, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
+def _open_pool(plan: MemoryPlan, occupant: LeaseHolder, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
     """An arena of the plan's size with its least extents mapped, and the bytes that these are.
 
     Nothing of it goes on in the background until there is an `EngineMemory`: CUDA graphs are captured before.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..scheduler.outcome import Emissions
+from ..scheduler.outcome import StepOutputs
 from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
@@ -19,7 +19,7 @@ from ..scheduler.sequence import FinishReason
 from .memory import EngineMemory
 
 if TYPE_CHECKING:
-    from .runner import Runner, Underway  # which loads torch; the core has no need of it
+    from .runner import Runner, PendingStep  # which loads torch; the core has no need of it
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        self._out: deque[tuple[Plan, Underway | _Known]] = deque()  # begun, and not taken in: at most two
-        self._untold: Emissions | None = None  # of a step that an interrupt ended
+        self._out: deque[tuple[Plan, PendingStep | _Known]] = deque()  # begun, and not taken in: at most two
+        self._untold: StepOutputs | None = None  # of a step that an interrupt ended
 
     @property
     def has_work(self) -> bool:
@@ -57,11 +57,11 @@ class EngineCore:
         """End a request before the next step; its end comes with the next emissions."""
         return self.scheduler.abort(request_id, reason)
 
-    def catch_up(self) -> Emissions:
+    def catch_up(self) -> StepOutputs:
         """As `step`, and nothing is under way at the end: for those who want nothing of the step, but that it is over."""
         return self._step(ahead=False)
 
-    def step(self) -> Emissions:
+    def step(self) -> StepOutputs:
         """Decide a step, run it, take in what came out.
 
         A runner that raises ends the requests of this step, with what it raised as their error, and no others. So does an
@@ -70,11 +70,11 @@ class EngineCore:
         """
         return self._step(ahead=True)
 
-    def _step(self, ahead: bool) -> Emissions:
+    def _step(self, ahead: bool) -> StepOutputs:
         if self._untold is not None:
             emissions, self._untold = self._untold, None
             return emissions
-        told: Emissions | None = None
+        told: StepOutputs | None = None
         trouble: BaseException | None = None
         try:
             if not self._out:

@@ -24,7 +24,7 @@ from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
 from ..scheduler.plan import NO_TOKENS, Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
-from .asking import Asked, Prompt, checked_priority, conversations, encoded, together
+from .asking import PromptInput, Prompt, checked_priority, conversations, encoded, together
 from .background import BackgroundThread
 from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build
@@ -34,7 +34,7 @@ from .fair_lock import FairLock
 from .fork import MakerProcess
 from .handover import Handover
 from .outputs import RequestOutput, StreamChunk, refused
-from .tickets import Answer, Ticket
+from .tickets import RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ STATS_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has
 STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
 
 
-class Desk:
+class RequestManager:
     """One engine, and everybody who waits for it. Safe for use from several threads.
 
     Raises what `build` raises; then nothing stays allocated.
@@ -58,13 +58,13 @@ class Desk:
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
         self.paused = False  # nobody is to make a step, not even for the memory's sake
-        self.tickets: dict[str, Ticket] = {}
+        self.tickets: dict[str, RequestState] = {}
         self.searches: dict[str, BeamTickets] = {}  # by the request of each beam
         # Told after a step, under the lock, whose tickets have news.
-        self.on_news: Callable[[list[Ticket]], None] | None = None
+        self.on_news: Callable[[list[RequestState]], None] | None = None
         # What came of the last step: empty, but for an interrupt.
         self._undelivered: deque[tuple[str, Event]] = deque()
-        self._abandoned: deque[Ticket] = deque()  # of streams that were forgotten; ended by the next step
+        self._abandoned: deque[RequestState] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
         self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
@@ -147,12 +147,12 @@ class Desk:
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Asked]:
+    ) -> list[PromptInput]:
         """Prompts and parameters as users give them. Raises RequestRejected."""
         engine = self.open()
         return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
 
-    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[Asked]:
+    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
         """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
         if not isinstance(prompt, str):
             try:
@@ -161,7 +161,7 @@ class Desk:
                 raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
         return self.encode([prompt], params)
 
-    def handed_over(self, data: Any) -> list[Asked]:
+    def handed_over(self, data: Any) -> list[PromptInput]:
         """What `export` gave, one or several. Raises RequestRejected."""
         engine = self.open()
         many = [data] if isinstance(data, Mapping) else data
@@ -169,7 +169,7 @@ class Desk:
             raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
         each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
         prepare = engine.encoder.prepare  # their end ids are among their stop ids
-        return [Asked(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
+        return [PromptInput(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
@@ -178,11 +178,11 @@ class Desk:
 
     def submit(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[PromptInput],
         priority: int | None,
         cache_salt: str | None,
         streams: bool = False,
-    ) -> list[Ticket]:
+    ) -> list[RequestState]:
         """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority.
 
         Compiles constraints first, before it takes the lock.
@@ -193,7 +193,7 @@ class Desk:
             one.prepared.compile()
         with self.lock:
             engine = self.open()
-            answers: list[tuple[list[Request], Answer]] = []
+            answers: list[tuple[list[Request], RequestGroup]] = []
             for index, (prompt, ids, params, prepared, before) in enumerate(asked):
                 salt = cache_salt if before is None else before.cache_salt
                 own_priority = before.priority if before is not None and priority is None else priority
@@ -213,10 +213,10 @@ class Desk:
                 if before is not None:
                     request = before.request(request)
                 engine.core.scheduler.check(request)
-                answer = Answer(index, prompt, params, prepared)
+                answer = RequestGroup(index, prompt, params, prepared)
                 requests = self._requests(engine, request, params)
                 answer.tickets = [
-                    Ticket(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
+                    RequestState(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
                     for number, one in enumerate(requests[: params.num_started])
                 ]
                 if before is not None:
@@ -235,7 +235,7 @@ class Desk:
         count = num_candidates(params.num_beams or 1, len(sampling.stop_token_ids))
         return replace(request, sampling=replace(sampling, num_candidates=count)).forked(params.num_beams or 1)
 
-    def _queue(self, engine: Engine, requests: Sequence[Request], answer: Answer) -> None:
+    def _queue(self, engine: Engine, requests: Sequence[Request], answer: RequestGroup) -> None:
         for request in requests:
             engine.core.add(request)
         if (answer.params.num_beams or 1) == 1:
@@ -247,7 +247,7 @@ class Desk:
         names = [request.request_id for request in requests]
         self.searches.update(dict.fromkeys(names, BeamTickets(BeamSearch(rules, names), requests, answer.tickets)))
 
-    def export(self, ticket: Ticket) -> dict[str, Any]:
+    def export(self, ticket: RequestState) -> dict[str, Any]:
         """See `RequestHandle.export`."""
         with self.lock:
             engine = self.open()
@@ -260,7 +260,7 @@ class Desk:
                 self.on_news(tickets)
             return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
 
-    def _withdraw(self, engine: Engine, ticket: Ticket) -> tuple[list[Ticket], Finished]:
+    def _withdraw(self, engine: Engine, ticket: RequestState) -> tuple[list[RequestState], Finished]:
         """Take a ticket's request, or its beam search, out of the engine. Returns all tickets of it, and what it came to."""
         name, search, names = ticket.request.request_id, self._search_of(ticket), self._names(ticket)
         withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
@@ -285,7 +285,7 @@ class Desk:
         cache_salt: str | None,
     ) -> Iterator[RequestOutput]:
         """The outputs of prompts as they are taken from `given`, in its order; see `LLM.generate_each`."""
-        taken: deque[RequestOutput | list[Ticket]] = deque()
+        taken: deque[RequestOutput | list[RequestState]] = deque()
         try:
             while True:
                 for prompt, params in itertools.islice(given, look_ahead - len(taken)):
@@ -305,7 +305,7 @@ class Desk:
 
     def _queue_or_refuse(
         self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
-    ) -> RequestOutput | list[Ticket]:
+    ) -> RequestOutput | list[RequestState]:
         try:
             return self.submit(self.encode_one(prompt, params), priority, cache_salt)
         except RequestRejected as error:
@@ -325,7 +325,7 @@ class Desk:
             self._advance(engine)
         self._wait_if_starving(engine)
 
-    def step_for(self, ticket: Ticket) -> None:
+    def step_for(self, ticket: RequestState) -> None:
         """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
         with self.lock:
             engine = self.open() if ticket.completion is None else None
@@ -334,7 +334,7 @@ class Desk:
             self._advance(engine)
         self._wait_if_starving(engine)
 
-    def next_chunk(self, tickets: list[Ticket], interval: int) -> StreamChunk | None:
+    def next_chunk(self, tickets: list[RequestState], interval: int) -> StreamChunk | None:
         """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
         when none had one, after a step.
         """
@@ -348,7 +348,7 @@ class Desk:
         self._wait_if_starving(engine)
         return None
 
-    def _end_lost(self, engine: Engine, tickets: Iterable[Ticket]) -> bool:
+    def _end_lost(self, engine: Engine, tickets: Iterable[RequestState]) -> bool:
         """Whether nothing is left that could end these: an interrupt came between their end and them. They end here, then.
 
         Under the lock.
@@ -369,7 +369,7 @@ class Desk:
         while self._undelivered or engine.core.is_ahead:
             self._advance(engine, ahead=False)
 
-    def drop(self, tickets: Iterable[Ticket]) -> None:
+    def drop(self, tickets: Iterable[RequestState]) -> None:
         """Abort what has not ended: its caller is gone."""
         with self.lock:
             left = [t for t in tickets if t.completion is None]
@@ -380,11 +380,11 @@ class Desk:
             while any(t.completion is None for t in left) and not self._end_lost(self.engine, left):
                 self._advance(self.engine)
 
-    def abandon(self, tickets: Iterable[Ticket]) -> None:
+    def abandon(self, tickets: Iterable[RequestState]) -> None:
         """Let the next step abort what has not ended. Waits for nothing."""
         self._abandoned.extend(t for t in tickets if t.completion is None)
 
-    def forget(self, tickets: list[Ticket]) -> None:
+    def forget(self, tickets: list[RequestState]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
         self.abandon(tickets)
         if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
@@ -421,7 +421,7 @@ class Desk:
             events.extend((finished.request_id, finished) for finished in emissions.finished)
             events.extend(emissions.candidates)  # of beams that are still there
         now = self._keep_stats(engine)
-        news: list[Ticket] = []
+        news: list[RequestState] = []
         try:
             while events:
                 request_id, event = events.popleft()
@@ -434,7 +434,7 @@ class Desk:
             if self.on_news is not None and news:
                 self.on_news(news)
 
-    def _ticket_on(self, engine: Engine, ticket: Ticket, event: Event, now: float) -> None:
+    def _ticket_on(self, engine: Engine, ticket: RequestState, event: Event, now: float) -> None:
         """Hand an event to its ticket. One that cannot take it in ends with that error."""
         name = ticket.request.request_id
         if isinstance(event, Finished):
@@ -451,15 +451,15 @@ class Desk:
             ticket.fail(error)
             engine.core.abort(name, "error")
 
-    def _search_of(self, ticket: Ticket) -> BeamTickets | None:
+    def _search_of(self, ticket: RequestState) -> BeamTickets | None:
         return next((search for search in self.searches.values() if ticket in search.tickets), None)
 
-    def _names(self, ticket: Ticket) -> list[str]:
+    def _names(self, ticket: RequestState) -> list[str]:
         """The requests that a ticket stands for: its own, or those of the beams that go on."""
         search = self._search_of(ticket)
         return [ticket.request.request_id] if search is None else search.running
 
-    def _abort(self, engine: Engine, ticket: Ticket) -> None:
+    def _abort(self, engine: Engine, ticket: RequestState) -> None:
         """End what has not ended before the next step; of a search that is over too, whose beams an interrupt may have left."""
         search = self._search_of(ticket)
         for name in [ticket.request.request_id] if search is None else search.left:
@@ -467,7 +467,7 @@ class Desk:
 
     def _search_on(
         self, engine: Engine, search: BeamTickets, request_id: str, event: Event, now: float
-    ) -> Sequence[Ticket]:
+    ) -> Sequence[RequestState]:
         """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
         if isinstance(event, Finished):
             del self.searches[request_id]
@@ -513,7 +513,7 @@ class Desk:
             return KEEPER_WAIT_S
 
 
-def _keep_memory(reference: weakref.ref[Desk]) -> bool:
+def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     """Serve the engine's memory once, and wait for its lease to say something. False once it is closed or forgotten."""
     desk = reference()
     if desk is None or desk.engine is None or (memory := desk.engine.core.memory) is None:
@@ -529,7 +529,7 @@ def _keep_memory(reference: weakref.ref[Desk]) -> bool:
     return True
 
 
-def ready_chunk(tickets: list[Ticket], interval: int) -> StreamChunk | None:
+def ready_chunk(tickets: list[RequestState], interval: int) -> StreamChunk | None:
     """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None when
     none has one. Under the engine's lock.
     """
@@ -543,7 +543,7 @@ def ready_chunk(tickets: list[Ticket], interval: int) -> StreamChunk | None:
     return None
 
 
-def _check_exportable(ticket: Ticket) -> None:
+def _check_exportable(ticket: RequestState) -> None:
     name = ticket.request.request_id
     if ticket.completion is not None:
         reason = ticket.completion.finish_reason

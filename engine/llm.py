@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ..scheduler.request import SamplingParams
 from .asking import Message, Prompt, check_count, paired
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .desk import Desk
+from .desk import RequestManager
 from .outputs import RequestOutput, StreamChunk
 from .progress import Bar
-from .tickets import Answer, Ticket
+from .tickets import RequestGroup, RequestState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,7 +119,7 @@ class LLM:
             cuda_graphs=cuda_graphs,
             self_check=self_check,
         )
-        self._desk = Desk(self.config)
+        self._desk = RequestManager(self.config)
 
     def generate(
         self,
@@ -326,7 +326,7 @@ class RequestHandle:
     index: int
     number: int
     _stream: Stream = field(repr=False)  # which would abort it, were it forgotten
-    _ticket: Ticket = field(repr=False)
+    _ticket: RequestState = field(repr=False)
 
     def export(self) -> dict[str, Any]:
         """End the request here, and give what another process needs to go on with it (`LLM.take_over`): plain data, for JSON.
@@ -351,9 +351,9 @@ class Stream(Iterator[StreamChunk]):
     one, in the very thread that holds the engine's lock, so nothing may be waited for there.
     """
 
-    def __init__(self, desk: Desk, tickets: list[Ticket], interval: int) -> None:
+    def __init__(self, desk: RequestManager, tickets: list[RequestState], interval: int) -> None:
         self._desk = desk
-        self._answers: list[Answer] = [ticket.answer for ticket in tickets if ticket.number == 0]
+        self._answers: list[RequestGroup] = [ticket.answer for ticket in tickets if ticket.number == 0]
         self._tickets = tickets  # those whose last chunk was not given
         self._interval = interval
 

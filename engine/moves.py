@@ -97,7 +97,7 @@ class Moves:
         return swapped
 
 
-class Mover:
+class MemoryExecutor:
     """Carries out what plans say about memory: extents mapped, blocks swapped out and copied, extents unmapped, in that order.
 
     Without `arena`, what `storage` was built over, no plan may resize the pool; without `host` none may swap.

@@ -4,7 +4,7 @@ It keeps, per row, the tokens (from admissions and from its own samples) and, on
 of a plan into one batch without padding, runs the model over it and samples. What a plan says about the pool's memory is done
 before (`moves.py`), and beside the chunks what they do not touch.
 
-On a device that works by itself a plan is queued (`begin`) and its result waited for later (`Underway.wait`): its tokens are
+On a device that works by itself a plan is queued (`begin`) and its result waited for later (`PendingStep.wait`): its tokens are
 drawn there, and stay there as inputs of the plan behind it.
 """
 
@@ -29,11 +29,11 @@ from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
 from .cpu_threads import CpuThreads
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool
-from .moves import Mover, Moves, joined
+from .moves import MemoryExecutor, Moves, joined
 from .parts import Computed, Drawn, Part
 from .process_memory import trim
 from .sampler import Sampler
-from .scoring import Askers, Stretch, score
+from .scoring import LogprobRequests, TokenSpan, score
 from .transfers import Array, Download, Stopwatch, Upload
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Work:
     batch: Batch
     sampling: Index  # places of those chunks that sample
     at: Index  # where the tokens will stand that they sample
-    prompts: list[Stretch]  # to be scored
+    prompts: list[TokenSpan]  # to be scored
     keep: Index  # tokens of the batch whose logits are wanted
     settings: Settings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
     graph: int | None  # the size of the recorded step that does it
@@ -65,7 +65,7 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Underway:
+class PendingStep:
     """A plan that was begun."""
 
     _runner: Runner
@@ -130,8 +130,8 @@ class Runner:
         self.sampler = sampler
         self.overlaps = overlaps
         self.model = model
-        self._mover = Mover(storage, arena, host)
-        self._askers = Askers(num_rows)
+        self._mover = MemoryExecutor(storage, arena, host)
+        self._askers = LogprobRequests(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         self._admitted: dict[int, Admission] = {}  # by row, the last one
         self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
@@ -194,7 +194,7 @@ class Runner:
                 graphs.add(size)
         self.graphs = graphs
 
-    def begin(self, plan: Plan) -> Underway:
+    def begin(self, plan: Plan) -> PendingStep:
         """Have `plan` executed. A chunk that cannot be computed is a failure in the result; the others have their tokens.
 
         A step that raises is repeated in halves, down to single tokens: what a chunk writes lies in its own sequence's blocks
@@ -214,7 +214,7 @@ class Runner:
             except BaseException:
                 moves.done()
                 raise
-        return Underway(self, plan, moves, computed, watch)
+        return PendingStep(self, plan, moves, computed, watch)
 
     def close(self) -> None:
         """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
@@ -480,7 +480,7 @@ class Runner:
                 computed.candidates.append(Candidates(chunk, *found))
 
     def _score(
-        self, computed: Computed, chunks: Index, stretches: list[Stretch], logits: torch.Tensor, tokens: Int32
+        self, computed: Computed, chunks: Index, stretches: list[TokenSpan], logits: torch.Tensor, tokens: Int32
     ) -> None:
         """Add the scores of `tokens`, which are those of the stretches one behind the other, like `logits`."""
         scored = score(logits, tokens, max(s.k for s in stretches))

@@ -38,8 +38,8 @@ from .logits import (
 )
 from .noise import gumbel, uniform
 from .processors import Processors, Troubles
-from .treatments import BadWords, Bias, Frequency, MinLength, Repetition, Treatment
-from .warpers import NOBODY, Settings, Warpers
+from .treatments import BadWords, Bias, Frequency, MinLength, Repetition, BuiltinLogitsProcessor
+from .warpers import NOBODY, Settings, SamplingTransforms
 
 Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
 
@@ -87,7 +87,7 @@ class Sampler:
         self._histories = Histories()
         self._troubles: Troubles = {}
         self._constrained = Constrained(num_rows, constraints or Constraints(None, vocab_size), self._troubles)
-        self._treatments: tuple[Treatment, ...] = (
+        self._treatments: tuple[BuiltinLogitsProcessor, ...] = (
             Bias(num_rows, vocab_size),
             Repetition(num_rows, vocab_size, device),
             Frequency(num_rows, vocab_size, device),
@@ -96,7 +96,7 @@ class Sampler:
             Processors(num_rows, self._histories, self._troubles),
             self._constrained,
         )
-        self._warpers = Warpers(num_rows, vocab_size, device, self._at_hand)
+        self._warpers = SamplingTransforms(num_rows, vocab_size, device, self._at_hand)
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:
         """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""

@@ -9,7 +9,7 @@ from ..scheduler.plan import Float32, Scores
 from .outputs import TokenLogprobs
 
 
-class ScoreTable:
+class LogprobTable:
     """Of the tokens from position `first` of a sequence on. Mutated by `put`."""
 
     def __init__(self, first: int) -> None:

@@ -25,7 +25,7 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class Logprobs:
     """What `score` found of m tokens: itself in column 0, then the k most likely ones, best first; ties: the lower id first.
 
     `bad` tells the lines whose logits hold a NaN or a +inf or only -inf; what the others say of these means nothing.
@@ -38,7 +38,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TokenSpan:
     """Tokens `first .. first + length` of the row at `place` among those asked about, with `k` most likely ones each."""
 
     place: int
@@ -47,7 +47,7 @@ class Stretch:
     k: int
 
 
-class Askers:
+class LogprobRequests:
     """The rows that asked for log-probabilities, and of what. Not safe for concurrent use."""
 
     def __init__(self, num_rows: int) -> None:
@@ -66,27 +66,27 @@ class Askers:
             del self._asked[row]
         self._asks[rows] = False
 
-    def of_prompts(self, rows: Int64, starts: Int64, lengths: Int64) -> list[Stretch]:
+    def of_prompts(self, rows: Int64, starts: Int64, lengths: Int64) -> list[TokenSpan]:
         """The tokens of prompts that somebody wants to know of, which are behind a position of `starts .. starts + lengths`."""
         found = []
         for place in np.flatnonzero(self._asks[rows]).tolist():
             sampling, num_prompt = self._asked[int(rows[place])]
             first, last = int(starts[place]) + 1, min(int(starts[place] + lengths[place]), num_prompt - 1)
             if sampling.prompt_logprobs is not None and first <= last:
-                found.append(Stretch(place, first, last - first + 1, sampling.prompt_logprobs))
+                found.append(TokenSpan(place, first, last - first + 1, sampling.prompt_logprobs))
         return found
 
-    def of_samples(self, rows: Int64, positions: Int64) -> list[Stretch]:
+    def of_samples(self, rows: Int64, positions: Int64) -> list[TokenSpan]:
         """The tokens to be sampled at `positions` of `rows` of which somebody wants to know."""
         found = []
         for place in np.flatnonzero(self._asks[rows]).tolist():
             sampling, _ = self._asked[int(rows[place])]
             if sampling.logprobs is not None:
-                found.append(Stretch(place, int(positions[place]), 1, sampling.logprobs))
+                found.append(TokenSpan(place, int(positions[place]), 1, sampling.logprobs))
         return found
 
 
-def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Scored:
+def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Logprobs:
     """The log-probability of each token, its rank, and the `k` most likely ones. Read-only; a piece at a time, so that the
     temporaries stay small.
 
@@ -103,7 +103,7 @@ def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Scored:
     lines = [_score(x.float(), own, k) for x, own in zip(logits.split(size), ids.split(size), strict=True)]
     told = torch.cat(lines).cpu().numpy()  # one transfer
     all_ids, logprobs, ranks, sums = np.split(told, [1 + k, 2 * (1 + k), 2 * (1 + k) + 1], axis=1)
-    return Scored(
+    return Logprobs(
         all_ids.astype(np.int32), logprobs.astype(np.float32), ranks[:, 0].astype(np.int32), ~np.isfinite(sums[:, 0])
     )
 

@@ -36,13 +36,13 @@ HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides 
 _LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code that is read late, heaps with holes
 
 
-class Occupant:
+class LeaseHolder:
     """One engine's part of what its process holds of a device, so that no engine counts another's memory for its own.
 
     What all need, such as libraries, counts with each. `arena` and `host`, the host tier's memory, are set once they are there.
     """
 
-    _all: ClassVar[list[Occupant]] = []  # those of this process
+    _all: ClassVar[list[LeaseHolder]] = []  # those of this process
 
     def __init__(self, device: torch.device, weights_bytes: int) -> None:
         self.device = device
@@ -87,7 +87,7 @@ class Sharing:
         self.watched.close()
 
 
-def join(config: EngineConfig, plan: MemoryPlan, occupant: Occupant) -> Sharing | None:
+def join(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
     """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
 
     Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.

@@ -25,13 +25,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from .asking import Asked
+from .asking import PromptInput
 from .build import Engine
 from .cpu_threads import own_threads, use_own_threads
-from .desk import Desk, ready_chunk
+from .desk import RequestManager, ready_chunk
 from .errors import EngineClosed
 from .outputs import RequestOutput, StreamChunk
-from .tickets import Answer, Ticket
+from .tickets import RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ Waiter = asyncio.Future[Any]
 EXIT_WAIT_S = 10.0
 COMPILE_THREADS = 4
 
-_running: weakref.WeakSet[Stepper] = weakref.WeakSet()
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 class Call:
@@ -47,7 +47,7 @@ class Call:
 
     Args:
         waiter: A future of the caller's loop. Its result is what there is: the outputs, once all are there; or, of a stream,
-            the chunks that are ready, at least one; then `Stepper.want` names the next one. It may be an error, to be raised.
+            the chunks that are ready, at least one; then `EngineThread.want` names the next one. It may be an error, to be raised.
         interval: Tokens of a stream's chunk, at least; None for no stream.
     """
 
@@ -57,9 +57,9 @@ class Call:
         self.priority = priority
         self.cache_salt = cache_salt
         self.interval = interval
-        self.asked: list[Asked] = []  # until it is queued
-        self.tickets: list[Ticket] = []  # of a stream those whose last chunk was not given
-        self.answers: tuple[Answer, ...] = ()  # of all, once it is queued
+        self.asked: list[PromptInput] = []  # until it is queued
+        self.tickets: list[RequestState] = []  # of a stream those whose last chunk was not given
+        self.answers: tuple[RequestGroup, ...] = ()  # of all, once it is queued
         self.num_running = 0  # tickets that have not ended
         self.forgotten = False  # its caller is gone
         self.over = False  # nothing more comes of it
@@ -78,14 +78,14 @@ class Call:
         return chunks
 
 
-class Stepper(threading.Thread):
+class EngineThread(threading.Thread):
     """Makes the steps of `desk` while there is work, and sleeps otherwise. Closes it at its end.
 
     The methods without an underscore may be called by any thread and wait for nothing; those that end a call (`forget`,
     `end`) by the garbage collector too, in the middle of anything else.
     """
 
-    def __init__(self, desk: Desk, max_waiting: int) -> None:
+    def __init__(self, desk: RequestManager, max_waiting: int) -> None:
         super().__init__(name="pagetide-steps", daemon=True)
         self.ended = False
         self._failure: BaseException | None = None  # what broke the engine
@@ -99,7 +99,7 @@ class Stepper(threading.Thread):
         ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
         self._arrived: OrderedDict[Call, None] = OrderedDict()  # waiting for room, first come first served
         self._open: dict[asyncio.AbstractEventLoop, dict[Call, None]] = {}  # calls that are not over
-        self._calls: dict[Ticket, Call] = {}  # of tickets that have not ended
+        self._calls: dict[RequestState, Call] = {}  # of tickets that have not ended
         self._ready: dict[Call, None] = {}  # that may have something for who waits
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
         self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
@@ -113,7 +113,7 @@ class Stepper(threading.Thread):
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
-    def begin(self, call: Call, asked: Callable[[], list[Asked]]) -> None:
+    def begin(self, call: Call, asked: Callable[[], list[PromptInput]]) -> None:
         """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
 
         Constraints are compiled in other threads, so that later calls do not wait for them.
@@ -129,7 +129,7 @@ class Stepper(threading.Thread):
             self._compiled = [future for future in self._compiled if not future.done()]
             self._compiled.append(self._compiling.submit(compile_all, what))
 
-        def compile_all(what: list[Asked]) -> None:
+        def compile_all(what: list[PromptInput]) -> None:
             if not call.forgotten:
                 self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, what))))
 
@@ -308,7 +308,7 @@ class Stepper(threading.Thread):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: Call, asked: list[Asked] | BaseException) -> None:
+    def _arrive(self, call: Call, asked: list[PromptInput] | BaseException) -> None:
         if call.forgotten:
             return
         if isinstance(asked, BaseException):
@@ -331,7 +331,7 @@ class Stepper(threading.Thread):
         call.num_running = len(call.tickets)
         self._calls.update((ticket, call) for ticket in call.tickets)
 
-    def _note(self, tickets: Iterable[Ticket]) -> None:
+    def _note(self, tickets: Iterable[RequestState]) -> None:
         """These have news; a ticket may be named several times."""
         for ticket in tickets:
             call = self._calls.get(ticket)
@@ -414,7 +414,7 @@ class Stepper(threading.Thread):
         self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
 
 
-def _compiled(asked: list[Asked]) -> list[Asked]:
+def _compiled(asked: list[PromptInput]) -> list[PromptInput]:
     """`asked`, with its constraints compiled. Raises RequestRejected."""
     for one in asked:
         one.prepared.compile()

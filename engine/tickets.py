@@ -14,23 +14,23 @@ from ..scheduler.sequence import FinishReason
 from .encoder import PreparedParams
 from .handover import Handover, scores_of, settled
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
-from .score_table import ScoreTable
+from .score_table import LogprobTable
 from .text import TextStream
 
 log = logging.getLogger(__name__)
 
 
-class Ticket:
+class RequestState:
     """One continuation of a prompt. Mutated under the engine's lock."""
 
-    def __init__(self, answer: Answer, number: int, request: Request, text: TextStream | None, streams: bool) -> None:
+    def __init__(self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool) -> None:
         self.answer = answer
         self.number = number
         self.request = request
         self.completion: Completion | None = None
         self._num_prompt = len(request.prompt_token_ids)
-        self._of_prompt = None if request.sampling.prompt_logprobs is None else ScoreTable(1)
-        self._of_output = None if request.sampling.logprobs is None else ScoreTable(self._num_prompt)
+        self._of_prompt = None if request.sampling.prompt_logprobs is None else LogprobTable(1)
+        self._of_output = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
         self._num_taken = 0  # tokens that chunks have given
@@ -131,7 +131,7 @@ class Ticket:
         if before.first_token_s is not None:
             self._first_token_at = self.request.arrival + before.first_token_s
         if before.prompt_logprobs is not None:
-            self._of_prompt = ScoreTable(1)
+            self._of_prompt = LogprobTable(1)
         for table, entries in ((self._of_prompt, before.prompt_logprobs), (self._of_output, before.logprobs)):
             if table is not None and entries:
                 table.put(scores_of(entries, 1 if table is self._of_prompt else self._num_prompt))
@@ -201,7 +201,7 @@ class Ticket:
         return chunk
 
 
-class Answer:
+class RequestGroup:
     """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
 
     def __init__(
@@ -211,11 +211,11 @@ class Answer:
         self.prompt = prompt
         self.params = params
         self.prepared = prepared  # held so that the constraint stays compiled until the request ends
-        self.tickets: Sequence[Ticket] = ()
+        self.tickets: Sequence[RequestState] = ()
         self.num_taken = 0  # tickets whose last chunk was given
 
     @property
-    def exportable(self) -> list[Ticket]:
+    def exportable(self) -> list[RequestState]:
         """Those that have not ended; of a beam search the first one, which stands for all."""
         tickets = self.tickets if (self.params.num_beams or 1) == 1 else self.tickets[:1]
         return [ticket for ticket in tickets if ticket.completion is None]

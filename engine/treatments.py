@@ -19,7 +19,7 @@ from .logits import LARGEST, Bool, Int32, Int64, Rows, index
 _GLANCE = 64  # logits that nearly always show that something is left in a row
 
 
-class Treatment(Protocol):
+class BuiltinLogitsProcessor(Protocol):
     """One thing that may be done to logits, with what rows ask of it and what it remembers of them."""
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:

@@ -55,7 +55,7 @@ class Settings:
 NOBODY = Settings((), ())  # of rows none of which draws
 
 
-class Warpers:
+class SamplingTransforms:
     """How each row's distribution is bent. A row without a temperature draws nothing. Not safe for concurrent use.
 
     `at_hand`: values on `device` can be read without a wait, as on a CPU: then what is rare is asked for, and done only where

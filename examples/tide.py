@@ -304,7 +304,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
 
 
 def _minimum_bytes(seed: int) -> int:
-    """What one engine holds at least: a process with torch, weights, the least KV. Asked of one on trial."""
+    """What one engine holds at least: a process with torch, weights, the least KV. PromptInput of one on trial."""
     with PrivateDevice(TRIAL_CAPACITY, HEADROOM) as device:
         engine = Engine([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
         try:

@@ -39,7 +39,7 @@ def directory_of(config: MonitorConfig) -> RuntimeDir:
     return own_dir()
 
 
-class Companion(Protocol):
+class DaemonService(Protocol):
     """What lives in the same process and shares out what the monitor sees: the broker of the leases."""
 
     def open(self, daemon: Daemon) -> None:
@@ -58,7 +58,7 @@ class Companion(Protocol):
 class Daemon:
     """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
 
-    def __init__(self, config: MonitorConfig, companion: Companion | None = None, *, on_demand: bool = False) -> None:
+    def __init__(self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False) -> None:
         """With `on_demand` any of its users may start another one like it, should it die."""
         self.config = config
         self._on_demand = on_demand

@@ -39,7 +39,7 @@ def next_due_ns(due_ns: int, now_ns: int, interval_ns: int) -> int:
     return due_ns + ((now_ns - due_ns) // interval_ns + 1) * interval_ns
 
 
-class Lanes(Generic[Member]):
+class PollWorkers(Generic[Member]):
     """Threads that call `ask(member)` for every member once an interval. What `ask` raises is logged, and ends no lane.
 
     Start them with `set_members`; call `check` about once an interval; end them with `stop`.
@@ -152,7 +152,7 @@ class Lanes(Generic[Member]):
 class _Lane(threading.Thread, Generic[Member]):
     """One thread and those whom it asks. `members` is replaced as a whole, under the lock of the lanes."""
 
-    def __init__(self, name: str, lanes: Lanes[Member], members: tuple[Member, ...]) -> None:
+    def __init__(self, name: str, lanes: PollWorkers[Member], members: tuple[Member, ...]) -> None:
         super().__init__(name=name, daemon=True)
         self.members = members
         self.asking: tuple[Member, int] | None = None  # who is being asked, and since when

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import DeviceUnreadable, MonitorError, NoSuchDevice, RecordError, SourceUnavailable
-from .lanes import Lanes
+from .lanes import PollWorkers
 from .news import QUIET_NS, News
 from .record import RecordWriter
 from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceMemory, MemoryReading
@@ -75,8 +75,8 @@ class Poller:
         self._topology_lock = threading.Lock()
         self._infos: tuple[DeviceInfo, ...] | None = None
         self._known: dict[str, _Watched] = {}  # by uuid, those gone too: their counters never go back
-        self._memory = Lanes("memory", self._ask_memory, int(interval_s * 1e9), late=self._tell_late)
-        self._detail = Lanes("detail", self._ask_detail, int(detail_interval_s * 1e9), late=lambda _: None)
+        self._memory = PollWorkers("memory", self._ask_memory, int(interval_s * 1e9), late=self._tell_late)
+        self._detail = PollWorkers("detail", self._ask_detail, int(detail_interval_s * 1e9), late=lambda _: None)
         self._scan_wanted = threading.Event()
         self._stopping = threading.Event()
         self._rebeat = threading.Event()  # the supervisor shall not sleep out its interval

@@ -18,12 +18,12 @@ from .run_config import STDIN, InputOptions
 from .scheduler.request import SamplingParams
 
 Format = Literal["text", "jsonl", "openai"]
-Door = Literal["plain", "completion", "chat"]
+AdmissionController = Literal["plain", "completion", "chat"]
 
 LONGEST_LINE_BYTES = 32 << 20
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_DOORS: dict[str, Door] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_DOORS: dict[str, AdmissionController] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 _RENAMED = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
@@ -52,7 +52,7 @@ class Ask:
     """
 
     line: int  # from 1
-    door: Door
+    door: AdmissionController
     id: str | int | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -230,7 +230,7 @@ def _of_batch(number: int, content: dict[str, Any]) -> Ask:
     return _asked(number, _DOORS[url], key, given)
 
 
-def _asked(number: int, door: Door, key: str | int | None, given: dict[str, Any]) -> Ask:
+def _asked(number: int, door: AdmissionController, key: str | int | None, given: dict[str, Any]) -> Ask:
     if "messages" in given:
         messages = _messages(given.pop("messages"))
         options = given.pop("chat_template_kwargs", {})

@@ -40,7 +40,7 @@ class Start:
     leader_row: int | None = None
 
 
-class Door:
+class AdmissionController:
     """Lets sequences out of `waiting`; the scheduler seats them, in `running`, by row. What else it is given it only reads:
     of `size` the pool and its limit.
 

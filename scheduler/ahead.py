@@ -21,7 +21,7 @@ from .rows import Rows
 from .running import Running
 
 
-class PlansOut:
+class PendingPlans:
     """Whose results are not in: no plan, the `first`, or that one and the one `behind` it. The scheduler mutates it.
 
     `is_ahead` says whether the first was behind another one when it was planned. Rows in `stale` have a chunk in the first that

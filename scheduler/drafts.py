@@ -16,7 +16,7 @@ from .running import Running
 from .sequence import Sequence
 
 
-class Drafts:
+class PlanBuilder:
     """Takes what is pending, of `running`, `size` and `cache`, into the plan that is drawn up."""
 
     def __init__(

@@ -4,7 +4,7 @@ SchedulerError
 ├── RequestRejected   (a ValueError) the request cannot be served; nothing was kept of it
 │   ├── PromptTooLong     it can never fit: the model's context or the whole pool is too small
 │   └── DuplicateRequest  its id is in use
-└── OutOfTurn         schedule and apply were not called in turn, or with another plan's result
+└── InvalidCallOrder         schedule and apply were not called in turn, or with another plan's result
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ class DuplicateRequest(RequestRejected):
     """A request of this id is waiting or running."""
 
 
-class OutOfTurn(SchedulerError):
+class InvalidCallOrder(SchedulerError):
     """A plan is out and its result not applied, or the result belongs to another plan."""

@@ -36,7 +36,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Emissions:
+class StepOutputs:
     """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""
 
     step_id: int

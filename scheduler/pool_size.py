@@ -1,6 +1,6 @@
 """The pool's size: which extents the next plan maps and unmaps, and what its result says about them.
 
-Asked for between steps (`grow`, `give_back`), carried out by the next plan (`take`), true when its result is in (`settle`):
+PromptInput for between steps (`grow`, `give_back`), carried out by the next plan (`take`), true when its result is in (`settle`):
 
     grow       unmapped  ──► growing ── plan, result ──► blocks are free
     give_back  blocks are free, what lived there moves ──► leaving ── plan, result ──► unmapped
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, TableUpdate
 from ..cache.manager import CacheManager
-from .errors import OutOfTurn
+from .errors import InvalidCallOrder
 from .plan import NO_RESIZE, Plan, Resize, Result
 
 
@@ -95,12 +95,12 @@ class PoolSize:
     def settle(self, plan: Plan, result: Result) -> int:
         """Take in what became of the plan's resize. Returns how many blocks moved.
 
-        Raises OutOfTurn, with no change, for extents it did not name.
+        Raises InvalidCallOrder, with no change, for extents it did not name.
         """
         asked, done = plan.resize, result
         some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
         if some or not np.isin(done.unmapped, asked.unmap).all():
-            raise OutOfTurn(f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so")
+            raise InvalidCallOrder(f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so")
         moves = joined(self._moving)
         if moves is not None:
             self.cache.moved(moves)

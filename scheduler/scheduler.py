@@ -40,15 +40,15 @@ import numpy as np
 
 from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
-from .admission import Door, Start, check_request
-from .ahead import PlansOut, continuation
+from .admission import AdmissionController, Start, check_request
+from .ahead import PendingPlans, continuation
 from .cost import SwapCost
 from .decisions import Decision, Decisions
-from .drafts import Drafts
-from .errors import OutOfTurn
+from .drafts import PlanBuilder
+from .errors import InvalidCallOrder
 from .expected import ExpectedBlocks
 from .limits import Limits
-from .outcome import Emissions, Finished, Move, Stats
+from .outcome import StepOutputs, Finished, Move, Stats
 from .plan import NO_ROWS, Bool, Plan, Result, Scores
 from .policy import LengthForecast
 from .pool_size import PoolSize
@@ -87,18 +87,18 @@ class Scheduler:
         self._size = PoolSize(cache)
         self._waiting = Waiting()
         self._running = Running(cache, self.rows)
-        self._door = Door(
+        self._door = AdmissionController(
             self._size, self.rows, self._waiting, self._running.by_row, self._expected, lambda: self.limits.forecast
         )  # fmt: skip
         self._marked: list[Sequence] = []
         self._finished: list[Finished] = []  # that are yet to be told
-        self._out = PlansOut()
-        self._drafts = Drafts(cache, self._size, self.rows, self._running, cost, limits.seats)
+        self._out = PendingPlans()
+        self._drafts = PlanBuilder(cache, self._size, self.rows, self._running, cost, limits.seats)
         self._steering = Steering(cache, self._running, self._waiting)
         self._numbers = itertools.count()
         self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
 
-    def renewed(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, Emissions]:
+    def renewed(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
         """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
         with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
         extents that have memory; None where nobody but the broken bookkeeping knows.
@@ -114,7 +114,7 @@ class Scheduler:
             if request_id not in told:
                 found = sequence.root.num_cached_tokens
                 ends.append(Finished(request_id, "error", tokens[prompt:], sequence.preemptions, error, found))
-        return fresh, Emissions(self.stats.steps, [], [], tuple(ends))
+        return fresh, StepOutputs(self.stats.steps, [], [], tuple(ends))
 
     @property
     def num_running(self) -> int:
@@ -286,7 +286,7 @@ class Scheduler:
         `now` (seconds) is for policies that weigh waiting times; today's order needs none (waiting.py).
         """
         if self._out.first is not None:
-            raise OutOfTurn(f"plan {self._out.first.step_id} is out: apply its result first")
+            raise InvalidCallOrder(f"plan {self._out.first.step_id} is out: apply its result first")
         self._end_marked()
         preemptions = self.stats.preemptions
         decodes = self._extend_decodes()
@@ -308,11 +308,11 @@ class Scheduler:
         """The step behind the plan that is out, as it will be whatever that one gives: to be executed after it, and applied
         after it. None, and no change, where its result has to be seen first. Nobody is seated, or preempted.
 
-        Raises OutOfTurn unless exactly one plan is out. `now` as for `schedule`.
+        Raises InvalidCallOrder unless exactly one plan is out. `now` as for `schedule`.
         """
         out = self._out.first
         if out is None or self._out.behind is not None:
-            raise OutOfTurn("a step is planned ahead of the result of one plan: none is out, or two are")
+            raise InvalidCallOrder("a step is planned ahead of the result of one plan: none is out, or two are")
         if self._marked or len(self._out.stale):
             return None
         if self._door.has_candidates and (self.rows.num_free or self._running.leaving):
@@ -329,12 +329,12 @@ class Scheduler:
         plan = self._out.behind = self._drafts.ahead(decodes, known, self.stats, self.decisions)
         return plan
 
-    def apply(self, plan: Plan, result: Result) -> Emissions:
+    def apply(self, plan: Plan, result: Result) -> StepOutputs:
         """Take in what a plan gave, of two the older one: the pool has its new size, tokens are appended, the ended leave, and
         their blocks are free, unless the other plan names them.
         """
         if plan is not self._out.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
-            raise OutOfTurn(f"the result of step {result.step_id} does not belong to the plan that is out first")
+            raise InvalidCallOrder(f"the result of step {result.step_id} does not belong to the plan that is out first")
         if len(self._out.stale) or len(result.failed_blocks):
             result = self._deferring(plan, result)
         sampled, tokens = self._sampled_rows(plan, result), result.tokens
@@ -380,7 +380,7 @@ class Scheduler:
         if len(result.failed_blocks):
             self._compute_again(result.failed_blocks)
         finished, self._finished = tuple(self._finished), []
-        return Emissions(plan.step_id, request_ids, tokens.tolist(), finished, told, candidates)
+        return StepOutputs(plan.step_id, request_ids, tokens.tolist(), finished, told, candidates)
 
     def limit_of(self, request: Request) -> int:
         """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
@@ -511,16 +511,16 @@ class Scheduler:
         return extension.waits
 
     def _check_turn(self, num_extents: int) -> None:
-        """Raise OutOfTurn while a plan is out: it names blocks and extents as they are."""
+        """Raise InvalidCallOrder while a plan is out: it names blocks and extents as they are."""
         if num_extents < 0:
             raise ValueError(f"cannot resize by {num_extents} extents")
         if self._out.first is not None:
-            raise OutOfTurn(f"plan {self._out.first.step_id} is out: this is done between steps")
+            raise InvalidCallOrder(f"plan {self._out.first.step_id} is out: this is done between steps")
 
     # -- applying ------------------------------------------------------------------------------------------------
 
     def _sampled_rows(self, plan: Plan, result: Result) -> Index:
-        """The rows that got a token. Raises OutOfTurn when the counts are not what the plan asked for."""
+        """The rows that got a token. Raises InvalidCallOrder when the counts are not what the plan asked for."""
         got = result.counts == 1
         if np.count_nonzero(got) == len(got) == np.count_nonzero(plan.samples):  # a third of what `all` takes
             return plan.rows
@@ -529,7 +529,7 @@ class Scheduler:
         without[result.deferred] = True
         expected: Bool = plan.samples & ~without & ~self.rows.steered[plan.rows]
         if (result.counts != expected).any():
-            raise OutOfTurn(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
+            raise InvalidCallOrder(f"step {plan.step_id}: one token was due from each chunk that samples, and no other")
         return plan.rows[expected]
 
     def _advance(self, plan: Plan, result: Result) -> Index:

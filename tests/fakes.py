@@ -17,7 +17,7 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
-from pagetide.scheduler.outcome import Emissions, Finished, Move
+from pagetide.scheduler.outcome import StepOutputs, Finished, Move
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
@@ -90,14 +90,14 @@ class FakeRunner:
         self.failed_blocks: list[int] = []  # by the plan that is executed
         self.failed_slots: list[int] = []
         self.lazy = False
-        self._begun: deque[Underway] = deque()  # and not executed
+        self._begun: deque[PendingStep] = deque()  # and not executed
         self.asks: dict[
             int, tuple[Sampling, int]
         ] = {}  # rows that want log-probabilities, with the length of the prompt
 
-    def begin(self, plan: Plan) -> Underway:
+    def begin(self, plan: Plan) -> PendingStep:
         """Execute `plan` behind those that were begun before."""
-        step = Underway(self, plan)
+        step = PendingStep(self, plan)
         self._begun.append(step)
         if not self.lazy:
             step.wait()
@@ -295,7 +295,7 @@ class FakeRunner:
         ]  # fmt: skip
 
 
-class Underway:
+class PendingStep:
     """A plan that the runner has begun."""
 
     def __init__(self, runner: FakeRunner, plan: Plan) -> None:
@@ -347,7 +347,7 @@ class World:
         self.started: list[str] = []
         self.plans: list[Plan] = []
         self.ahead = ahead
-        self.begun: list[Underway] = []  # whose results were not applied
+        self.begun: list[PendingStep] = []  # whose results were not applied
         self.planned_ahead: list[Plan] = []
         self.num_left = 0  # sequences that ended while a plan that names them was out
         self.aborted: set[str] = set()
@@ -411,7 +411,7 @@ class World:
             self.aborted.add(name)
         return done
 
-    def finish(self, plan: Plan) -> Emissions:
+    def finish(self, plan: Plan) -> StepOutputs:
         step = self.begun.pop(0) if self.begun else self.runner.begin(plan)
         assert step.plan is plan, "results come in the order of the plans"
         emissions = self.scheduler.apply(plan, step.wait())
@@ -491,7 +491,7 @@ class World:
             if not leaving[tail.slot]:
                 assert runner.host[tail.slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
 
-    def step(self) -> Emissions:
+    def step(self) -> StepOutputs:
         plan = self.due()
         if self.ahead:
             self.go_ahead()

@@ -17,7 +17,7 @@ import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.errors import OutOfTurn, PromptTooLong, RequestRejected
+from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
 
 VARIANTS = tuple(
     "-".join(words)
@@ -172,7 +172,7 @@ def end_step(world: World) -> None:
             lambda: scheduler.withdraw(scheduler.rows.request_ids[row]), lambda: scheduler.steer([]), lambda: scheduler.grow(1),
             lambda: scheduler.give_back(1), lambda: scheduler.make_idle(1), scheduler.schedule,
         ):  # fmt: skip
-            with pytest.raises(OutOfTurn):
+            with pytest.raises(InvalidCallOrder):
                 refused()
         world.finish(world.due())
 

@@ -17,7 +17,7 @@ SIZE = 4
 A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 full blocks and a token each
 
 
-class Asked(Lru):
+class PromptInput(Lru):
     """Takes down how many victims it is asked for."""
 
     def __init__(self, capacity: int) -> None:
@@ -33,14 +33,14 @@ class Cache:
     """A manager driven without a scheduler: rows begin, compute all their tokens, and end."""
 
     def __init__(self, bound: int | None, usable: int = 40, **more) -> None:
-        self.policy: Asked | None = None
+        self.policy: PromptInput | None = None
         self.manager = CacheManager(
             usable + 1, SIZE, 8, 256, hasher=PrefixHasher(SIZE, b"seed"), eviction=self._policy, max_cached_blocks=bound,
             **more,
         )  # fmt: skip
 
-    def _policy(self, capacity: int) -> Asked:
-        self.policy = Asked(capacity)
+    def _policy(self, capacity: int) -> PromptInput:
+        self.policy = PromptInput(capacity)
         return self.policy
 
     def chain(self, tokens: list[int]) -> Chain:

@@ -14,7 +14,7 @@ from families import VOCAB, tiny
 from pagetide import LLM, RequestRejected, SamplingParams
 from pagetide.engine.beams import BeamRules, BeamSearch, BeamTickets
 from pagetide.engine.outputs import Completion
-from pagetide.engine.tickets import Answer, Ticket
+from pagetide.engine.tickets import RequestGroup, RequestState
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Candidates
 from pagetide.scheduler.request import Request
@@ -62,8 +62,8 @@ def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) 
             **{f: getattr(sampling, f) for f in sampling.__slots__} | {"num_candidates": rules.num_candidates}
         )
         requests = Request(name, np.array(ids, np.int32), sampling).forked(rules.num_beams)
-        answer = Answer(0, None, params)
-        answer.tickets = [Ticket(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
+        answer = RequestGroup(0, None, params)
+        answer.tickets = [RequestState(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
         search = BeamTickets(BeamSearch(rules, [r.request_id for r in requests]), requests, answer.tickets)
         for request in requests:
             engine.core.add(request)
@@ -379,8 +379,8 @@ def test_a_search_hands_on_what_ended_it():
     rules = BeamRules(2, 1.0, False, frozenset(), 5)
     params = SamplingParams(num_beams=2)
     requests = Request("b", np.array([1, 2], np.int32), params.resolve()).forked(2)
-    answer = Answer(0, None, params)
-    answer.tickets = [Ticket(answer, 0, requests[0], None, False)]
+    answer = RequestGroup(0, None, params)
+    answer.tickets = [RequestState(answer, 0, requests[0], None, False)]
     search = BeamTickets(BeamSearch(rules, ["b", "b.1"]), requests, answer.tickets)
     values = np.array([-0.5, -1.0], np.float32)
     search.take("b", Candidates(0, np.array([7, 8], np.int32), values, values))

@@ -10,7 +10,7 @@ import pytest
 
 from pagetide import LLM, SamplingParams
 from pagetide.engine.outputs import Completion
-from pagetide.engine.tickets import Answer, Ticket
+from pagetide.engine.tickets import RequestGroup, RequestState
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Scores
@@ -72,9 +72,9 @@ def test_streams_are_refused_with_the_reason(llm: LLM) -> None:
 def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
     params = SamplingParams(n=4, best_of=7, max_new_tokens=4)
     prompt = np.arange(3, dtype=np.int32)
-    answer = Answer(0, None, params)
+    answer = RequestGroup(0, None, params)
     requests = Request("r", prompt, params.resolve()).forked(7)
-    answer.tickets = tickets = [Ticket(answer, i, request, None, False) for i, request in enumerate(requests)]
+    answer.tickets = tickets = [RequestState(answer, i, request, None, False) for i, request in enumerate(requests)]
     ends = [
         ("error", [-0.1]), ("length", [-2.0, -4.0]), ("aborted", [-0.1]), ("length", []),
         ("stop", [-1.0]), ("length", [-3.0]), ("length", [-3.0, -3.5]),

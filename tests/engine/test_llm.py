@@ -34,7 +34,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, EngineClosed, NotEnoughMemory
-from pagetide.engine.tickets import Ticket
+from pagetide.engine.tickets import RequestState
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 VOCAB = 320  # more than the tokenizer has, as in many real models
@@ -1207,14 +1207,14 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
 
 def test_an_interrupt_between_an_end_and_who_waits_for_it_leaves_nobody_waiting(saved, load, monkeypatch):
     llm = load(saved)
-    finish, broken = Ticket.finish, iter([True, False])
+    finish, broken = RequestState.finish, iter([True, False])
 
     def interrupted(ticket: Any, *how: Any) -> None:
         if next(broken, False):
             raise KeyboardInterrupt
         finish(ticket, *how)
 
-    monkeypatch.setattr(Ticket, "finish", interrupted)
+    monkeypatch.setattr(RequestState, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5], [6]], up_to(3))
     assert is_idle(llm)

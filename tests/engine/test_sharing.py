@@ -25,7 +25,7 @@ from pagetide.allocator.lease import Lease
 from pagetide.allocator.wire import LeaseView
 from pagetide.engine import demo_model
 from pagetide.engine.errors import EngineClosed, NotEnoughMemory
-from pagetide.engine.sharing import Occupant
+from pagetide.engine.sharing import LeaseHolder
 from pagetide.monitor.record import RecordReader
 from pagetide.monitor.runtime_dir import RuntimeDir, own_dir
 
@@ -201,7 +201,7 @@ def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Dev
 def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagetide.engine.sharing.process_bytes", lambda device: 1000 * MIB)
     host, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    first, second, elsewhere = Occupant(host, 100 * MIB), Occupant(host, 200 * MIB), Occupant(gpu, 50 * MIB)
+    first, second, elsewhere = LeaseHolder(host, 100 * MIB), LeaseHolder(host, 200 * MIB), LeaseHolder(gpu, 50 * MIB)
     arena = HostArena(4, 4 * MIB)
     arena.map([0, 1])
     try:

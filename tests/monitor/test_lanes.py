@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.monitor.lanes import QUICK_ANSWERS_TO_RETURN, Lanes, next_due_ns
+from pagetide.monitor.lanes import QUICK_ANSWERS_TO_RETURN, PollWorkers, next_due_ns
 
 MS = 1_000_000
 
@@ -25,7 +25,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.001)
 
 
-class Asked:
+class PromptInput:
     """Counts who was asked; hangs those that shall hang; notes who was asked twice at the same time."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Asked:
 
 
 @contextmanager
-def lanes_of(asked: Callable[[str], None], interval_ms: float = 1) -> Iterator[tuple[Lanes[str], list[str]]]:
+def lanes_of(asked: Callable[[str], None], interval_ms: float = 1) -> Iterator[tuple[PollWorkers[str], list[str]]]:
     late: list[str] = []
-    lanes = Lanes("test", asked, int(interval_ms * MS), late=late.append)
+    lanes = PollWorkers("test", asked, int(interval_ms * MS), late=late.append)
     try:
         yield lanes, late
     finally:
@@ -59,7 +59,7 @@ def threads() -> int:
 
 
 def test_every_member_is_asked_again_and_again_by_one_thread() -> None:
-    asked = Asked()
+    asked = PromptInput()
     with lanes_of(asked) as (lanes, late):
         lanes.set_members(["a", "b", "c"])
         wait_until(lambda: all(asked.counts[name] >= 20 for name in "abc"))
@@ -69,7 +69,7 @@ def test_every_member_is_asked_again_and_again_by_one_thread() -> None:
 
 
 def test_one_that_hangs_goes_on_alone_and_comes_back() -> None:
-    asked = Asked()
+    asked = PromptInput()
     with lanes_of(asked) as (lanes, late):
         gate = asked.gates["b"] = threading.Event()
         lanes.set_members(["a", "b", "c"])
@@ -89,7 +89,7 @@ def test_one_that_hangs_goes_on_alone_and_comes_back() -> None:
 
 
 def test_several_that_hang_each_have_a_lane() -> None:
-    asked = Asked()
+    asked = PromptInput()
     with lanes_of(asked) as (lanes, late):
         asked.gates |= {name: threading.Event() for name in "ac"}
         lanes.set_members(["a", "b", "c"])
@@ -103,7 +103,7 @@ def test_several_that_hang_each_have_a_lane() -> None:
 
 
 def test_who_left_is_asked_no_more_even_after_it_hung() -> None:
-    asked = Asked()
+    asked = PromptInput()
     with lanes_of(asked) as (lanes, late):
         gate = asked.gates["a"] = threading.Event()
         lanes.set_members(["a", "b"])
@@ -117,7 +117,7 @@ def test_who_left_is_asked_no_more_even_after_it_hung() -> None:
 
 def test_no_member_is_asked_twice_at_once_whatever_hangs() -> None:
     rng = random.Random(7)
-    asked = Asked()
+    asked = PromptInput()
 
     def sometimes_slow(member: str) -> None:
         asked(member)
@@ -134,7 +134,7 @@ def test_no_member_is_asked_twice_at_once_whatever_hangs() -> None:
 
 
 def test_what_asking_raises_ends_no_lane_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    asked = Asked()
+    asked = PromptInput()
 
     def fail_for_a(member: str) -> None:
         asked(member)
@@ -151,7 +151,7 @@ def test_what_asking_raises_ends_no_lane_and_is_told_once(caplog: pytest.LogCapt
 
 
 def test_a_shorter_interval_wakes_every_lane_and_stopping_too() -> None:
-    asked = Asked()
+    asked = PromptInput()
     with lanes_of(asked) as (lanes, late):
         gate = asked.gates["b"] = threading.Event()
         lanes.set_members(["a", "b"])
@@ -169,9 +169,9 @@ def test_a_shorter_interval_wakes_every_lane_and_stopping_too() -> None:
 
 
 def test_stop_says_whether_a_thread_is_left_in_a_driver() -> None:
-    asked = Asked()
+    asked = PromptInput()
     gate = asked.gates["a"] = threading.Event()
-    lanes = Lanes("test", asked, MS, late=lambda _: None)
+    lanes = PollWorkers("test", asked, MS, late=lambda _: None)
     lanes.set_members(["a"])
     wait_until(lambda: "a" in asked.at_once)
     assert lanes.stop(0.01) is False

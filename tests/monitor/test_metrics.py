@@ -122,7 +122,7 @@ def rich_snapshot() -> Snapshot:
 
 
 @dataclass
-class Answer:
+class RequestGroup:
     """What came back for one request."""
 
     status: int
@@ -131,7 +131,7 @@ class Answer:
     text: str
 
 
-def get(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> Answer:
+def get(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> RequestGroup:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers=headers)
@@ -141,7 +141,7 @@ def get(port: int, path: str = "/metrics", method: str = "GET", **headers: str) 
         connection.close()
     encoding = answer.getheader("Content-Encoding", "")
     text = (gzip.decompress(body) if encoding == "gzip" else body).decode()
-    return Answer(answer.status, answer.getheader("Content-Type", ""), encoding, text)
+    return RequestGroup(answer.status, answer.getheader("Content-Type", ""), encoding, text)
 
 
 def page_of(text: str, parse: Callable[[str], Iterator[object]] = parse_text) -> Page:

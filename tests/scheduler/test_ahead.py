@@ -10,7 +10,7 @@ from fakes import VOCAB, World, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.scheduler.errors import OutOfTurn
+from pagetide.scheduler.errors import InvalidCallOrder
 from pagetide.scheduler.plan import Failure, Plan
 from pagetide.scheduler.request import Sampling
 
@@ -277,7 +277,7 @@ def test_a_least_length_holds_until_it_is_reached() -> None:
 def test_one_plan_is_out_and_results_come_in_order() -> None:
     world = world_of(2)
     scheduler = world.scheduler
-    with pytest.raises(OutOfTurn):
+    with pytest.raises(InvalidCallOrder):
         scheduler.schedule_ahead()
     first = world.schedule()
     behind = world.go_ahead()
@@ -288,15 +288,15 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
         lambda: scheduler.withdraw("a"),
         lambda: scheduler.grow(0),
     ):
-        with pytest.raises(OutOfTurn):
+        with pytest.raises(InvalidCallOrder):
             call()
     results = [step.wait() for step in world.begun]
     for plan, result in ((behind, results[1]), (first, results[1]), (behind, results[0])):
-        with pytest.raises(OutOfTurn):
+        with pytest.raises(InvalidCallOrder):
             scheduler.apply(plan, result)
     world.finish(first)
     for call in (scheduler.schedule, lambda: scheduler.withdraw("a"), lambda: scheduler.steer([])):
-        with pytest.raises(OutOfTurn):
+        with pytest.raises(InvalidCallOrder):
             call()
     world.run()
     world.check_outputs()

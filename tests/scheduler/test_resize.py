@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.scheduler.errors import OutOfTurn, PromptTooLong
+from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong
 from pagetide.scheduler.plan import Result
 
 
@@ -330,7 +330,7 @@ def test_the_pool_is_resized_between_steps_only():
     world = elastic(4)
     plan = world.schedule()
     for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
-        with pytest.raises(OutOfTurn, match="plan 0 is out"):
+        with pytest.raises(InvalidCallOrder, match="plan 0 is out"):
             call(1)
     world.finish(plan)
     for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
@@ -344,7 +344,7 @@ def test_a_result_must_be_about_the_plans_extents(wrong):
     world.scheduler.grow(2)
     plan = world.schedule()
     named = {name: np.array(extents) for name, extents in wrong.items()}
-    with pytest.raises(OutOfTurn, match="did not name"):
+    with pytest.raises(InvalidCallOrder, match="did not name"):
         world.scheduler.apply(plan, Result(plan.step_id, plan.rows, plan.rows, **named))
     world.finish(plan)
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import World, continuation
 
 from pagetide.cache.manager import CacheManager
-from pagetide.scheduler.errors import DuplicateRequest, OutOfTurn, PromptTooLong, RequestRejected
+from pagetide.scheduler.errors import DuplicateRequest, InvalidCallOrder, PromptTooLong, RequestRejected
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import Failure, Result
 from pagetide.scheduler.request import Request, Sampling
@@ -347,11 +347,11 @@ def test_misuse_is_loud_and_changes_nothing():
     with pytest.raises(RequestRejected, match="empty"):
         world.add("none", 0)
     plan = world.schedule()
-    with pytest.raises(OutOfTurn):
+    with pytest.raises(InvalidCallOrder):
         world.scheduler.schedule()
-    with pytest.raises(OutOfTurn):
+    with pytest.raises(InvalidCallOrder):
         world.scheduler.apply(plan, Result(plan.step_id + 1, np.ones(1, np.int32), np.ones(1, np.int32)))
-    with pytest.raises(OutOfTurn, match="one token was due"):
+    with pytest.raises(InvalidCallOrder, match="one token was due"):
         world.scheduler.apply(plan, Result(plan.step_id, np.zeros(1, np.int32), np.empty(0, np.int32)))
     world.finish(plan)
     world.run()

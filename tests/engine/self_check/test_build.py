@@ -29,7 +29,7 @@ def report(*failed: str) -> Report:
     return Report("cuda:0", {"name": "NVIDIA H200", "driver": "580.82.07"}, tuple(outcomes), True, "/cache/x.json")
 
 
-class Asked:
+class PromptInput:
     """What `build` asks for where a device's parts matter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, checked: Report | None) -> None:
@@ -69,7 +69,7 @@ def closing() -> Iterator[list[Engine]]:
 def test_an_engine_does_without_each_part_that_failed(
     monkeypatch: pytest.MonkeyPatch, closing: list[Engine], failed: tuple[str, ...]
 ) -> None:
-    asked = Asked(monkeypatch, report(*failed))
+    asked = PromptInput(monkeypatch, report(*failed))
     closing.append(build(CONFIG))
     assert asked.pool == {"elastic": "pool" not in failed}
     assert asked.host == {"pins": "swaps" not in failed}
@@ -81,7 +81,7 @@ def test_an_engine_does_without_each_part_that_failed(
 
 
 def test_graphs_that_nobody_wants_stay_off(monkeypatch: pytest.MonkeyPatch, closing: list[Engine]) -> None:
-    asked = Asked(monkeypatch, report())
+    asked = PromptInput(monkeypatch, report())
     closing.append(build(replace(CONFIG, cuda_graphs=False)))
     assert asked.graphs is False
 
@@ -89,7 +89,7 @@ def test_graphs_that_nobody_wants_stay_off(monkeypatch: pytest.MonkeyPatch, clos
 def test_an_attention_that_was_asked_for_and_failed_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Asked(monkeypatch, report("triton"))
+    PromptInput(monkeypatch, report("triton"))
     monkeypatch.setattr(building, "load_model", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="attention='triton' failed in the self-check of cpu: it crashed"):
         build(replace(CONFIG, attention="triton"))
