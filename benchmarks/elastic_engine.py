@@ -24,7 +24,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.block_table import Index
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.build import Engine
-from pagetide.scheduler.policy import LengthForecast, Peak
+from pagetide.scheduler.policy import ForecastPeak, LengthForecast
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 
@@ -43,12 +43,12 @@ class Forecast(LengthForecast):
 
     filling = False
 
-    def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> Peak:
+    def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> ForecastPeak:
         """See `LengthForecast`."""
         if not self.filling:
             return super().peak(known, generated, allowed, block_size)
         blocks = int((-(-known // block_size)).sum())
-        return Peak(blocks, float(blocks), 0.0, 0)
+        return ForecastPeak(blocks, float(blocks), 0.0, 0)
 
 
 class Rig:

@@ -33,7 +33,7 @@ UNLEARNED = (1 / 2, 2 / 3)  # the chances before anything is known
 Mask = npt.NDArray[np.bool_]
 
 
-class Demotion:
+class HostOffloadPolicy:
     """Marks of `num_blocks` blocks and of the slots up to `num_slots`, and what was learned from them.
 
     It is told what happens to findable blocks. A call is a few array operations over those it names.

@@ -48,7 +48,7 @@ class Swaps:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class HostTail:
     """What lies in `slot`: the last, partly filled block of the first `num_tokens` tokens of a sequence."""
 
     slot: int
@@ -69,7 +69,7 @@ class HostTier:
         self.least_chance = 0.0
         self.promotes = True
         self.resting = False
-        self.tails: dict[str, Tail] = {}
+        self.tails: dict[str, HostTail] = {}
         self._num_given = num_slots  # those included that were retired
         self.num_owed = 0  # copies since the start, those that were called off included
         self._leaving = np.zeros(num_slots + 1, np.int32)  # the block whose bytes a slot is owed; 0: none

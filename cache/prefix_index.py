@@ -47,7 +47,7 @@ class PrefixHit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class BlockPlaces:
     """Blocks of the device and slots of the host tier, each in the order of the call that returns them."""
 
     blocks: BlockIds
@@ -120,7 +120,7 @@ class PrefixIndex:
         """A request uses what `hit` found, as far as it lies on the device by now: tell the policy. Changes nothing else."""
         self._policy.hit(hit.nodes[self._block_of[hit.nodes] != NONE])
 
-    def register(self, chain: Chain, blocks: BlockIds, first: int) -> Places:
+    def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
 
         `blocks[:first]` are what the sequence's table has before them. The answer's `blocks` are those that are findable
@@ -160,7 +160,7 @@ class PrefixIndex:
             above = int(known[-1]) if len(known) else parent
             added = self._add(chain, first + fresh.start, above, own[fresh], digests[fresh])
             known = np.concatenate((known, added))
-        return Places(self._block_of[known], slots)
+        return BlockPlaces(self._block_of[known], slots)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -235,19 +235,19 @@ class PrefixIndex:
             roots_first += path[::-1]
         return self._block_of[np.array(roots_first[::-1], np.int64)]
 
-    def evict(self, blocks: Ids) -> Places:
+    def evict(self, blocks: Ids) -> BlockPlaces:
         """Forget `blocks`, findable and parked, and all that stands behind them. Returns where all of it lay."""
         return self._evict(self._nodes_of(blocks))
 
-    def evict_slots(self, slots: Ids) -> Places:
+    def evict_slots(self, slots: Ids) -> BlockPlaces:
         """Forget what lies in `slots`, and all that stands behind it. Returns where all of it lay: slots alone."""
         return self._evict(self._nodes_of_slots(slots))
 
-    def reset(self) -> Places:
+    def reset(self) -> BlockPlaces:
         """Forget everything; who uses a block goes on with it, and what it computes later stays unregistered."""
         nodes = self._table.contents()
         on_device = self._block_of[nodes] != NONE
-        places = Places(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
+        places = BlockPlaces(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
         self._leave_policies(nodes, on_device)
         self._clear(len(self._node_of_block), len(self._node_of_slot))
         return places
@@ -377,7 +377,7 @@ class PrefixIndex:
         self._parked[nodes] = False
         self._policy.add(nodes, self._parents(nodes), self._table.digests[nodes, 0])
 
-    def _evict(self, nodes: Nodes) -> Places:
+    def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
         self._check_parked(nodes)
         blocks, slots = self._block_of[nodes], _NOWHERE.slots
@@ -394,7 +394,7 @@ class PrefixIndex:
         left = self.capacity - self.num_nodes
         self._unused[left : left + len(nodes)] = nodes
         self.num_nodes -= len(nodes)
-        return Places(blocks, slots)
+        return BlockPlaces(blocks, slots)
 
     def _leave_policies(self, nodes: Nodes, on_device: npt.NDArray[np.bool_]) -> None:
         if on_device.all():
@@ -454,4 +454,4 @@ def _some(ids: BlockIds | Index) -> str:
 
 
 _MISS = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
-_NOWHERE = Places(np.empty(0, np.int32), np.empty(0, np.int32))
+_NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))

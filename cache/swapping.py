@@ -13,9 +13,9 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .demotion import Demotion
+from .demotion import HostOffloadPolicy
 from .eviction import EvictionPolicy, Lru
-from .host_tier import HostTier, Tail
+from .host_tier import HostTail, HostTier
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 
@@ -40,7 +40,7 @@ class Swapping:
 
     def __init__(self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32) -> None:
         self.host = HostTier(num_slots)
-        self.demotion = Demotion(allocator.num_blocks, num_slots)
+        self.demotion = HostOffloadPolicy(allocator.num_blocks, num_slots)
         self._index = index
         self._allocator = allocator
         self._bytes_at = bytes_at
@@ -103,7 +103,7 @@ class Swapping:
         slots = self._take_slots(len(tail))
         if len(slots):
             self.host.owe_out(self._bytes_at[tail], slots, beside=False)
-            self.host.tails[name] = Tail(int(slots[0]), num_tokens)
+            self.host.tails[name] = HostTail(int(slots[0]), num_tokens)
 
     def stop_waiting(self, name: str) -> bool:
         """Whoever else wants them, `name` does not wait for its blocks any longer. Returns whether it did."""

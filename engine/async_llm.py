@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .asking import PromptInput, Message, Prompt, check_count, paired
+from .asking import Message, Prompt, PromptInput, check_count, paired
 from .config import EngineConfig
 from .desk import STATS_LOOK_S, STATS_S, RequestManager
 from .errors import ConfigError, EngineClosed

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..scheduler.outcome import Finished, Move
+from ..scheduler.outcome import BeamMove, Finished
 from ..scheduler.plan import Candidates, Float32
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
@@ -116,7 +116,7 @@ class BeamSearch:
         if request_id not in self._spare:
             self._told[request_id] = candidates
 
-    def choose(self) -> list[Move]:
+    def choose(self) -> list[BeamMove]:
         """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
         the search is `over`.
         """
@@ -171,7 +171,7 @@ class BeamSearch:
         reaches = rules.longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length
         return not self._score(best, reaches) > self._ended[-1].score
 
-    def _go_on(self, going: list[_Next]) -> list[Move]:
+    def _go_on(self, going: list[_Next]) -> list[BeamMove]:
         """Each beam keeps its place with the first that continues it; the others take the places of beams that end, and those
         that are spare.
         """
@@ -185,7 +185,7 @@ class BeamSearch:
             stays = kept.pop(one.beam, 0) is None
             name = names[one.beam] if stays else spare.pop()
             source = name if first else names[one.beam]
-            moves.append(Move(name, source, one.token))
+            moves.append(BeamMove(name, source, one.token))
             beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
         self._beams, self._told, self._spare = beams, {}, spare[::-1]
         return moves
@@ -233,7 +233,7 @@ class BeamTickets:
         """Its requests that have not ended, whatever comes of it."""
         return list(self._running)
 
-    def take(self, request_id: str, candidates: Candidates) -> tuple[list[Move], list[str]]:
+    def take(self, request_id: str, candidates: Candidates) -> tuple[list[BeamMove], list[str]]:
         """What a beam tells. Returns how the beams go on, once all have told, and the requests that no move names.
 
         These are spare; or, where there is no move, none of them is needed any more.

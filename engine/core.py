@@ -19,7 +19,7 @@ from ..scheduler.sequence import FinishReason
 from .memory import EngineMemory
 
 if TYPE_CHECKING:
-    from .runner import Runner, PendingStep  # which loads torch; the core has no need of it
+    from .runner import PendingStep, Runner  # which loads torch; the core has no need of it
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
 from ..scheduler.plan import NO_TOKENS, Candidates, Scores
 from ..scheduler.request import Request, SamplingParams
-from .asking import PromptInput, Prompt, checked_priority, conversations, encoded, together
+from .asking import Prompt, PromptInput, checked_priority, conversations, encoded, together
 from .background import BackgroundThread
 from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
 from .build import Engine, build

@@ -28,7 +28,7 @@ from ..cache.geometry import Geometry
 from ..cache.storage import Storage
 from ..monitor.units import format_bytes
 from .host_extents import HostExtents
-from .swap_ways import Fastest, Runs, ways_on
+from .swap_ways import ContiguousCopies, FastestSwapMethod, ways_on
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Cuda:
     """What copies from and to a CUDA device go by."""
 
     stream: torch.cuda.Stream
-    fastest: Fastest
+    fastest: FastestSwapMethod
     device: Device | None  # whose context locks pages; None where its driver cannot be called
 
 
@@ -105,7 +105,7 @@ class HostPool:
         return self._storage
 
     @property
-    def fastest(self) -> Fastest | None:
+    def fastest(self) -> FastestSwapMethod | None:
         """How copies from and to a CUDA device are made. None before the first of them, and on a CPU."""
         return None if self._cuda is None else self._cuda.fastest
 
@@ -203,7 +203,7 @@ class HostPool:
         where = device.device
         index = torch.cuda.current_device() if where.index is None else where.index
         stream = torch.cuda.Stream(where)
-        plain = _Cuda(stream, Fastest([Runs()]), None)
+        plain = _Cuda(stream, FastestSwapMethod([ContiguousCopies()]), None)
         if not self._pins:
             self._cuda = plain
             return plain
@@ -215,7 +215,7 @@ class HostPool:
             self._cuda = plain
         else:
             self._extents.lock_for(context)
-            self._cuda = _Cuda(stream, Fastest(ways_on(driver, where, index)), context)
+            self._cuda = _Cuda(stream, FastestSwapMethod(ways_on(driver, where, index)), context)
         return self._cuda
 
 

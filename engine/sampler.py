@@ -38,8 +38,8 @@ from .logits import (
 )
 from .noise import gumbel, uniform
 from .processors import Processors, Troubles
-from .treatments import BadWords, Bias, Frequency, MinLength, Repetition, BuiltinLogitsProcessor
-from .warpers import NOBODY, Settings, SamplingTransforms
+from .treatments import BadWords, Bias, BuiltinLogitsProcessor, Frequency, MinLength, Repetition
+from .warpers import NOBODY, SamplingTransforms, Settings
 
 Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
 

@@ -47,7 +47,7 @@ class Call:
 
     Args:
         waiter: A future of the caller's loop. Its result is what there is: the outputs, once all are there; or, of a stream,
-            the chunks that are ready, at least one; then `EngineThread.want` names the next one. It may be an error, to be raised.
+            the chunks that are ready, at least one; then `EngineThread.want` names the next one. An error is raised.
         interval: Tokens of a stream's chunk, at least; None for no stream.
     """
 

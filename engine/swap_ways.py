@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Timer = Callable[[Callable[[], None]], float]  # runs a copy to its end, maybe more than once; seconds
 
 
-class Way(Protocol):
+class SwapMethod(Protocol):
     """One of the ways above."""
 
     @property
@@ -36,10 +36,10 @@ class Way(Protocol):
         ...
 
 
-Chosen = tuple[tuple[int, Way], ...]  # from how many pieces on, which way; by number, from 1
+Chosen = tuple[tuple[int, SwapMethod], ...]  # from how many pieces on, which way; by number, from 1
 
 
-class Runs:
+class ContiguousCopies:
     """A copy for each run of neighbours."""
 
     name = "runs"
@@ -91,9 +91,9 @@ class Kernel:
         self._copy_blocks(source.blocks, target.blocks, ids, target.geometry.payload_bytes)
 
 
-def ways_on(driver: Driver, device: torch.device, index: int) -> list[Way]:
+def ways_on(driver: Driver, device: torch.device, index: int) -> list[SwapMethod]:
     """All that may work on a CUDA device, `index` as torch counts; what it cannot do shows when it is tried."""
-    ways: list[Way] = [Runs(), Batch(driver, lambda: torch.cuda.current_stream(device).cuda_stream)]
+    ways: list[SwapMethod] = [ContiguousCopies(), Batch(driver, lambda: torch.cuda.current_stream(device).cuda_stream)]
     try:
         if uses_host_pointers(driver, index):
             ways.append(Kernel(device))
@@ -104,14 +104,14 @@ def ways_on(driver: Driver, device: torch.device, index: int) -> list[Way]:
     return ways
 
 
-class Fastest:
+class FastestSwapMethod:
     """Copies by the way that was the fastest for as many pieces when it was measured; by the first one before.
 
     `ways` are those to choose from. The first needs no locked memory, and what it raises is raised; another one that raises is
     left out from then on, and the first does its copies. Not thread-safe.
     """
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[SwapMethod]) -> None:
         self.ways = tuple(ways)
         self.out: Chosen = ((1, ways[0]),)
         self.back: Chosen = self.out
@@ -133,7 +133,7 @@ class Fastest:
         """
         blocks = np.arange(1, num_blocks + 1)
         counts = [n for n in (8**k for k in range(10)) if n < num_blocks] + [num_blocks]
-        out, back = dict[Way, list[float]](), dict[Way, list[float]]()
+        out, back = dict[SwapMethod, list[float]](), dict[SwapMethod, list[float]]()
         for way in self.ways if locked else self.ways[:1]:
             try:
                 _check(way, device, host, blocks, timer)
@@ -171,9 +171,9 @@ class Fastest:
             first.copy(target, source, pieces)  # again what the way may have copied: the same bytes
 
 
-def thresholds(counts: Sequence[int], seconds: Mapping[Way, Sequence[float]]) -> Chosen:
+def thresholds(counts: Sequence[int], seconds: Mapping[SwapMethod, Sequence[float]]) -> Chosen:
     """From how many on which way is the fastest. `seconds[way][i]` is for `counts[i]`; where two are equal the first wins."""
-    found: list[tuple[int, Way]] = []
+    found: list[tuple[int, SwapMethod]] = []
     for i in range(len(counts)):
         way = min(seconds, key=lambda way: seconds[way][i])
         if not found or found[-1][1] is not way:
@@ -181,11 +181,13 @@ def thresholds(counts: Sequence[int], seconds: Mapping[Way, Sequence[float]]) ->
     return tuple(found)
 
 
-def _copying(way: Way, target: Storage, source: Storage, sources: BlockIds, targets: BlockIds) -> Callable[[], None]:
+def _copying(
+    way: SwapMethod, target: Storage, source: Storage, sources: BlockIds, targets: BlockIds
+) -> Callable[[], None]:
     return lambda: way.copy(target, source, target.pieces_from(source, sources, targets))
 
 
-def _check(way: Way, device: Storage, host: Storage, blocks: BlockIds, timer: Timer) -> None:
+def _check(way: SwapMethod, device: Storage, host: Storage, blocks: BlockIds, timer: Timer) -> None:
     """Raises ValueError unless the way gives the right bytes, out and back."""
     payload = device.geometry.payload_bytes
     pattern = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (len(blocks), payload), dtype=np.uint8))

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 class RequestState:
     """One continuation of a prompt. Mutated under the engine's lock."""
 
-    def __init__(self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool) -> None:
+    def __init__(
+        self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
+    ) -> None:
         self.answer = answer
         self.number = number
         self.request = request

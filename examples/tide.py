@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pagetide.monitor.units import MIB
-from pagetide.pressure import PrivateDevice, Stranger
+from pagetide.pressure import ExternalProcess, PrivateDevice
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = "azure2023_code_0-20min.csv"
@@ -282,7 +282,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     """Both engines and the stranger on one device, until the last request is done."""
     capacity = len(traces) * _minimum_bytes(seed) + GROWTH + HEADROOM
     engines: list[Engine] = []
-    with Stranger() as stranger, PrivateDevice(capacity, HEADROOM, stranger) as device:
+    with ExternalProcess() as stranger, PrivateDevice(capacity, HEADROOM, stranger) as device:
         try:
             for number, trace in enumerate(traces):
                 engines.append(Engine(trace, seed + 100_000 * number, device.environ))
@@ -304,7 +304,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
 
 
 def _minimum_bytes(seed: int) -> int:
-    """What one engine holds at least: a process with torch, weights, the least KV. PromptInput of one on trial."""
+    """What one engine holds at least: a process with torch, weights, the least KV. Asked of one on trial."""
     with PrivateDevice(TRIAL_CAPACITY, HEADROOM) as device:
         engine = Engine([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
         try:
@@ -313,7 +313,7 @@ def _minimum_bytes(seed: int) -> int:
             engine.close()
 
 
-def _watch(tide: Tide, engines: Sequence[Engine], device: PrivateDevice, stranger: Stranger) -> None:
+def _watch(tide: Tide, engines: Sequence[Engine], device: PrivateDevice, stranger: ExternalProcess) -> None:
     """Start the trace; sample and move the stranger until the engines are done."""
     began = time.monotonic() + 0.2
     for engine in engines:
@@ -328,7 +328,7 @@ def _watch(tide: Tide, engines: Sequence[Engine], device: PrivateDevice, strange
     stranger.hold(0)
 
 
-def _sample(at_s: float, engines: Sequence[Engine], device: PrivateDevice, stranger: Stranger) -> Sample:
+def _sample(at_s: float, engines: Sequence[Engine], device: PrivateDevice, stranger: ExternalProcess) -> Sample:
     leases = {lease.pid: lease for lease in device.leases()}
     kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
     other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
@@ -344,7 +344,7 @@ def _resident(pid: int) -> int:
 class Visits:
     """The stranger's: piece by piece up to what it wants, and in pieces down again."""
 
-    def __init__(self, tide: Tide, device: PrivateDevice, stranger: Stranger) -> None:
+    def __init__(self, tide: Tide, device: PrivateDevice, stranger: ExternalProcess) -> None:
         self._tide, self._device, self._stranger = tide, device, stranger
         self._next_s = 0.0
 

@@ -58,7 +58,9 @@ class DaemonService(Protocol):
 class Daemon:
     """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
 
-    def __init__(self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False) -> None:
+    def __init__(
+        self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False
+    ) -> None:
         """With `on_demand` any of its users may start another one like it, should it die."""
         self.config = config
         self._on_demand = on_demand

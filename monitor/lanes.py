@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from .news import News
+from .news import LogThrottle
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PollWorkers(Generic[Member]):
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # the interval, or whether to go on
         self._stopping = False
-        self._faults = News()
+        self._faults = LogThrottle()
         self._lanes: list[_Lane[Member]] = []  # the common one last
 
     @property

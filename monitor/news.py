@@ -7,7 +7,7 @@ QUIET_CAUSE_NS = 60_000_000_000  # between two lines about the same cause
 MAX_CAUSES = 100
 
 
-class News:
+class LogThrottle:
     """Each change of one thing is told once, but one that flaps at most every ten seconds.
 
     Follows one thing, which begins in the state None. Mutable; used by one thread at a time; asks no clock."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from .errors import DeviceUnreadable, MonitorError, NoSuchDevice, RecordError, SourceUnavailable
 from .lanes import PollWorkers
-from .news import QUIET_NS, News
+from .news import QUIET_NS, LogThrottle
 from .record import RecordWriter
 from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceMemory, MemoryReading
 from .sources import Source
@@ -48,8 +48,8 @@ class _Watched:
     polls: int = 0
     failures: int = 0
     used_bytes: int | None = None
-    memory_news: News = field(default_factory=News)  # why it cannot be read; None: it can
-    detail_news: News = field(default_factory=News)
+    memory_news: LogThrottle = field(default_factory=LogThrottle)  # why it cannot be read; None: it can
+    detail_news: LogThrottle = field(default_factory=LogThrottle)
     told_late_ns: int | None = None  # when it was logged last that it is slow
     history: deque[int | None] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES))
 
@@ -81,7 +81,7 @@ class Poller:
         self._stopping = threading.Event()
         self._rebeat = threading.Event()  # the supervisor shall not sleep out its interval
         self._scan_error: Exception | None = None
-        self._record_news = News()  # what has become of the record's file; None: it is as it was written
+        self._record_news = LogThrottle()  # what has become of the record's file; None: it is as it was written
         self._threads: list[threading.Thread] = []
 
     def start(self, ready: Callable[[], None] = lambda: None) -> None:

@@ -47,7 +47,7 @@ for line in sys.stdin:
 """
 
 
-class Stranger:
+class ExternalProcess:
     """A process that holds as much memory as it is told. Ends with the context, or with us."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Stranger:
             with contextlib.suppress(BrokenPipeError):  # it was dead before it read what we last said
                 pipe.close()
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> ExternalProcess:
         return self
 
     def __exit__(
@@ -99,7 +99,7 @@ class PrivateDevice:
     Engines are on it that are made in a process with `environ`, or inside `here`.
     """
 
-    def __init__(self, capacity_bytes: int, headroom_bytes: int, stranger: Stranger | None = None) -> None:
+    def __init__(self, capacity_bytes: int, headroom_bytes: int, stranger: ExternalProcess | None = None) -> None:
         """Start it and wait until it answers. Raises MonitorFailed with what it said when it ended instead."""
         self.capacity_bytes = capacity_bytes
         self.headroom_bytes = headroom_bytes
@@ -180,7 +180,7 @@ class PrivateDevice:
     ) -> None:
         self.close()
 
-    def _start(self, stranger: Stranger | None) -> subprocess.Popen[bytes]:
+    def _start(self, stranger: ExternalProcess | None) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-P", "-m", "pagetide.vram_monitor", "serve", "--until-unused", "--source", "host",
             "--runtime-dir", str(self._directory.path), "--capacity", str(self.capacity_bytes),

@@ -32,7 +32,7 @@ MOST_PASSES = 16  # before nobody passes it any more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Start:
+class AdmissionPlan:
     """What a sequence begins with: what was found, or the blocks of `leader_row`. It takes `num_blocks` of those available."""
 
     num_blocks: int
@@ -104,7 +104,7 @@ class AdmissionController:
             self._withheld, self._blocked = 0, False
         self._shut = False
 
-    def open(self, step: int, decisions: Decisions) -> Iterator[tuple[Sequence, Start, list[str]]]:
+    def open(self, step: int, decisions: Decisions) -> Iterator[tuple[Sequence, AdmissionPlan, list[str]]]:
         """Who comes in next, what it begins with, and the ids of those it passes, while seats and blocks last.
 
         Who is named waits no more, and is to be seated before the next one is asked for. A refusal is told to `decisions`,
@@ -151,7 +151,7 @@ class AdmissionController:
         """Whether another one may be let in before `refused`, who came first."""
         return len(refused) <= MOST_TRIED and not any(s.preemptions or s.passes >= MOST_PASSES for s in refused)
 
-    def _start(self, sequence: Sequence) -> Start | None:
+    def _start(self, sequence: Sequence) -> AdmissionPlan | None:
         """What a waiting sequence can begin with now; None for a fork that better waits for its leader's prompt."""
         cache = self._size.cache
         known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
@@ -159,15 +159,15 @@ class AdmissionController:
             if not self._is_computed(leader):
                 return None
             shared = (known - 1) // cache.block_size * len(cache.tables)
-            return Start(cache.blocks_for(known) - shared, NO_HIT, leader.row)
+            return AdmissionPlan(cache.blocks_for(known) - shared, NO_HIT, leader.row)
         hit = cache.lookup(sequence.chain, most)
-        return Start(cache.needed(known, hit), hit)
+        return AdmissionPlan(cache.needed(known, hit), hit)
 
     def _is_computed(self, leader: Sequence) -> bool:
         """Whether `leader` runs and has a step's result behind its tokens, so that its blocks can be shared. Read-only."""
         return leader.row is not None and (leader.held or bool(self._rows.known[leader.row] > len(leader.tokens)))
 
-    def _fits(self, sequence: Sequence, start: Start, step: int, decisions: Decisions) -> bool:
+    def _fits(self, sequence: Sequence, start: AdmissionPlan, step: int, decisions: Decisions) -> bool:
         """Whether the sequence fits now and, unless it would be alone, everybody's growth does as forecast."""
         cache, needed, room, peak = self._size.cache, start.num_blocks, self._room, None
         usable = min(cache.usable - self._withheld, self._size.limit_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from .policy import Peak
+from .policy import ForecastPeak
 
 _KEPT = 64
 
@@ -39,7 +39,7 @@ class Decisions:
         """`request_id`, preempted with `had` tokens computed, is seated again, with `found` of them."""
         self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
-    def waits(self, step: int, request_id: str, needed: int, room: int, peak: Peak | None, usable: int) -> None:
+    def waits(self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int) -> None:
         """`request_id` was not seated: it needs so many blocks now and a newcomer can have `room`; or all that run and it are
         expected to come to more than the `usable` blocks (None: not asked), margin included, so many steps from now.
         """

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cache.block_table import Index
 from ..cache.manager import CacheManager
-from .policy import LengthForecast, Peak
+from .policy import ForecastPeak, LengthForecast
 from .rows import Rows
 from .sequence import Sequence
 
@@ -21,7 +21,7 @@ class ExpectedBlocks:
         self._rows = rows
         self._lengths = lengths
 
-    def peak(self, running: Index, newcomers: list[Sequence]) -> Peak:
+    def peak(self, running: Index, newcomers: list[Sequence]) -> ForecastPeak:
         """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time, less
         what they share.
         """

@@ -27,7 +27,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BeamMove:
     """How a sequence goes on that somebody else chooses for: from the tokens of `source_id`, maybe its own, by `token`."""
 
     request_id: str

@@ -46,7 +46,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class ForcedTokens:
     """Tokens that somebody else has chosen: `tokens[i]` stands at `positions[i]` of row `rows[i]`, which has all before it."""
 
     rows: Index
@@ -54,12 +54,12 @@ class Given:
     tokens: Int32
 
 
-def given_tokens(by_row: Mapping[int, tuple[int, int]]) -> Given | None:
+def given_tokens(by_row: Mapping[int, tuple[int, int]]) -> ForcedTokens | None:
     """By row a position and its token; None for none."""
     if not by_row:
         return None
     places = np.array(list(by_row.values()), np.int64)
-    return Given(np.array(list(by_row), np.int64), places[:, 0], places[:, 1].astype(np.int32))
+    return ForcedTokens(np.array(list(by_row), np.int64), places[:, 0], places[:, 1].astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +94,7 @@ class Plan:
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
     swaps: Swaps | None = None
-    given: Given | None = None
+    given: ForcedTokens | None = None
 
     @property
     def moves_memory(self) -> bool:

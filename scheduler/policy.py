@@ -45,7 +45,7 @@ def _bins_of(tokens: Index) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class ForecastPeak:
     """The highest point of what some sequences are expected to hold, `in_steps` steps from now: `blocks` is the mean and the
     margin together, rounded up, and no more than if all ran on to the last token they are allowed.
     """
@@ -109,7 +109,7 @@ class LengthForecast:
         hazard = np.divide(ended, reached, out=np.ones(_NUM_BINS), where=reached > ended)
         return np.concatenate(([1.0], np.cumprod(1 - hazard)))
 
-    def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> Peak:
+    def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> ForecastPeak:
         """The peak of sequences that know `known` tokens and generated `generated` of at most `allowed`. [n] each, n >= 1.
 
         Read-only.
@@ -134,4 +134,4 @@ class LengthForecast:
         high = int(np.argmax(expected + margin))
         blocks = int(np.ceil(expected[high] + margin[high]))
         most = int((-(-(known + allowed - generated) // block_size)).sum())
-        return Peak(min(blocks, most), float(expected[high]), float(margin[high]), int(_TIMES[high]))
+        return ForecastPeak(min(blocks, most), float(expected[high]), float(margin[high]), int(_TIMES[high]))

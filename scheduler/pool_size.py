@@ -1,6 +1,6 @@
 """The pool's size: which extents the next plan maps and unmaps, and what its result says about them.
 
-PromptInput for between steps (`grow`, `give_back`), carried out by the next plan (`take`), true when its result is in (`settle`):
+Asked for between steps (`grow`, `give_back`), carried out by the next plan (`take`), true when its result is in (`settle`):
 
     grow       unmapped  ──► growing ── plan, result ──► blocks are free
     give_back  blocks are free, what lived there moves ──► leaving ── plan, result ──► unmapped
@@ -100,7 +100,9 @@ class PoolSize:
         asked, done = plan.resize, result
         some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
         if some or not np.isin(done.unmapped, asked.unmap).all():
-            raise InvalidCallOrder(f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so")
+            raise InvalidCallOrder(
+                f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so"
+            )
         moves = joined(self._moving)
         if moves is not None:
             self.cache.moved(moves)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, Extension
-from .admission import Start
+from .admission import AdmissionPlan
 from .plan import NO_ROWS, Admission
 from .rows import Rows
 from .sequence import NOTHING, Sequence
@@ -62,7 +62,7 @@ class Running:
             self.changes = Changes()
         return changes
 
-    def seat(self, sequence: Sequence, start: Start) -> Extension:
+    def seat(self, sequence: Sequence, start: AdmissionPlan) -> Extension:
         """Give it a row, and the blocks that `start` says it can have. Returns what came of that."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)

@@ -40,7 +40,7 @@ import numpy as np
 
 from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
-from .admission import AdmissionController, Start, check_request
+from .admission import AdmissionController, AdmissionPlan, check_request
 from .ahead import PendingPlans, continuation
 from .cost import SwapCost
 from .decisions import Decision, Decisions
@@ -48,7 +48,7 @@ from .drafts import PlanBuilder
 from .errors import InvalidCallOrder
 from .expected import ExpectedBlocks
 from .limits import Limits
-from .outcome import StepOutputs, Finished, Move, Stats
+from .outcome import BeamMove, Finished, Stats, StepOutputs
 from .plan import NO_ROWS, Bool, Plan, Result, Scores
 from .policy import LengthForecast
 from .pool_size import PoolSize
@@ -56,7 +56,7 @@ from .request import Request
 from .rows import Rows
 from .running import Running
 from .sequence import FinishReason, Sequence
-from .steering import Steering
+from .steering import BeamSteering
 from .victims import Victims
 from .waiting import Waiting
 
@@ -94,7 +94,7 @@ class Scheduler:
         self._finished: list[Finished] = []  # that are yet to be told
         self._out = PendingPlans()
         self._drafts = PlanBuilder(cache, self._size, self.rows, self._running, cost, limits.seats)
-        self._steering = Steering(cache, self._running, self._waiting)
+        self._steering = BeamSteering(cache, self._running, self._waiting)
         self._numbers = itertools.count()
         self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
 
@@ -386,7 +386,7 @@ class Scheduler:
         """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
-    def steer(self, moves: Iterable[Move], spare: Iterable[str] = ()) -> None:
+    def steer(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
         """Say how sequences go on that somebody else chooses for: all of a family that are held, or are still to be seated.
 
         One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own. Those that
@@ -494,7 +494,7 @@ class Scheduler:
             self._scorable -= min(length, to_score)
         return length
 
-    def _seat(self, sequence: Sequence, start: Start) -> bool:
+    def _seat(self, sequence: Sequence, start: AdmissionPlan) -> bool:
         """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
         extension = self._running.seat(sequence, start)
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens

@@ -10,7 +10,7 @@ from .sequence import Sequence
 from .waiting import Waiting
 
 
-class Steering:
+class BeamSteering:
     """Moves sequences that are held, or are still to be seated, on. Mutates them, `running`, `waiting` and the cache."""
 
     def __init__(self, cache: CacheManager, running: Running, waiting: Waiting) -> None:

@@ -17,7 +17,7 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
-from pagetide.scheduler.outcome import StepOutputs, Finished, Move
+from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
@@ -569,7 +569,7 @@ class Family:
         for name in self.names:
             source = name if name in stay else str(self._rng.choice(stay))
             token = int(self._rng.choice(self.told[self.names[0] if first else source]))
-            moves.append(Move(name, source, token))
+            moves.append(BeamMove(name, source, token))
         before, self.told = {name: list(tokens) for name, tokens in self.tokens.items()}, {}
         for move in moves:
             self.tokens[move.request_id] = [*before[move.source_id], move.token]

@@ -26,7 +26,7 @@ from .decode import greedy
 from .report import Item, Note, bounded, unmeasured
 from .shared import Rig, rig
 from .steps import watched
-from .stranger import Counts, Stranger
+from .stranger import Counts, ExternalProcess
 
 LOOK_S = 0.02
 REQUESTS = 512  # at a time: many more than fit
@@ -41,7 +41,7 @@ def measure(bench: Bench) -> Iterator[Item]:
     scale = bench.scale
     total = _total(bench)
     headroom = Rules.of(total).headroom_bytes
-    stranger = Stranger(bench.clock.cuda, scale.stranger_bytes, bench.seed)
+    stranger = ExternalProcess(bench.clock.cuda, scale.stranger_bytes, bench.seed)
     try:
         with rig(
             bench, (stranger.process.pid or 0,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)},
@@ -54,7 +54,7 @@ def measure(bench: Bench) -> Iterator[Item]:
 
 
 def _watch(
-    bench: Bench, one: Rig, stranger: Stranger, total: int, headroom: int, seconds: float
+    bench: Bench, one: Rig, stranger: ExternalProcess, total: int, headroom: int, seconds: float
 ) -> Iterator[Item]:  # fmt: skip
     shares, pools = [], []
     with _demand(bench, one) as demand, watched(one.llm) as steps:
@@ -157,7 +157,7 @@ def _most(bench: Bench, total: int) -> int:
     return total if bench.clock.cuda else 4 * bench.scale.kv_bytes
 
 
-def _free(bench: Bench, total: int, stranger: Stranger) -> int:
+def _free(bench: Bench, total: int, stranger: ExternalProcess) -> int:
     if bench.clock.cuda:
         return int(torch.cuda.mem_get_info()[0])
     members: list[Any] = [psutil.Process(), psutil.Process(stranger.process.pid)]

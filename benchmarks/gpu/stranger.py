@@ -25,7 +25,7 @@ class Counts:
     most_bytes: int = 0
 
 
-class Stranger:
+class ExternalProcess:
     """The process. It rests until `begin`; `held_bytes` is what it has now."""
 
     def __init__(self, cuda: bool, most_bytes: int, seed: int) -> None:

@@ -34,7 +34,7 @@ TINY_KIB = (256, 64)
 CHOSEN = "chosen"
 PROGRAMS = (32, 132)  # of the kernel, beside those that it has in the engine
 
-Way = tuple[
+SwapMethod = tuple[
     str, Callable[[], float], Callable[[], float]
 ]  # name; what swaps all blocks out, and in, and tells the seconds
 
@@ -90,7 +90,7 @@ def _of_size(bench: Bench, block_kib: int, is_models: bool) -> Iterator[Item]:
         pool.close()
 
 
-def _ways(bench: Bench, pool: HostPool, storage: Storage, blocks: np.ndarray) -> Iterator[Way]:
+def _ways(bench: Bench, pool: HostPool, storage: Storage, blocks: np.ndarray) -> Iterator[SwapMethod]:
     slots = (1 + np.random.default_rng(bench.seed + 1).permutation(len(blocks))).astype(np.int32)
 
     def swapped(*given: np.ndarray) -> float:
@@ -119,7 +119,7 @@ def _ways(bench: Bench, pool: HostPool, storage: Storage, blocks: np.ndarray) ->
 
 def _kernel_ways(
     bench: Bench, pool: HostPool, storage: Storage, blocks: np.ndarray, slots: np.ndarray
-) -> Iterator[Way]:
+) -> Iterator[SwapMethod]:
     """The kernel with other numbers of programs, and behind a gather on the device."""
     from pagetide.engine.attention.triton_gather import copy_blocks
 

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from ..snapshot import Device
 from .facts import (
     PERCENTAGE_WIDTH,
-    Sheet,
+    DeviceSummary,
     amounts,
     label,
     load_columns,
@@ -57,7 +57,7 @@ def cards_height(groups: Sequence[Group], chart_rows: int) -> int:
     return sum(group.height(chart_rows) for group in groups) + gaps
 
 
-def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: Sheet) -> list[list[Line]]:
+def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: DeviceSummary) -> list[list[Line]]:
     """The cards of each of `parts` below each other; without `chart_rows` they stand close, a small chart beside the bar."""
     devices = [group.device for part in parts for group in part]
     load = [utilization_bar(devices, _LOAD_BAR, sheet), *load_columns(devices, sheet), power_limit(devices, sheet)]
@@ -75,14 +75,14 @@ def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: Sheet)
     return stacks
 
 
-def _card(group: Group, load: Sequence[Column[Device]], chart_rows: int, sheet: Sheet) -> list[Line]:
+def _card(group: Group, load: Sequence[Column[Device]], chart_rows: int, sheet: DeviceSummary) -> list[Line]:
     lines = [_title(group.device, load, sheet)]
     if group.has_memory:
         lines += _memory(group.device, chart_rows, sheet) if chart_rows else [_slim_memory(group.device, sheet)]
     return lines + [_instance(device, sheet) for device in group.instances]
 
 
-def _title(device: Device, load: Sequence[Column[Device]], sheet: Sheet) -> Line:
+def _title(device: Device, load: Sequence[Column[Device]], sheet: DeviceSummary) -> Line:
     """Index and name; on the right the load, or what is wrong."""
     head = [label(device, sheet), blank(_INDENT)]
     room = max(sheet.width - width_of(head), 0)
@@ -98,7 +98,7 @@ def _title(device: Device, load: Sequence[Column[Device]], sheet: Sheet) -> Line
     return spread([*head, Segment(name, BOLD)], tail, sheet.width)
 
 
-def _memory(device: Device, chart_rows: int, sheet: Sheet) -> list[Line]:
+def _memory(device: Device, chart_rows: int, sheet: DeviceSummary) -> list[Line]:
     """The bar with its amounts, then the chart with the trend."""
     body, side = _body_width(sheet), _side_width(sheet)
     said = trend(device, side, sheet)[:chart_rows]
@@ -112,7 +112,7 @@ def _memory(device: Device, chart_rows: int, sheet: Sheet) -> list[Line]:
     return [crop([blank(sheet.label_width + _INDENT), *line], sheet.width) for line in lines]
 
 
-def _slim_memory(device: Device, sheet: Sheet) -> Line:
+def _slim_memory(device: Device, sheet: DeviceSummary) -> Line:
     """Bar, a small chart and the amounts in one line."""
     chart_width = max(_body_width(sheet) // 3, 0)
     (small,) = memory_chart(device, chart_width, 1, sheet)
@@ -120,7 +120,7 @@ def _slim_memory(device: Device, sheet: Sheet) -> Line:
     return crop([*line, blank(2), *small, blank(2), *_amounts(device, sheet)], sheet.width)
 
 
-def _instance(device: Device, sheet: Sheet) -> Line:
+def _instance(device: Device, sheet: DeviceSummary) -> Line:
     """An instance of a partitioned GPU in one line, its bar ending where those of whole devices end."""
     body, symbols = _body_width(sheet), sheet.symbols
     head = [blank(sheet.label_width + _INDENT), label(device, sheet), blank(1)]
@@ -134,16 +134,16 @@ def _instance(device: Device, sheet: Sheet) -> Line:
     return crop([*head, *drawn, blank(2), *_amounts(device, sheet)], sheet.width)
 
 
-def _amounts(device: Device, sheet: Sheet) -> Line:
+def _amounts(device: Device, sheet: DeviceSummary) -> Line:
     line = [*amounts(device, sheet), blank(1), percentage(device, sheet)]
     return [blank(_side_width(sheet) - width_of(line)), *line]
 
 
-def _side_width(sheet: Sheet) -> int:
+def _side_width(sheet: DeviceSummary) -> int:
     """Cells at the right of bar and chart, for amounts and trend."""
     return max(sheet.amounts_width + 1 + PERCENTAGE_WIDTH, _TREND_WIDTH if sheet.width >= _ROOMY else 0)
 
 
-def _body_width(sheet: Sheet) -> int:
+def _body_width(sheet: DeviceSummary) -> int:
     """Cells of bar and chart."""
     return max(sheet.width - sheet.label_width - _INDENT - 2 - _side_width(sheet), 0)

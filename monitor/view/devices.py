@@ -9,7 +9,7 @@ from rich.segment import Segment
 
 from ..snapshot import Device
 from .cards import Group, cards_height, cards_lines
-from .facts import Sheet
+from .facts import DeviceSummary
 from .rows import rows_lines
 from .symbols import Symbols
 from .text import DIM, Line, blank, cut, width_of
@@ -32,7 +32,7 @@ def device_lines(
         return [[Segment(cut("no devices", width, symbols), DIM)]][:most]
     groups = _groups(devices)
     columns = max(1, min(width // _LEAST_WIDTH, len(groups) // 2))
-    sheet = Sheet.for_devices(devices, now_ns, (width + _GAP) // columns - _GAP, symbols)
+    sheet = DeviceSummary.for_devices(devices, now_ns, (width + _GAP) // columns - _GAP, symbols)
     parts = _parts(groups, columns)
     if good is None or most is None:
         return _beside(cards_lines(parts, 1, sheet), sheet.width)
@@ -55,7 +55,7 @@ def _groups(devices: Sequence[Device]) -> list[Group]:
     return [Group(device, tuple(instances.get(device.info.uuid, ()))) for device in alone]
 
 
-def _rows(devices: Sequence[Device], columns: int, most: int, sheet: Sheet) -> list[Line]:
+def _rows(devices: Sequence[Device], columns: int, most: int, sheet: DeviceSummary) -> list[Line]:
     """Rows, and how many devices found no room in `most` lines."""
     shown = devices if -(-len(devices) // columns) + 1 <= most else devices[: max(most - 2, 0) * columns]
     lines = _beside(rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []

@@ -19,7 +19,7 @@ MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class DeviceSummary:
     """What devices that are drawn together share, so that their parts stand in line."""
 
     now_ns: int
@@ -31,7 +31,7 @@ class Sheet:
     total_width: int
 
     @classmethod
-    def for_devices(cls, devices: Sequence[Device], now_ns: int, width: int, symbols: Symbols) -> Sheet:
+    def for_devices(cls, devices: Sequence[Device], now_ns: int, width: int, symbols: Symbols) -> DeviceSummary:
         """Columns wide enough for each of `devices`, in lines of `width` cells."""
         label_width = min(
             max((len(d.info.index) for d in devices if d.info.kind is DeviceKind.GPU), default=1), MOST_LABEL
@@ -59,7 +59,7 @@ def name_of(device: Device) -> str:
     return device.info.name or device.info.uuid
 
 
-def label(device: Device, sheet: Sheet) -> Segment:
+def label(device: Device, sheet: DeviceSummary) -> Segment:
     """Its index, as people call it."""
     return Segment(f"{cut(device.info.index, MOST_LABEL, sheet.symbols):>{sheet.label_width}}", BOLD)
 
@@ -77,13 +77,13 @@ def notice(device: Device, now_ns: int) -> tuple[str, Style] | None:
     return (f"no answer for {duration(age)}" if age > 0 else "no answer since the machine started"), YELLOW
 
 
-def memory_bar(device: Device, width: int, sheet: Sheet) -> Line:
+def memory_bar(device: Device, width: int, sheet: DeviceSummary) -> Line:
     """The share of the memory that is used, in the colour of the pressure; grey while it is not known now."""
     used, rest = bar(share_of(device.memory.used_bytes, device.memory.total_bytes), width, sheet.symbols)
     return [Segment(used, _pressure(device, sheet)), Segment(rest, DIM)]
 
 
-def memory_chart(device: Device, width: int, rows: int, sheet: Sheet) -> list[Line]:
+def memory_chart(device: Device, width: int, rows: int, sheet: DeviceSummary) -> list[Line]:
     """`rows` lines of `width` cells, the newest value at their right end, in a quiet shade of the bar's colour."""
     total = device.memory.total_bytes
     values = _history(device, width) if total else []
@@ -91,7 +91,7 @@ def memory_chart(device: Device, width: int, rows: int, sheet: Sheet) -> list[Li
     return [[blank(width - len(values)), Segment(text, _pressure(device, sheet) + DIM)] for text in drawn]
 
 
-def peak(device: Device, width: int, room: int, sheet: Sheet) -> str:
+def peak(device: Device, width: int, room: int, sheet: DeviceSummary) -> str:
     """How high and how far back a chart of `width` cells reaches: "peak 98.2 GiB in 4 min", shorter for little room."""
     known = [value for value in _history(device, width) if value is not None]
     if not known:
@@ -101,7 +101,7 @@ def peak(device: Device, width: int, room: int, sheet: Sheet) -> str:
     return text if len(text) <= room else f"last {back}"
 
 
-def amounts(device: Device, sheet: Sheet) -> Line:
+def amounts(device: Device, sheet: DeviceSummary) -> Line:
     """ " 98.2 / 140.4 GiB"."""
     memory = device.memory
     used, total, unit = used_of_total(memory.used_bytes, memory.total_bytes, sheet.symbols.dash)
@@ -111,13 +111,13 @@ def amounts(device: Device, sheet: Sheet) -> Line:
     ]
 
 
-def percentage(device: Device, sheet: Sheet) -> Segment:
+def percentage(device: Device, sheet: DeviceSummary) -> Segment:
     """ " 70%", in the colour of the bar."""
     share = share_of(device.memory.used_bytes, device.memory.total_bytes)
     return right(percent(share, sheet.symbols.dash), PERCENTAGE_WIDTH, sheet.symbols, _pressure(device, sheet))
 
 
-def trend(device: Device, room: int, sheet: Sheet) -> list[tuple[str, Style]]:
+def trend(device: Device, room: int, sheet: DeviceSummary) -> list[tuple[str, Style]]:
     """How fast memory fills and when it ends: one text where `room` cells hold both, else two; [] where it is not known."""
     if notice(device, sheet.now_ns) is not None:
         return []
@@ -130,7 +130,7 @@ def trend(device: Device, room: int, sheet: Sheet) -> list[tuple[str, Style]]:
     return [(both, style)] if len(both) <= room else [(soon, style), (speed, DIM)]
 
 
-def trend_column(sheet: Sheet) -> Column[Device]:
+def trend_column(sheet: DeviceSummary) -> Column[Device]:
     """When memory ends, or how fast it fills."""
 
     def soon(device: Device, cells: int) -> Line:
@@ -140,7 +140,7 @@ def trend_column(sheet: Sheet) -> Column[Device]:
     return Column("TREND", len("full in 59 min"), 5, soon, flush_right=True)
 
 
-def load_columns(devices: Sequence[Device], sheet: Sheet) -> list[Column[Device]]:
+def load_columns(devices: Sequence[Device], sheet: DeviceSummary) -> list[Column[Device]]:
     """Utilisation, temperature and power; what none of `devices` tells has no width."""
     symbols = sheet.symbols
     readings = [device.detail.reading for device in devices]
@@ -170,7 +170,7 @@ def load_columns(devices: Sequence[Device], sheet: Sheet) -> list[Column[Device]
     ]
 
 
-def utilization_bar(devices: Sequence[Device], width: int, sheet: Sheet) -> Column[Device]:
+def utilization_bar(devices: Sequence[Device], width: int, sheet: DeviceSummary) -> Column[Device]:
     """The utilisation, drawn."""
     told = any(device.detail.reading.utilization is not None for device in devices)
 
@@ -183,7 +183,7 @@ def utilization_bar(devices: Sequence[Device], width: int, sheet: Sheet) -> Colu
     return Column("", width if told else 0, 2, draw)
 
 
-def power_limit(devices: Sequence[Device], sheet: Sheet) -> Column[Device]:
+def power_limit(devices: Sequence[Device], sheet: DeviceSummary) -> Column[Device]:
     """What the power is limited to."""
     told = any(device.detail.reading.power_limit_watts is not None for device in devices)
 
@@ -200,7 +200,7 @@ def _history(device: Device, width: int) -> list[int | None]:
     return chart_columns(detail.history, width, newest=detail.at_ns // max(detail.interval_ns, 1))
 
 
-def _pressure(device: Device, sheet: Sheet) -> Style:
+def _pressure(device: Device, sheet: DeviceSummary) -> Style:
     """The colour of the share of its memory that is used."""
     share = share_of(device.memory.used_bytes, device.memory.total_bytes)
     if share is None or notice(device, sheet.now_ns) is not None:

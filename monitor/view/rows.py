@@ -10,7 +10,7 @@ from ..snapshot import Device
 from .facts import (
     MOST_LABEL,
     PERCENTAGE_WIDTH,
-    Sheet,
+    DeviceSummary,
     amounts,
     load_columns,
     memory_bar,
@@ -26,7 +26,7 @@ from .text import BOLD, Line, blank, crop, cut, left, right, width_of
 _MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 24
 
 
-def rows_lines(parts: Sequence[Sequence[Device]], sheet: Sheet) -> list[list[Line]]:
+def rows_lines(parts: Sequence[Sequence[Device]], sheet: DeviceSummary) -> list[list[Line]]:
     """Each of `parts` as a line of titles and a line for each device; their columns stand alike."""
     devices = [device for part in parts for device in part]
     labels = min(max(len(device.info.index) for device in devices), MOST_LABEL)
@@ -44,7 +44,7 @@ def rows_lines(parts: Sequence[Sequence[Device]], sheet: Sheet) -> list[list[Lin
     return [[crop(text, sheet.width) for text in (head, *map(line, part))] for part in parts]
 
 
-def _columns(devices: Sequence[Device], names: int, sheet: Sheet) -> list[Column[Device]]:
+def _columns(devices: Sequence[Device], names: int, sheet: DeviceSummary) -> list[Column[Device]]:
     """All columns; the bar takes what the others leave."""
     return [
         Column("NAME", names, 7, lambda device, cells: [left(_short_name(device), cells, sheet.symbols)]),

@@ -22,7 +22,7 @@ from benchmarks.gpu.bench import REAL, TINY, Bench
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.parts import BY_NAME, SPECS, Runner, Setting, Spec, items_of, with_needs
 from benchmarks.gpu.report import BOUNDS, Item, Note, Part, Unmeasured
-from benchmarks.gpu.stranger import Stranger
+from benchmarks.gpu.stranger import ExternalProcess
 
 CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST: 10.0}
 
@@ -141,7 +141,7 @@ def test_an_engine_beside_a_stranger(bench: Bench) -> None:
 
 
 def test_a_stranger_returns_what_it_took() -> None:
-    stranger = Stranger(False, 32 << 20, seed=1)
+    stranger = ExternalProcess(False, 32 << 20, seed=1)
     try:
         stranger.begin(8 << 20, 0.001)
         while not stranger.held_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, Demotion
+from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, HostOffloadPolicy
 from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -22,7 +22,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
-    demotion = Demotion(10, 10)
+    demotion = HostOffloadPolicy(10, 10)
     assert demotion.chances == (1 / 2, 2 / 3) == UNLEARNED
     demotion.registered(ids(1, 2, 3), NONE)
     demotion.found(ids(2))
@@ -31,7 +31,7 @@ def test_before_anything_is_known_the_rule_of_succession_says() -> None:
 
 
 def test_what_lies_there_while_the_tier_is_taken_once_is_lost() -> None:
-    demotion = Demotion(20, 10)
+    demotion = HostOffloadPolicy(20, 10)
     demotion.registered(ids(*range(1, 11)), NONE)
     demotion.taking(2, 10)
     demotion.demoted(ids(1, 2), ids(1, 2))
@@ -45,7 +45,7 @@ def test_what_lies_there_while_the_tier_is_taken_once_is_lost() -> None:
 
 
 def test_what_comes_back_is_won_and_is_found_from_then_on() -> None:
-    demotion = Demotion(20, 10)
+    demotion = HostOffloadPolicy(20, 10)
     demotion.registered(ids(1, 2), NONE)
     demotion.demoted(ids(1, 2), ids(5, 6))
     demotion.returned(ids(5), ids(9))
@@ -58,7 +58,7 @@ def test_what_comes_back_is_won_and_is_found_from_then_on() -> None:
     assert demotion.chances == (2 / 3, 3 / 4), "a block that had been found"
 
 
-def live(demotion: Demotion, block: int, num: int, wanted: bool) -> None:
+def live(demotion: HostOffloadPolicy, block: int, num: int, wanted: bool) -> None:
     """`num` times `block` goes to a tier of one slot, and comes back or makes room."""
     for _ in range(num):
         demotion.demoted(ids(block), ids(1))
@@ -70,7 +70,7 @@ def live(demotion: Demotion, block: int, num: int, wanted: bool) -> None:
 
 
 def test_what_was_found_is_no_less_likely_than_what_was_not() -> None:
-    demotion = Demotion(3, 1)
+    demotion = HostOffloadPolicy(3, 1)
     demotion.registered(ids(1, 2), NONE)
     demotion.found(ids(1))
     live(demotion, 1, 9, wanted=False)
@@ -82,7 +82,7 @@ def test_what_was_found_is_no_less_likely_than_what_was_not() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_change_of_load_is_noticed(first: bool) -> None:
     """However long it was otherwise, a few thousand blocks tell."""
-    demotion = Demotion(2, 1)
+    demotion = HostOffloadPolicy(2, 1)
     live(demotion, 1, 5_000, wanted=first)
     before = demotion.chances[0]
     live(demotion, 1, 2 * RECENT_BLOCKS, wanted=not first)
@@ -91,7 +91,7 @@ def test_a_change_of_load_is_noticed(first: bool) -> None:
 
 
 def test_a_small_share_is_sampled_however_unlikely() -> None:
-    demotion = Demotion(SAMPLED_ROWS * 4, 8)
+    demotion = HostOffloadPolicy(SAMPLED_ROWS * 4, 8)
     chosen = []
     for row in range(2 * SAMPLED_ROWS):
         blocks = ids(2 * row % 64 + 1, 2 * row % 64 + 2)
@@ -105,14 +105,14 @@ def test_a_small_share_is_sampled_however_unlikely() -> None:
 
 
 def test_of_many_rows_at_once_the_same_are_sampled() -> None:
-    one, many = Demotion(1, 1), Demotion(1, 1)
+    one, many = HostOffloadPolicy(1, 1), HostOffloadPolicy(1, 1)
     singly = [row for row in range(100) for _ in one.sample(1)]
     assert singly == list(range(SAMPLED_ROWS - 1, 100, SAMPLED_ROWS))
     assert [first + i for first, n in ((0, 3), (3, 0), (3, 40), (43, 57)) for i in many.sample(n)] == singly
 
 
 def test_wants_are_counted_and_move_along() -> None:
-    demotion = Demotion(20, 10)
+    demotion = HostOffloadPolicy(20, 10)
     demotion.registered(ids(1, 2, 3), NONE)
     demotion.wanted(ids(1, 2), NONE, 1)
     demotion.wanted(ids(1), NONE, 1)

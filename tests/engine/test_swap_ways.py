@@ -14,7 +14,7 @@ from pagetide.allocator.cuda_driver import Device
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Pieces, Storage
-from pagetide.engine.swap_ways import Batch, Fastest, Runs, Way, thresholds, ways_on
+from pagetide.engine.swap_ways import Batch, ContiguousCopies, FastestSwapMethod, SwapMethod, thresholds, ways_on
 
 GEOMETRY = Geometry((LayerShape(3, 5, 7),), 16, "float16").with_extents(8 << 10)  # 1,152 bytes, and padding
 SENTINEL = 0xAB
@@ -130,7 +130,9 @@ def test_a_batch_is_one_call_that_copies_these_bytes_and_no_others(rig: Rig, see
 
 def test_runs_copy_what_the_storage_does(rig: Rig) -> None:
     content = random_blocks(rig.device, 0)
-    Runs().copy(rig.host, rig.device, rig.host.pieces_from(rig.device, np.array([5, 6, 9]), np.array([1, 2, 40])))
+    ContiguousCopies().copy(
+        rig.host, rig.device, rig.host.pieces_from(rig.device, np.array([5, 6, 9]), np.array([1, 2, 40]))
+    )
     payload = GEOMETRY.payload_bytes
     assert (rig.host.blocks.numpy()[[1, 2, 40], :payload] == content[[5, 6, 9], :payload]).all()
 
@@ -149,7 +151,7 @@ def test_thresholds_say_from_how_many_on() -> None:
 
 def test_the_fastest_way_is_taken_by_the_number_of_pieces(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     runs, batch, kernel = Made("runs", 0, 8), Made("batch", 20, 2), Made("kernel", 60, 1)
-    fastest = Fastest([runs, batch, kernel])
+    fastest = FastestSwapMethod([runs, batch, kernel])
     with caplog.at_level(logging.INFO):
         seconds = fastest.measure(rig.device, rig.host, 50, True, timer_of(runs, batch, kernel))
     assert seconds == 2 * (60 + 50)
@@ -180,7 +182,7 @@ def test_the_fastest_way_is_taken_by_the_number_of_pieces(rig: Rig, caplog: pyte
 
 def test_a_way_that_raises_or_gives_other_bytes_is_left_out(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     runs, broken, wrong = Made("runs", 9, 9), Made("batch", 1, 1, fails=True), Made("kernel", 1, 1, wrong=True)
-    fastest = Fastest([runs, broken, wrong])
+    fastest = FastestSwapMethod([runs, broken, wrong])
     fastest.measure(rig.device, rig.host, 3, True, timer_of(runs, broken, wrong))
     assert fastest.out == fastest.back == ((1, runs),)
     assert "the batch is left out: RuntimeError: it is broken" in caplog.text
@@ -190,12 +192,12 @@ def test_a_way_that_raises_or_gives_other_bytes_is_left_out(rig: Rig, caplog: py
     assert broken.copied == [], "memory that is not locked"
     broken.fails = True
     with pytest.raises(RuntimeError, match="it is broken"):
-        Fastest([broken, runs]).measure(rig.device, rig.host, 3, True, timer_of(runs, broken))
+        FastestSwapMethod([broken, runs]).measure(rig.device, rig.host, 3, True, timer_of(runs, broken))
 
 
 def test_a_way_that_fails_later_is_left_out_and_its_copies_are_made(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     runs, batch = Made("runs", 9, 9), Made("batch", 1, 1)
-    fastest = Fastest([runs, batch])
+    fastest = FastestSwapMethod([runs, batch])
     fastest.measure(rig.device, rig.host, 20, True, timer_of(runs, batch))
     assert fastest.out == ((1, batch),)
     content = random_blocks(rig.device, 1)
@@ -220,8 +222,8 @@ def test_what_the_driver_lacks_is_left_out(rig: Rig, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO):
         ways = ways_on(rig.driver, torch.device("cuda", 0), 0)
         assert [way.name for way in ways] == ["runs", "batch"]
-        runs: list[Way] = [ways[0], rig.batch()]
-        fastest = Fastest(runs)
+        runs: list[SwapMethod] = [ways[0], rig.batch()]
+        fastest = FastestSwapMethod(runs)
         fastest.measure(rig.device, rig.host, 5, True, lambda copy: (copy(), rig.finish(), 1.0)[-1])
     assert fastest.out == ((1, ways[0]),)
     assert "no kernel, as host memory has other addresses on cuda:0" in caplog.text
@@ -234,7 +236,7 @@ def test_the_kernel_is_there_with_triton(rig: Rig) -> None:
 
 
 def test_a_measured_batch_goes_through_the_driver(rig: Rig) -> None:
-    fastest = Fastest([Runs(), rig.batch()])
+    fastest = FastestSwapMethod([ContiguousCopies(), rig.batch()])
     times = iter([1.0] * 6 + [0.5] * 6)  # check out, back; 1 and 5 out; 1 and 5 back; then the batch
 
     def timer(copy: Callable[[], None]) -> float:

@@ -19,7 +19,7 @@ from pagetide import RequestOutput, demo
 from pagetide.cli import main
 from pagetide.engine import llm as llm_module
 
-Runs = list[Any]
+ContiguousCopies = list[Any]
 SMALLER = ["--prompts", "16", "--max-new-tokens", "64", "--pool", "0.6"]  # half the time; still too small a pool
 
 
@@ -39,7 +39,7 @@ sys.exit(status)
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Runs]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, ContiguousCopies]:
     """A demo as `pagetide demo` gives it: (exit status, what it printed, its two runs).
 
     In a process of its own, whose heap has no room left over: then the pool exceeds its lease's minimum, and is recalled.
@@ -53,7 +53,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Runs]:
 
 @pytest.fixture
 def played_back(
-    shown: tuple[int, str, Runs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shown: tuple[int, str, ContiguousCopies], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Runs the demo with the given runs in the place of real ones: (exit status, its JSON)."""
     monkeypatch.setattr(demo, "_engines", lambda *_, **__: contextlib.nullcontext((None, None, None)))
@@ -67,7 +67,7 @@ def played_back(
     return play
 
 
-def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, Runs]) -> None:
+def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, ContiguousCopies]) -> None:
     status, out, (pressed, free) = shown
     stats = pressed.stats
     assert status == 0
@@ -96,7 +96,9 @@ def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, Runs]) -> None:
         assert " ".join(output.text.split())[:40] in flat
 
 
-def test_as_json(shown: tuple[int, str, Runs], played_back: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+def test_as_json(
+    shown: tuple[int, str, ContiguousCopies], played_back: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
     _, _, (pressed, free) = shown
     status, told = played_back(pressed, free)
     assert status == 0
@@ -118,7 +120,7 @@ def with_first(output: RequestOutput, **changes: Any) -> RequestOutput:
 
 @pytest.mark.parametrize("which", ["the pressed run", "the other run"])
 def test_the_verdict_is_computed(
-    which: str, shown: tuple[int, str, Runs], played_back: Callable[..., tuple[int, dict[str, Any]]]
+    which: str, shown: tuple[int, str, ContiguousCopies], played_back: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
     """One token of one output differs."""
     _, _, runs = shown
@@ -134,7 +136,7 @@ def test_the_verdict_is_computed(
 
 
 def test_a_request_that_was_not_served_fails_the_demo(
-    shown: tuple[int, str, Runs], played_back: Callable[..., tuple[int, dict[str, Any]]]
+    shown: tuple[int, str, ContiguousCopies], played_back: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
     _, _, (pressed, free) = shown
     for run in (pressed, free):

@@ -14,11 +14,11 @@ from pagetide.monitor.errors import MonitorFailed
 from pagetide.monitor.runtime_dir import VARIABLE, own_dir
 from pagetide.monitor.units import MIB
 from pagetide.monitor.watching import watch
-from pagetide.pressure import PrivateDevice, Stranger
+from pagetide.pressure import ExternalProcess, PrivateDevice
 
 
 def test_the_stranger_holds_what_it_is_told() -> None:
-    with Stranger() as stranger:
+    with ExternalProcess() as stranger:
         process = psutil.Process(stranger.pid)
         before = process.memory_info().rss
         for wanted, held in ((8, 8), (24, 24), (12, 24), (8, 8), (0, 0)):  # whole pieces: of 8 and 16 MiB
@@ -29,7 +29,7 @@ def test_the_stranger_holds_what_it_is_told() -> None:
 
 
 def test_a_stranger_that_was_killed_is_told() -> None:
-    with Stranger() as stranger:
+    with ExternalProcess() as stranger:
         psutil.Process(stranger.pid).kill()
         with pytest.raises((ChildProcessError, BrokenPipeError)):
             stranger.hold(MIB)
@@ -38,7 +38,7 @@ def test_a_stranger_that_was_killed_is_told() -> None:
 def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/somewhere/else")
     capacity, headroom = 4096 * MIB, 64 * MIB
-    with Stranger() as stranger, PrivateDevice(capacity, headroom, stranger) as device:
+    with ExternalProcess() as stranger, PrivateDevice(capacity, headroom, stranger) as device:
         folder = Path(device.environ[VARIABLE])
         assert own_dir(os.environ | device.environ).path == folder
         with device.here(), watch() as watched:
@@ -64,5 +64,5 @@ def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.M
 
 
 def test_a_device_that_cannot_be_says_why() -> None:
-    with Stranger() as stranger, pytest.raises(MonitorFailed, match="at least 1 byte"):
+    with ExternalProcess() as stranger, pytest.raises(MonitorFailed, match="at least 1 byte"):
         PrivateDevice(0, 0, stranger)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pagetide.monitor.news import MAX_CAUSES, QUIET_CAUSE_NS, QUIET_NS, News, Occurrences
+from pagetide.monitor.news import MAX_CAUSES, QUIET_CAUSE_NS, QUIET_NS, LogThrottle, Occurrences
 
 
 def test_what_changes_seldom_is_told_each_time_and_at_once() -> None:
-    news = News()
+    news = LogThrottle()
     assert news.take(None, 0) == 0
     for number, state in enumerate(["lost", None, "slow", "lost"]):
         assert news.take(state, number * QUIET_NS) == 1
@@ -15,7 +15,7 @@ def test_what_changes_seldom_is_told_each_time_and_at_once() -> None:
 
 
 def test_what_flaps_is_told_when_it_was_quiet_for_long_enough_with_the_number_of_changes() -> None:
-    news = News()
+    news = LogThrottle()
     told = [news.take("lost" if number % 2 == 0 else None, number) for number in range(101)]
     assert told == [1] + [0] * 100
     assert news.take("lost", QUIET_NS - 1) == 0
