@@ -13,7 +13,7 @@ from operator import index
 from typing import Protocol
 
 from .errors import BlockMisuse, DriverError
-from .lease_record import Bounds
+from .lease_record import HeldBounds
 
 
 class Arena(Protocol):
@@ -40,7 +40,7 @@ class Arena(Protocol):
         ...
 
     @property
-    def held(self) -> Bounds:
+    def held(self) -> HeldBounds:
         """Bytes between which what the arena holds of the device lies, from now until the next call.
 
         That is what is mapped, what is ready to be mapped, and what is on its way in the background: it counts from

@@ -46,7 +46,7 @@ _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 _ONE = np.uint32(1)  # of the type of `room`: np.add.at is ten times slower when it has to convert
 
 
-class Counts(NamedTuple):
+class BlockCounts(NamedTuple):
     """Blocks by state. The null block is not counted; `mapped` is the sum of the others."""
 
     free: int
@@ -162,10 +162,10 @@ class BlockAllocator:
         """Extents without memory, lowest first. Read-only."""
         return self._extents.unmapped
 
-    def counts(self) -> Counts:
+    def counts(self) -> BlockCounts:
         """Blocks by state. Read-only."""
         live = self._mapped - self._num_free - self._num_draining - self._num_cached - self._in_flight
-        return Counts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
+        return BlockCounts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """How many block tables hold each of `ids`. Read-only."""
@@ -420,7 +420,7 @@ class BlockAllocator:
         assert self._num_pinned == int(pinned.sum()), f"{self._num_pinned} blocks counted as pinned"
         assert self._num_findable == int(self._findable.sum()), f"{self._num_findable} blocks counted as findable"
         cached = self._findable & ~referenced & ~pinned
-        found = Counts(
+        found = BlockCounts(
             free=int(room.sum()),
             draining=int((mapped & ~used & draining).sum()),
             live=int(referenced.sum()),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..monitor.snapshot import DeviceInfo
 from . import wire
-from .broker_books import Books, Entry, Readings
+from .broker_books import LeaseAccount, LeaseTable, Readings
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .broker_views import DeviceView, user_name
@@ -79,7 +79,7 @@ class Broker:
             clock: Monotonic ns, the clock of the readings.
         """
         self._quota = quota
-        self._books = Books(readings, rules, quota, set_engines, clock)
+        self._books = LeaseTable(readings, rules, quota, set_engines, clock)
         self._path, self._gid, self._clock = socket_path, gid, clock
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # the oldest first
@@ -260,52 +260,52 @@ class Broker:
         except Exception as error:  # a fault of ours must not end the others' leases
             log.exception("a message of pid %d could not be answered", connection.peer.pid)
             raise Dropped("met a fault of the broker", repr(error)) from error
-        if not isinstance(message, wire.Report):  # which can wait for the tick
+        if not isinstance(message, wire.ReportMessage):  # which can wait for the tick
             self._settle_soon()
 
     def _greet(self, connection: Connection, message: wire.Message) -> None:
-        if not isinstance(message, wire.Hello):
+        if not isinstance(message, wire.HelloMessage):
             raise Dropped("says no hello", f"its first message was {type(message).__name__}")
         connection.greeted = True
         is_known = wire.OLDEST_PROTOCOL <= message.protocol <= wire.PROTOCOL
         connection.protocol = message.protocol if is_known else wire.PROTOCOL
-        connection.send(wire.Welcome(connection.protocol, self._books.epoch, os.getpid()))
+        connection.send(wire.WelcomeMessage(connection.protocol, self._books.epoch, os.getpid()))
         if not is_known:
             raise Dropped("is of another version", f"it speaks {message.protocol}, the broker {wire.PROTOCOL}")
 
     def _answer(self, connection: Connection, message: wire.Message) -> None:
         match message:
-            case wire.Register():
+            case wire.RegisterMessage():
                 self._register(connection, message)
-            case wire.Ask():
+            case wire.AskMessage():
                 self._books.ask(self._lease(connection), message)
-            case wire.Report():
+            case wire.ReportMessage():
                 self._books.report(self._lease(connection), message)
-            case wire.Unmapped():
+            case wire.UnmappedMessage():
                 self._books.unmapped(self._lease(connection), message)
-            case wire.LowerMin():
+            case wire.LowerMinMessage():
                 self._books.lower_min(self._lease(connection), message)
-            case wire.Release():
+            case wire.ReleaseMessage():
                 self._books.end(self._lease(connection), "it was released", may_return=False)
-            case wire.ListLeases():
+            case wire.ListLeasesMessage():
                 if self._settling is not None:  # what came before this message is in the answer
                     self._settling.cancel()
                     self._settle()
                 for view in self._books.lease_views:
                     connection.send(view)
-                connection.send(wire.Done())
-            case wire.SetLimit(engine, max_bytes):
+                connection.send(wire.DoneMessage())
+            case wire.SetLimitMessage(engine, max_bytes):
                 connection.send(self._books.limit(self._commanded(connection, engine), max_bytes))
-            case wire.RecallBytes(engine, num_bytes):
+            case wire.RecallBytesMessage(engine, num_bytes):
                 connection.send(self._books.recall(self._commanded(connection, engine), num_bytes))
-            case wire.Reserve():
+            case wire.ReserveMessage():
                 _refuse_second(connection)
                 self._check_places(connection)
                 self._books.reserve(connection, message)
             case _:
                 raise Dropped("says what only the broker may", type(message).__name__)
 
-    def _register(self, connection: Connection, request: wire.Register) -> None:
+    def _register(self, connection: Connection, request: wire.RegisterMessage) -> None:
         _refuse_second(connection)
         for other in list(self._connections):  # an engine that comes back may be quicker than its old socket's end
             if other.peer == connection.peer and other is not connection:
@@ -338,7 +338,7 @@ class Broker:
                 f"{len(holders)} engines and reservations are here, and there is no place for more; end some"
             )
 
-    def _process_ended(self, entry: Entry) -> None:
+    def _process_ended(self, entry: LeaseAccount) -> None:
         """The second signal of death: a child of the engine may hold its socket open."""
         self._unwatch(entry.lease_id)
         if entry.connection is not None:
@@ -350,12 +350,12 @@ class Broker:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 
-    def _lease(self, connection: Connection) -> Entry:
+    def _lease(self, connection: Connection) -> LeaseAccount:
         if connection.lease_id is None:
             raise LeaseRefused("this connection holds no lease; register first")
         return self._books.entries[connection.lease_id]
 
-    def _commanded(self, connection: Connection, engine: str) -> Entry:
+    def _commanded(self, connection: Connection, engine: str) -> LeaseAccount:
         return self._books.find(engine, connection.peer, os.geteuid())
 
 

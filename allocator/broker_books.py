@@ -21,8 +21,8 @@ from . import wire
 from .broker_connection import Connection, Peer
 from .broker_views import DeviceView, device_view, lease_view, named, user_name
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
-from .lease_record import Bounds, RecordOwner, Sums, bounds_between
-from .ledger import Ledger, Terms
+from .lease_record import HeldBounds, RecordOwner, Sums, bounds_between
+from .ledger import LeaseTerms, Ledger
 from .policy import Grant, Order, Ready, Recall, Rules, Withdraw
 from .quota import Promise, Quota
 
@@ -45,22 +45,22 @@ class Readings(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A lease, with what the ledger does not know of it. Changed by `Books` alone."""
+class LeaseAccount:
+    """A lease, with what the ledger does not know of it. Changed by `LeaseTable` alone."""
 
     lease_id: int
-    terms: Terms
+    terms: LeaseTerms
     device_uuid: str
     peer: Peer
     record: RecordOwner
     connection: Connection | None  # None: it has ended, and is reaped
-    generation: wire.Generation  # of its newest grant
+    generation: wire.OrderGeneration  # of its newest grant
     may_return: bool = True  # once ended: its engine may come back, and go on with it
     held: Mapping[str, int] = field(default_factory=dict)  # by class, as reported
     overdue_told: bool = False
     readings: deque[tuple[int, Sums]] = field(default_factory=lambda: deque(maxlen=_MAX_READINGS))
 
-    def bounds_since(self, at_ns: int, now: Sums) -> Bounds:
+    def bounds_since(self, at_ns: int, now: Sums) -> HeldBounds:
         """What held at every instant from `at_ns` until now; of the time before the lease nothing is known."""
         while len(self.readings) > 1 and self.readings[1][0] <= at_ns:
             self.readings.popleft()
@@ -80,7 +80,7 @@ class Book:
     trouble_told: str | None = None  # and what of it was told
 
 
-class Books:
+class LeaseTable:
     """All devices and leases. Used by one thread; the views may be read by any."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Books:
         """See `Broker`."""
         self.epoch = secrets.randbits(53)
         self.decide_from_ns = 0  # before this, engines that are not back yet look like strangers
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LeaseAccount] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
         self._readings, self._rules, self._quota = readings, rules, quota
@@ -106,9 +106,9 @@ class Books:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def register(self, connection: Connection, request: wire.Register) -> Entry:
+    def register(self, connection: Connection, request: wire.RegisterMessage) -> LeaseAccount:
         """A new lease, answered with what it is granted at once. Raises LeaseRefused; then nothing has changed."""
-        terms = Terms(
+        terms = LeaseTerms(
             request.name, request.min_bytes, request.max_bytes, request.weight, request.priority, request.granule_bytes
         )
         book, lease_id = self._book(request.device_uuid), next(self._ids)
@@ -119,7 +119,7 @@ class Books:
         tenant = book.ledger.register(lease_id, terms, request.held_bytes)
         if (former := self._former(connection.peer, request)) is not None:
             self._drop(book, former)
-        entry = Entry(
+        entry = LeaseAccount(
             lease_id, terms, request.device_uuid, connection.peer, record, connection, self._next_generation()
         )
         self.entries[lease_id] = entry
@@ -129,7 +129,7 @@ class Books:
         self.measure(book)
         orders = [order for order in self._decide(book) if not _grants(order, lease_id)]
         self._publish()
-        connection.send(wire.Registered(lease_id, entry.generation, tenant.granted_bytes), record.take_fd())
+        connection.send(wire.RegisteredMessage(lease_id, entry.generation, tenant.granted_bytes), record.take_fd())
         self.carry_out(book, orders)
         log.info(
             "engine %r (pid %d) holds a lease on %s: %s now, at least %s%s",
@@ -138,17 +138,17 @@ class Books:
         )  # fmt: skip
         return entry
 
-    def ask(self, entry: Entry, message: wire.Ask) -> None:
+    def ask(self, entry: LeaseAccount, message: wire.AskMessage) -> None:
         """The engine wants more."""
         expires_ns = self._clock() + message.expires_ms * 1_000_000
         self._books[entry.device_uuid].ledger.ask(entry.lease_id, message.target_bytes, expires_ns)
 
-    def report(self, entry: Entry, message: wire.Report) -> None:
+    def report(self, entry: LeaseAccount, message: wire.ReportMessage) -> None:
         """The engine tells what it holds."""
         entry.held = message.held
         self._books[entry.device_uuid].ledger.report(entry.lease_id, message.free_bytes)
 
-    def unmapped(self, entry: Entry, message: wire.Unmapped) -> None:
+    def unmapped(self, entry: LeaseAccount, message: wire.UnmappedMessage) -> None:
         """The engine gave something back. Raises LeaseRefused if it did not know of its newest grant."""
         if message.generation.epoch != self.epoch or message.generation.counter < entry.generation.counter:
             raise LeaseRefused(
@@ -157,11 +157,11 @@ class Books:
         self._books[entry.device_uuid].ledger.unmapped(entry.lease_id, message.held_bytes)
         entry.overdue_told = False
 
-    def lower_min(self, entry: Entry, message: wire.LowerMin) -> None:
+    def lower_min(self, entry: LeaseAccount, message: wire.LowerMinMessage) -> None:
         """The engine needs less at least than it was promised. Raises LeaseRefused for more."""
         self._books[entry.device_uuid].ledger.lower_min(entry.lease_id, message.min_bytes)
 
-    def limit(self, entry: Entry, max_bytes: int) -> wire.LimitSet:
+    def limit(self, entry: LeaseAccount, max_bytes: int) -> wire.LimitSetMessage:
         """Somebody sets the engine's max. Raises LeaseRefused."""
         ledger = self._books[entry.device_uuid].ledger
         over_bytes = ledger.limit(entry.lease_id, max_bytes)
@@ -170,20 +170,20 @@ class Books:
         if entry.connection is not None:
             revised = entry.connection.protocol >= wire.REVISED_LIMITS
             generation = self._next_generation() if revised else None
-            entry.connection.send(wire.Limit(entry.lease_id, now, generation))
+            entry.connection.send(wire.LimitMessage(entry.lease_id, now, generation))
         log.info("%s is limited to %s by hand; %s above it", named(entry), format_bytes(now), format_bytes(over_bytes))
-        return wire.LimitSet(now, over_bytes)
+        return wire.LimitSetMessage(now, over_bytes)
 
-    def recall(self, entry: Entry, num_bytes: int) -> wire.Recalling:
+    def recall(self, entry: LeaseAccount, num_bytes: int) -> wire.RecallingMessage:
         """Somebody recalls bytes of the engine. Raises LeaseRefused."""
         book = self._books[entry.device_uuid]
         self._read(entry)
         order = book.ledger.recall(entry.lease_id, num_bytes, self._clock())
         log.info("%s of %s are recalled by hand", format_bytes(num_bytes), named(entry))
         self.carry_out(book, (order,))
-        return wire.Recalling(order.target_bytes, wire.milliseconds(order.deadline_s))
+        return wire.RecallingMessage(order.target_bytes, wire.milliseconds(order.deadline_s))
 
-    def reserve(self, connection: Connection, message: wire.Reserve) -> None:
+    def reserve(self, connection: Connection, message: wire.ReserveMessage) -> None:
         """Somebody wants bytes kept free; `Reserved` goes out once they are. Raises LeaseRefused."""
         book, reservation_id = self._book(message.device_uuid), next(self._ids)
         self._check_promise(book, connection.peer, Promise("a reservation", message.num_bytes, LeaseRefused))
@@ -197,7 +197,7 @@ class Books:
         book, _ = self._reservations.pop(reservation_id)
         book.ledger.unreserve(reservation_id)
 
-    def end(self, entry: Entry, why: str, *, may_return: bool) -> None:
+    def end(self, entry: LeaseAccount, why: str, *, may_return: bool) -> None:
         """A lease ends; it is reaped, or its engine comes back. Once more with `may_return` False: it does not."""
         if entry.connection is not None:
             entry.connection.lease_id = None
@@ -209,7 +209,7 @@ class Books:
             ledger = self._books[entry.device_uuid].ledger
             ledger.end(entry.lease_id, self._clock(), may_return=entry.may_return)
 
-    def find(self, engine: str, peer: Peer, owner_uid: int) -> Entry:
+    def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine, by name, pid or #number, for one who may command it. Raises UnknownEngine, NotPermitted."""
         living = [entry for entry in self.entries.values() if entry.connection is not None]
         found = [entry for entry in living if engine in (entry.terms.name, str(entry.peer.pid), f"#{entry.lease_id}")]
@@ -282,7 +282,7 @@ class Books:
             if isinstance(order, Ready):
                 _, connection = self._reservations[order.reservation_id]
                 num_bytes = book.ledger.state.reservations[order.reservation_id].num_bytes
-                connection.send(wire.Reserved(num_bytes))
+                connection.send(wire.ReservedMessage(num_bytes))
                 log.info("%s are free for who reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid)
                 continue
             entry = self.entries[order.lease_id]
@@ -291,10 +291,10 @@ class Books:
             generation = self._next_generation()
             if isinstance(order, Grant):
                 entry.generation = generation
-                entry.connection.send(wire.Grant(order.lease_id, generation, order.granted_bytes))
+                entry.connection.send(wire.GrantMessage(order.lease_id, generation, order.granted_bytes))
             elif isinstance(order, Withdraw):
                 entry.overdue_told = False
-                entry.connection.send(wire.Withdraw(order.lease_id, generation))
+                entry.connection.send(wire.WithdrawMessage(order.lease_id, generation))
             else:
                 deadline_ms = wire.milliseconds(order.deadline_s)
                 log.info(
@@ -303,7 +303,7 @@ class Books:
                     format_bytes(book.ledger.state.tenants[order.lease_id].granted_bytes),
                     format_bytes(book.ledger.state.foreign_bytes),
                 )  # fmt: skip
-                entry.connection.send(wire.Recall(order.lease_id, generation, order.target_bytes, deadline_ms))
+                entry.connection.send(wire.RecallMessage(order.lease_id, generation, order.target_bytes, deadline_ms))
 
     def _decide(self, book: Book) -> tuple[Order, ...]:
         for entry in self._entries_of(book):
@@ -371,7 +371,7 @@ class Books:
         leasable_bytes = max(0, state.capacity_bytes - state.rules.headroom_bytes)
         self._quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
 
-    def _former(self, peer: Peer, request: wire.Register) -> Entry | None:
+    def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
         """The ended lease that an engine comes back to; not to be told where its process is not seen from here."""
         for entry in self.entries.values():
             same = (entry.peer.pid, entry.terms.name, entry.device_uuid) == (
@@ -383,17 +383,17 @@ class Books:
                 return entry
         return None
 
-    def _entries_of(self, book: Book) -> list[Entry]:
+    def _entries_of(self, book: Book) -> list[LeaseAccount]:
         return [entry for entry in self.entries.values() if entry.device_uuid == book.info.uuid]
 
-    def _read(self, entry: Entry) -> Sums:
+    def _read(self, entry: LeaseAccount) -> Sums:
         """The record of a lease now, which the ledger gets to know."""
         sums = entry.record.read()
         held_bytes = min(wire.MAX_BYTES, sums.upper_bytes)
         self._books[entry.device_uuid].ledger.hold(entry.lease_id, held_bytes)
         return sums
 
-    def _drop(self, book: Book, entry: Entry) -> None:
+    def _drop(self, book: Book, entry: LeaseAccount) -> None:
         book.ledger.drop(entry.lease_id)
         del self.entries[entry.lease_id]
         self._tell_engines(book)
@@ -405,8 +405,8 @@ class Books:
         except (MonitorError, OSError) as error:  # a process that ended before it could be counted; no descriptors
             log.warning("the engines of device %s cannot all be counted: %s", book.info.index, error)
 
-    def _next_generation(self) -> wire.Generation:
-        return wire.Generation(self.epoch, next(self._counter))
+    def _next_generation(self) -> wire.OrderGeneration:
+        return wire.OrderGeneration(self.epoch, next(self._counter))
 
 
 def _why(order: Recall) -> str:

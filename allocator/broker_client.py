@@ -58,7 +58,7 @@ class Channel:
         self._failure: LeaseError | None = None
         self._greeted = False
         self._protocol = protocol
-        self.send(wire.Hello(protocol))
+        self.send(wire.HelloMessage(protocol))
 
     def fileno(self) -> int:
         """Readable when there is something to receive."""
@@ -105,7 +105,7 @@ class Channel:
             poller.poll(min(left, 0.05 if self._out else left) * 1000)
             self._read()
         message = self._inbox.popleft()
-        if isinstance(message, wire.Refused):
+        if isinstance(message, wire.RefusedMessage):
             raise wire.error_of(message)
         if not isinstance(message, kinds):
             raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
@@ -147,7 +147,7 @@ class Channel:
             self._failure = error
 
     def _greet(self, message: wire.Message) -> None:
-        if not isinstance(message, wire.Welcome):
+        if not isinstance(message, wire.WelcomeMessage):
             raise ProtocolViolation(f"the broker's first message was {type(message).__name__}")
         if message.protocol != self._protocol:
             raise ProtocolMismatch(ours=self._protocol, theirs=message.protocol)
@@ -188,7 +188,7 @@ class Reservation:
     """
 
     def __init__(
-        self, path: Path, request: wire.Reserve, channel: Channel, clock: Callable[[], float] = time.monotonic
+        self, path: Path, request: wire.ReserveMessage, channel: Channel, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Takes `channel` over, on which the request was answered."""
         self._path, self._request, self._clock = path, request, clock
@@ -210,9 +210,9 @@ class Reservation:
                 self._channel = Channel(self._path)
                 self._channel.send(self._request)
             for message in self._channel.receive():
-                if isinstance(message, wire.Refused):
+                if isinstance(message, wire.RefusedMessage):
                     raise wire.error_of(message)
-                if not isinstance(message, wire.Reserved):
+                if not isinstance(message, wire.ReservedMessage):
                     raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
                 self.kept, self.trouble = True, None
         except LeaseError as error:
@@ -239,23 +239,23 @@ class BrokerClient:
     def leases(self) -> tuple[wire.LeaseView, ...]:
         """All leases, the oldest first."""
         with self._channel() as (channel, deadline):
-            channel.send(wire.ListLeases())
+            channel.send(wire.ListLeasesMessage())
             rows = []
-            while isinstance(row := channel.wait(deadline, wire.LeaseView, wire.Done), wire.LeaseView):
+            while isinstance(row := channel.wait(deadline, wire.LeaseView, wire.DoneMessage), wire.LeaseView):
                 rows.append(row)
             return tuple(rows)
 
-    def limit(self, engine: str, max_bytes: int) -> wire.LimitSet:
+    def limit(self, engine: str, max_bytes: int) -> wire.LimitSetMessage:
         """Let an engine (name, pid or #number) grow no further. What it is granted above comes back as its requests end."""
         with self._channel() as (channel, deadline):
-            channel.send(wire.SetLimit(engine, max_bytes))
-            return channel.wait(deadline, wire.LimitSet)
+            channel.send(wire.SetLimitMessage(engine, max_bytes))
+            return channel.wait(deadline, wire.LimitSetMessage)
 
-    def recall(self, engine: str, num_bytes: int) -> wire.Recalling:
+    def recall(self, engine: str, num_bytes: int) -> wire.RecallingMessage:
         """Have an engine (name, pid or #number) give back so much of what it holds; its minimum stays."""
         with self._channel() as (channel, deadline):
-            channel.send(wire.RecallBytes(engine, num_bytes))
-            return channel.wait(deadline, wire.Recalling)
+            channel.send(wire.RecallBytesMessage(engine, num_bytes))
+            return channel.wait(deadline, wire.RecallingMessage)
 
     @contextlib.contextmanager
     def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[Reservation]:
@@ -263,11 +263,11 @@ class BrokerClient:
 
         Waits for them at most `timeout_s`.
         """
-        request = wire.Reserve(device_uuid, num_bytes)
+        request = wire.ReserveMessage(device_uuid, num_bytes)
         channel = Channel(self._path, time.monotonic() + self._timeout_s)
         try:
             channel.send(request)
-            channel.wait(time.monotonic() + timeout_s, wire.Reserved)
+            channel.wait(time.monotonic() + timeout_s, wire.ReservedMessage)
         except BaseException:
             channel.close()
             raise

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from . import wire
-from .policy import Tenant
+from .policy import LeaseState
 
 if TYPE_CHECKING:
-    from .broker_books import Book, Entry
+    from .broker_books import Book, LeaseAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def device_view(book: Book) -> DeviceView:
     )  # fmt: skip
 
 
-def lease_view(entry: Entry, tenant: Tenant, now_ns: int) -> wire.LeaseView:
+def lease_view(entry: LeaseAccount, tenant: LeaseState, now_ns: int) -> wire.LeaseView:
     """The row of a lease."""
     recalls, demand, terms = tenant.recalls, tenant.demand, entry.terms
     if tenant.ended:
@@ -58,7 +58,7 @@ def lease_view(entry: Entry, tenant: Tenant, now_ns: int) -> wire.LeaseView:
     )  # fmt: skip
 
 
-def named(entry: Entry) -> str:
+def named(entry: LeaseAccount) -> str:
     """An engine in a sentence."""
     return f"{entry.terms.name!r} (pid {entry.peer.pid}, #{entry.lease_id})"
 

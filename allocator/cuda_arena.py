@@ -23,10 +23,18 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 
 from .arena import extents_to_map, extents_to_unmap, runs
-from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, Device, Driver, device_number, recommended_granule
+from .cuda_driver import (
+    NOT_READY,
+    OUT_OF_MEMORY,
+    CudaBindings,
+    CudaDevice,
+    CudaDriver,
+    device_number,
+    recommended_granule,
+)
 from .cuda_handles import HandlePool
 from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
-from .lease_record import Bounds
+from .lease_record import HeldBounds
 
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream, nor they for it
 _ACCESS_ATTEMPTS = 9
@@ -55,7 +63,7 @@ class CudaArena:
         extent_bytes: int,
         device_index: int = 0,
         *,
-        driver: Driver | None = None,
+        driver: CudaDriver | None = None,
         budget: Callable[[], int] | None = None,
         ready_limit_bytes: int = 0,
         pause: Callable[[float], None] = time.sleep,
@@ -80,7 +88,7 @@ class CudaArena:
         weakref.finalize(self._buffer, self._range.free).atexit = False
 
     @staticmethod
-    def granule_bytes(device_index: int = 0, driver: Driver | None = None) -> int:
+    def granule_bytes(device_index: int = 0, driver: CudaDriver | None = None) -> int:
         """What the device maps at least, in bytes; extents are multiples of it. Errors as of the class."""
         driver = driver or CudaBindings()
         return recommended_granule(driver, device_number(driver, device_index))
@@ -106,10 +114,10 @@ class CudaArena:
         return len(self._mapped) * self._extent_bytes
 
     @property
-    def held(self) -> Bounds:
+    def held(self) -> HeldBounds:
         """Bytes this arena holds of the device, mapped, ready or on their way, until the next call; see `Arena`."""
         least, most = self._range.pool.num_held
-        return Bounds(least * self._extent_bytes, most * self._extent_bytes)
+        return HeldBounds(least * self._extent_bytes, most * self._extent_bytes)
 
     @property
     def buffer(self) -> CudaBuffer:
@@ -260,7 +268,7 @@ class _Range:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         device_index: int,
         num_extents: int,
         extent_bytes: int,
@@ -273,7 +281,7 @@ class _Range:
         self._pause = pause
         length = num_extents * extent_bytes
         with ExitStack() as undo:
-            self.device = Device(driver, device_index)
+            self.device = CudaDevice(driver, device_index)
             undo.callback(self.device.close)
             with self.device.current():
                 self.base = self._reserve(length)

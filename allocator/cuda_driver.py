@@ -1,4 +1,4 @@
-"""The door to the CUDA driver: every call of it goes through `Driver.call`, and answers numbers or raises DriverError.
+"""The door to the CUDA driver: every call of it goes through `CudaDriver.call`, and answers numbers or raises DriverError.
 
 Calls have their C names and plain integers as arguments, in C's order, without the places for results: those come back as
 a tuple. Where C takes a struct that says "memory of this device", the device's number stands in its place:
@@ -32,7 +32,7 @@ _BATCH_VERSION = 12080  # of CUDA, whose cuMemcpyBatchAsync every later driver h
 _RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 
 
-class Driver(Protocol):
+class CudaDriver(Protocol):
     """The seam. `CudaBindings` is the real one."""
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class CudaBindings:
             raise DriverUnavailable(f"this machine has no usable NVIDIA driver or device: {error}") from error
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
-        """See `Driver`."""
+        """See `CudaDriver`."""
         if name == "cuMemcpyBatchAsync":
             self._batch = self._batch or _MemcpyBatch(self._cuda)
             return self._batch(*args)
@@ -128,14 +128,14 @@ class _MemcpyBatch:
         return ()
 
 
-class Device:
+class CudaDevice:
     """One CUDA device and its primary context, the one torch uses too, which is kept until `close`.
 
     `index` counts as torch does, among the devices that CUDA_VISIBLE_DEVICES leaves. Raises ValueError where there is
     no such device, DriverUnavailable where it cannot map memory by extents, DriverError.
     """
 
-    def __init__(self, driver: Driver, index: int) -> None:
+    def __init__(self, driver: CudaDriver, index: int) -> None:
         self.driver = driver
         self.index = index
         self.number = device_number(driver, index)
@@ -160,7 +160,7 @@ class Device:
         self.driver.call("cuDevicePrimaryCtxRelease", self.number)
 
 
-def device_number(driver: Driver, index: int) -> int:
+def device_number(driver: CudaDriver, index: int) -> int:
     """The driver's number of a device that can map memory. Raises ValueError, DriverUnavailable, DriverError."""
     (count,) = driver.call("cuDeviceGetCount")
     if not 0 <= index < count:
@@ -172,12 +172,12 @@ def device_number(driver: Driver, index: int) -> int:
     return number
 
 
-def recommended_granule(driver: Driver, number: int) -> int:
+def recommended_granule(driver: CudaDriver, number: int) -> int:
     """What the device best maps multiples of, in bytes, by cuMemGetAllocationGranularity: 2 MiB on every chip so far."""
     return driver.call("cuMemGetAllocationGranularity", number, _RECOMMENDED)[0]
 
 
-def uses_host_pointers(driver: Driver, index: int) -> bool:
+def uses_host_pointers(driver: CudaDriver, index: int) -> bool:
     """Whether kernels of the device reach locked host memory at the host's own addresses. `index` counts as torch does.
 
     Raises DriverError.

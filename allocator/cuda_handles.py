@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .cuda_driver import Device
+from .cuda_driver import CudaDevice
 from .errors import DriverError
 
 _KEPT_FAILURES = 64
@@ -29,7 +29,7 @@ class HandlePool:
     otherwise.
     """
 
-    def __init__(self, device: Device, extent_bytes: int, limit: int) -> None:
+    def __init__(self, device: CudaDevice, extent_bytes: int, limit: int) -> None:
         self._taken = 0
         self._device = device
         self._extent_bytes = extent_bytes

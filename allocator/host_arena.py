@@ -30,7 +30,7 @@ from typing import Any
 from ..monitor.host_memory import free_host_bytes
 from .arena import NoPreparedExtents, extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
-from .lease_record import Bounds
+from .lease_record import HeldBounds
 
 _LINUX = sys.platform == "linux"
 _LARGE_POOL_GRANULES = 512  # extents are a 32nd of a pool: 16 granules, so that rounding to whole ones wastes little
@@ -116,9 +116,9 @@ class HostArena(NoPreparedExtents):
         return len(self._mapped) * self._extent_bytes
 
     @property
-    def held(self) -> Bounds:
+    def held(self) -> HeldBounds:
         """What is mapped, and nothing else."""
-        return Bounds(self.mapped_bytes, self.mapped_bytes)
+        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> memoryview:

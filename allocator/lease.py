@@ -42,7 +42,7 @@ from .errors import (
     ProtocolMismatch,
     ProtocolViolation,
 )
-from .lease_record import RecordWriter
+from .lease_record import LeaseRecordWriter
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # looking for a successor; it waits longer than this for those who come back
 _REFUSED_RETRY_S = 5.0
@@ -98,7 +98,7 @@ class Denied:
     error: LeaseRefused
 
 
-_Order: TypeAlias = wire.Grant | wire.Recall | wire.Withdraw | wire.Limit
+_Order: TypeAlias = wire.GrantMessage | wire.RecallMessage | wire.WithdrawMessage | wire.LimitMessage
 Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
 
 _of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -115,7 +115,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 class Lease:
     """One lease of one device. Made by `register`; every call but `close` and the attributes raises LeaseClosed afterwards."""
 
-    def __init__(self, path: Path, request: wire.Register, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, request: wire.RegisterMessage, clock: Callable[[], float]) -> None:
         """For `register`."""
         self._path, self._request, self._clock = path, request, clock
         self._lock = threading.RLock()
@@ -130,11 +130,11 @@ class Lease:
         self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
         self._refusal: str | None = None  # why the last broker did not want the lease
         self._answer_by = 0.0
-        self._record: RecordWriter | None = None
+        self._record: LeaseRecordWriter | None = None
         self._lower = self._upper = request.held_bytes
-        self._report: wire.Report | None = None
+        self._report: wire.ReportMessage | None = None
         self._protocol = wire.PROTOCOL  # the version to speak with the next broker
-        self._newest: _Order = wire.Grant(-1, wire.Generation(0, 0), 0)  # the last order that counted
+        self._newest: _Order = wire.GrantMessage(-1, wire.OrderGeneration(0, 0), 0)  # the last order that counted
         self._granted = request.held_bytes
         self._max_bytes = request.max_bytes
         self._recall: Recalled | None = None
@@ -178,7 +178,7 @@ class Lease:
         """
         if max_bytes is not None and max_bytes < max(1, min_bytes):
             raise InvalidLease(f"max_bytes ({max_bytes:,}) must be at least 1 and not below min_bytes ({min_bytes:,})")
-        request = wire.Register(
+        request = wire.RegisterMessage(
             name, device_uuid, min_bytes, max_bytes, float(weight), priority, granule_bytes, held_bytes
         )
         try:
@@ -193,7 +193,7 @@ class Lease:
                 lease._connect(deadline)
                 assert lease._channel is not None
                 try:
-                    lease._admitted(lease._channel.wait(deadline, wire.Registered))
+                    lease._admitted(lease._channel.wait(deadline, wire.RegisteredMessage))
                 except ProtocolMismatch as error:
                     if not lease._speaks_older(error):
                         raise
@@ -251,7 +251,7 @@ class Lease:
         return self._closed
 
     @property
-    def generation(self) -> wire.Generation:
+    def generation(self) -> wire.OrderGeneration:
         """Of the newest order that was seen."""
         assert self._newest.generation is not None, "one without does not become the newest"
         return self._newest.generation
@@ -287,7 +287,7 @@ class Lease:
         """
         with self._lock:
             self._check_open()
-            report = wire.Report(dict(held), free_bytes)
+            report = wire.ReportMessage(dict(held), free_bytes)
             try:
                 wire.to_frame(report)
             except ProtocolViolation as error:
@@ -302,7 +302,7 @@ class Lease:
         """The engine could use `target_bytes` in all; the last ask counts, until it expires. Nothing without a broker."""
         with self._lock:
             self._check_open()
-            self._send(wire.Ask(target_bytes, wire.milliseconds(expires_s)))
+            self._send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s)))
 
     def lower_min(self, min_bytes: int) -> None:
         """No more than `min_bytes` are needed at least. Raises InvalidLease for more than was promised."""
@@ -311,7 +311,7 @@ class Lease:
             if min_bytes > self._request.min_bytes:
                 raise InvalidLease(f"the min of {self.name!r} is {self._request.min_bytes:,} bytes, not {min_bytes:,}")
             self._request = replace(self._request, min_bytes=min_bytes)
-            self._send(wire.LowerMin(min_bytes))
+            self._send(wire.LowerMinMessage(min_bytes))
 
     def answer_unmapped(self, keep_bytes: int) -> None:
         """No more than `keep_bytes` are held, nor will be without a new grant. The answer to a recall, or of one's own will.
@@ -326,14 +326,14 @@ class Lease:
             self._granted = min(self._granted, max(keep_bytes, self._request.min_bytes))
             if self._recall is not None and self._granted <= self._recall.target_bytes:
                 self._recall = None
-            self._send(wire.Unmapped(keep_bytes, self.generation))
+            self._send(wire.UnmappedMessage(keep_bytes, self.generation))
 
     def close(self) -> None:
         """End the lease. Unmap before. A thread in `wait` gets LeaseClosed. Idempotent."""
         with self._lock:
             if self._closed:
                 return
-            self._send(wire.Release())
+            self._send(wire.ReleaseMessage())
             self._closed, self._granted, self._recall = True, 0, None
             if self._waiters:
                 os.eventfd_write(self._wake, 1)  # the last one who waits tidies up
@@ -415,28 +415,28 @@ class Lease:
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
         self._channel.send(replace(self._request, held_bytes=self._upper))
 
-    def _admitted(self, message: wire.Registered) -> None:
+    def _admitted(self, message: wire.RegisteredMessage) -> None:
         assert self._channel is not None
         try:
-            record = RecordWriter(self._channel.take_fd())
+            record = LeaseRecordWriter(self._channel.take_fd())
         except (OSError, ValueError) as error:
             raise ProtocolViolation(f"the broker sent no record of a lease: {error}") from error
         record.set(self._lower, self._upper)
         self._record, self._registered, self._retry_s, self._refusal = record, True, _FIRST_RETRY_S, None
-        self._newest = wire.Grant(message.lease_id, message.generation, message.granted_bytes)
+        self._newest = wire.GrantMessage(message.lease_id, message.generation, message.granted_bytes)
         self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
 
     def _take_in(self, message: wire.Message) -> Event | None:
         """Let a message count. Raises ProtocolViolation for what no broker says."""
         match message:
-            case wire.Registered() if not self._registered:
+            case wire.RegisteredMessage() if not self._registered:
                 self._admitted(message)
                 if self._report is not None:
                     self._send(self._report)
                 return Rejoined(self._granted)
-            case wire.Grant() | wire.Recall() | wire.Withdraw() | wire.Limit():
+            case wire.GrantMessage() | wire.RecallMessage() | wire.WithdrawMessage() | wire.LimitMessage():
                 return self._obey(message) if self._is_news(message) else None
-            case wire.Refused():
+            case wire.RefusedMessage():
                 error = wire.error_of(message)
                 if not self._registered:
                     raise error
@@ -447,16 +447,16 @@ class Lease:
     def _obey(self, order: _Order) -> Event:
         """Let an order count that is news."""
         match order:
-            case wire.Grant(_, _, granted_bytes):
+            case wire.GrantMessage(_, _, granted_bytes):
                 self._granted = granted_bytes
                 return Granted(granted_bytes)
-            case wire.Recall(_, _, target_bytes, deadline_ms):
+            case wire.RecallMessage(_, _, target_bytes, deadline_ms):
                 self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
                 return self._recall
-            case wire.Withdraw():
+            case wire.WithdrawMessage():
                 self._recall = None
                 return Withdrawn()
-            case wire.Limit(_, max_bytes):
+            case wire.LimitMessage(_, max_bytes):
                 self._max_bytes = max_bytes
                 return Limited(max_bytes)
 

@@ -48,18 +48,18 @@ class Sums(NamedTuple):
         return max(0, self.upper_rises - self.upper_falls)
 
 
-class Bounds(NamedTuple):
+class HeldBounds(NamedTuple):
     """At least `lower_bytes` and at most `upper_bytes` are held."""
 
     lower_bytes: int
     upper_bytes: int
 
 
-def bounds_between(before: Sums, after: Sums) -> Bounds:
+def bounds_between(before: Sums, after: Sums) -> HeldBounds:
     """What held at every instant between two readings of the sums; never negative, lower at most upper."""
     upper = max(0, after.upper_rises - before.upper_falls)
     lower = max(0, before.lower_rises - after.lower_falls)
-    return Bounds(min(lower, upper), upper)
+    return HeldBounds(min(lower, upper), upper)
 
 
 class RecordOwner:
@@ -93,7 +93,7 @@ class RecordOwner:
         return fd
 
 
-class RecordWriter:
+class LeaseRecordWriter:
     """The engine's end. Not thread-safe; `Lease` has a lock."""
 
     def __init__(self, fd: int) -> None:

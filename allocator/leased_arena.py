@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from .arena import Arena
 from .errors import DriverError
 from .lease import Lease
-from .lease_record import Bounds
+from .lease_record import HeldBounds
 
 
 class LeasedArena:
@@ -46,7 +46,7 @@ class LeasedArena:
         return self._arena.mapped_bytes
 
     @property
-    def held(self) -> Bounds:
+    def held(self) -> HeldBounds:
         """As the arena says. From now on the lease counts that: what came or went in the background since the last call."""
         with self._lock:
             self._count(self._arena.held)
@@ -93,13 +93,13 @@ class LeasedArena:
             least, most = self._arena.held
             mapped_bytes, extent_bytes = self.mapped_bytes, self.extent_bytes
             least = min(least, max(0, mapped_bytes - going * extent_bytes))  # what is ready may go too
-            self._count(Bounds(least, max(most, mapped_bytes + coming * extent_bytes)))
+            self._count(HeldBounds(least, max(most, mapped_bytes + coming * extent_bytes)))
             try:
                 yield
             finally:
                 self._count(self._arena.held)
 
-    def _count(self, held: Bounds) -> None:
+    def _count(self, held: HeldBounds) -> None:
         """Move the lease's bounds by as much as the arena's."""
         if held != (before := self._counted):
             self._lease.shift(held.lower_bytes - before.lower_bytes, held.upper_bytes - before.upper_bytes)

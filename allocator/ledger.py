@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 from ..monitor.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from .lease_record import Bounds
+from .lease_record import HeldBounds
 from .policy import (
     Ceiling,
-    Demand,
-    DeviceState,
     Grant,
+    LeaseDemand,
+    LeaseState,
     Order,
     PendingRecall,
     Ready,
     Recall,
-    Reservation,
+    ReservedBytes,
     Rules,
-    Tenant,
+    SharedDevice,
     Withdraw,
     decide,
 )
@@ -39,7 +39,7 @@ _UNAWARE_NS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LeaseTerms:
     """What a lease was registered with."""
 
     name: str
@@ -73,14 +73,14 @@ class Ledger:
 
     def __init__(self, rules: Rules, capacity_bytes: int) -> None:
         """`capacity_bytes` as measured."""
-        self.state = DeviceState(rules, capacity_bytes)
+        self.state = SharedDevice(rules, capacity_bytes)
         self._measured_ns = 0
         self._previous_foreign: int | None = None  # what the last measurement alone said at least
         self._reaping: dict[int, _Reaping] = {}
 
     # ---- what engines and people say ------------------------------------------------------------
 
-    def register(self, lease_id: int, terms: Terms, held_bytes: int) -> Tenant:
+    def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
         """A new lease that is granted what it holds already, as far as the device has it; `settle` grants it more.
 
         Raises InvalidLease, MinimumsExceedCapacity; then nothing has changed.
@@ -94,7 +94,7 @@ class Ledger:
             )
         others = sum(tenant.granted_bytes for tenant in self.state.living())
         held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # whatever it says
-        tenant = Tenant(
+        tenant = LeaseState(
             lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
             registered_max_bytes=terms.max_bytes,
             granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
@@ -105,7 +105,7 @@ class Ledger:
 
     def ask(self, lease_id: int, target_bytes: int, expires_ns: int) -> None:
         """The lease could use so much in all, until then."""
-        self.state.tenants[lease_id].demand = Demand(target_bytes, expires_ns)
+        self.state.tenants[lease_id].demand = LeaseDemand(target_bytes, expires_ns)
 
     def report(self, lease_id: int, free_bytes: int) -> None:
         """So much lies free in the lease's pool."""
@@ -180,7 +180,7 @@ class Ledger:
             )
         if not state.reservations:
             state.base_bytes = state.foreign_bytes
-        state.reservations[reservation_id] = Reservation(reservation_id, num_bytes)
+        state.reservations[reservation_id] = ReservedBytes(reservation_id, num_bytes)
 
     def unreserve(self, reservation_id: int) -> None:
         """The reservation is over; what was taken in it is foreign memory. Idempotent."""
@@ -210,12 +210,12 @@ class Ledger:
 
     # ---- what is measured -----------------------------------------------------------------------
 
-    def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, Bounds], at_ns: int) -> None:
+    def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, HeldBounds], at_ns: int) -> None:
         """The device was measured at `at_ns`, and each lease held what its bounds say at that instant."""
         state = self.state
         state.capacity_bytes, state.used_bytes = capacity_bytes, capacity_bytes - free_bytes
         for tenant in state.tenants.values():
-            bound = bounds.get(tenant.lease_id, Bounds(0, tenant.granted_bytes))
+            bound = bounds.get(tenant.lease_id, HeldBounds(0, tenant.granted_bytes))
             # More than it was granted is no engine's: it is counted with the strangers, so that it is counted.
             tenant.upper_bytes = min(bound.upper_bytes, tenant.granted_bytes)
             tenant.lower_bytes = min(bound.lower_bytes, tenant.upper_bytes)
@@ -271,7 +271,7 @@ class Ledger:
             case Ready(reservation_id):
                 self.state.reservations[reservation_id].ready = True
 
-    def _check_minimums(self, terms: Terms) -> None:
+    def _check_minimums(self, terms: LeaseTerms) -> None:
         state = self.state
         promised = sum(tenant.min_bytes for tenant in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes

@@ -46,7 +46,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class LeaseDemand:
     """What a lease asked for."""
 
     target_bytes: int  # in all
@@ -72,7 +72,7 @@ class PendingRecall:
 
 
 @dataclass(slots=True)
-class Tenant:
+class LeaseState:
     """One lease. Changed by `Ledger` alone."""
 
     lease_id: int
@@ -88,7 +88,7 @@ class Tenant:
     free_bytes: int = 0  # of these, free in its pool
     lower_bytes: int = 0  # what it held when the device was measured last: at least,
     upper_bytes: int = 0  # and at most
-    demand: Demand | None = None
+    demand: LeaseDemand | None = None
     ceiling: Ceiling | None = None
     recalls: tuple[PendingRecall, ...] = ()  # ever lower targets, each with its own deadline
     gave_for_growth_ns: int | None = None  # when something was recalled last so that another may grow
@@ -110,7 +110,7 @@ class Tenant:
 
 
 @dataclass(slots=True)
-class Reservation:
+class ReservedBytes:
     """Bytes kept free for a stranger who will come."""
 
     reservation_id: int
@@ -119,7 +119,7 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class DeviceState:
+class SharedDevice:
     """One device. Changed by `Ledger` alone.
 
     `used_bytes` is None until the device was measured. `foreign_bytes` is what the last two measurements agree on;
@@ -131,8 +131,8 @@ class DeviceState:
     used_bytes: int | None = None
     foreign_bytes: int = 0
     peaks: Sequence[tuple[int, int]] = ()
-    tenants: dict[int, Tenant] = field(default_factory=dict)
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    tenants: dict[int, LeaseState] = field(default_factory=dict)
+    reservations: dict[int, ReservedBytes] = field(default_factory=dict)
     base_bytes: int = 0  # foreign memory that the reservations are not for
 
     @property
@@ -146,7 +146,7 @@ class DeviceState:
         assert self.used_bytes is not None
         return max(0, self.used_bytes - sum(tenant.lower_bytes for tenant in self.living()))
 
-    def living(self) -> list[Tenant]:
+    def living(self) -> list[LeaseState]:
         """The leases that have not ended."""
         return [tenant for tenant in self.tenants.values() if not tenant.ended]
 
@@ -213,7 +213,7 @@ class Ready:
 Order: TypeAlias = Grant | Recall | Withdraw | Ready
 
 
-def decide(state: DeviceState, now_ns: int) -> tuple[Order, ...]:
+def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
     """What to do now; nothing while the device is not measured. Read-only.
 
     A lease with a pending recall gets nothing. One whose recall is overdue counts as immovable: the others are served
@@ -233,7 +233,7 @@ def decide(state: DeviceState, now_ns: int) -> tuple[Order, ...]:
     )
 
 
-def fair_targets(state: DeviceState, now_ns: int) -> dict[int, int]:
+def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
     """What each movable lease should have: its share, on the grid of whole granules from where it stands.
 
     What rounding down leaves goes, a granule each, to those who could use it, the least served first. So the targets
@@ -255,7 +255,7 @@ def fair_targets(state: DeviceState, now_ns: int) -> dict[int, int]:
     return targets
 
 
-def _shares(state: DeviceState, movable: list[Tenant], could_use: dict[int, int], now_ns: int) -> dict[int, int]:
+def _shares(state: SharedDevice, movable: list[LeaseState], could_use: dict[int, int], now_ns: int) -> dict[int, int]:
     """The bytes that each movable lease should have, to the byte: never less than its minimum."""
     shares = {tenant.lease_id: tenant.min_bytes for tenant in movable}
     left = _available(state, now_ns) - sum(shares.values())
@@ -286,12 +286,12 @@ def water_fill(amount: int, caps: Sequence[int], weights: Sequence[float]) -> li
 # ---- what there is, and what is wanted ----------------------------------------------------------
 
 
-def _movable(state: DeviceState, now_ns: int) -> list[Tenant]:
+def _movable(state: SharedDevice, now_ns: int) -> list[LeaseState]:
     """The leases that orders may go to: neither ended nor overdue."""
     return [tenant for tenant in state.living() if not tenant.overdue(now_ns)]
 
 
-def _below_low_mark(state: DeviceState, foreign_bytes: int, now_ns: int) -> int:
+def _below_low_mark(state: SharedDevice, foreign_bytes: int, now_ns: int) -> int:
     """What movable leases may hold with strangers at `foreign_bytes` before the headroom is touched.
 
     What ended leases have not given back is on its way: nobody is recalled for it, and what is granted waits for it.
@@ -300,13 +300,13 @@ def _below_low_mark(state: DeviceState, foreign_bytes: int, now_ns: int) -> int:
     return state.capacity_bytes - state.rules.headroom_bytes - state.off_the_top(foreign_bytes) - overdue
 
 
-def _available(state: DeviceState, now_ns: int) -> int:
+def _available(state: SharedDevice, now_ns: int) -> int:
     """What movable leases may hold in the long run: up to the high mark, strangers at their peak."""
     foreign = max(state.foreign_bytes, state.peak_bytes(now_ns))
     return _below_low_mark(state, foreign, now_ns) - state.rules.band_bytes
 
 
-def _could_use(state: DeviceState, tenant: Tenant, now_ns: int) -> int:
+def _could_use(state: SharedDevice, tenant: LeaseState, now_ns: int) -> int:
     """What a lease has in use or asks for, reached from its grant by whole granules; its minimum at least."""
     most = state.capacity_bytes if tenant.max_bytes is None else tenant.max_bytes
     if tenant.ceiling is not None and tenant.ceiling.until_ns > now_ns:
@@ -321,7 +321,7 @@ def _could_use(state: DeviceState, tenant: Tenant, now_ns: int) -> int:
     return max(tenant.min_bytes, wanted)
 
 
-def _order_of_growth(tenant: Tenant, has_bytes: int) -> tuple[int, float, int]:
+def _order_of_growth(tenant: LeaseState, has_bytes: int) -> tuple[int, float, int]:
     """Higher priority first, then the least served by weight, then the oldest."""
     return tenant.priority, (has_bytes - tenant.min_bytes) / tenant.weight, tenant.lease_id
 
@@ -329,7 +329,7 @@ def _order_of_growth(tenant: Tenant, has_bytes: int) -> tuple[int, float, int]:
 # ---- orders -------------------------------------------------------------------------------------
 
 
-def _ready(state: DeviceState) -> Iterable[Ready]:
+def _ready(state: SharedDevice) -> Iterable[Ready]:
     """Those for which there is room, in the order in which they came: a small one does not pass a big one."""
     left = state.capacity_bytes - state.rules.headroom_bytes - state.promised_bytes
     reserved = sum(reservation.num_bytes for reservation in state.reservations.values() if reservation.ready)
@@ -341,7 +341,7 @@ def _ready(state: DeviceState) -> Iterable[Ready]:
             yield Ready(reservation.reservation_id)
 
 
-def _grants(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
+def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
     """First what is missing to minimums, then growth up to the targets, each from the room there is."""
     takers = [tenant for tenant in _movable(state, now_ns) if not tenant.recalls]
     granted = {tenant.lease_id: tenant.granted_bytes for tenant in takers}
@@ -363,7 +363,7 @@ def _grants(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterabl
             yield Grant(tenant.lease_id, total, total - tenant.granted_bytes)
 
 
-def _recalls(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterable[Recall]:
+def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Recall]:
     """What must come back, from those above their targets."""
     movable = _movable(state, now_ns)
     expected = sum(tenant.expected_bytes for tenant in movable)
@@ -393,7 +393,7 @@ def _recalls(state: DeviceState, targets: dict[int, int], now_ns: int) -> Iterab
             yield _recall(state, tenant, more[tenant.lease_id], for_growth=True)
 
 
-def _withdrawals(state: DeviceState, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
+def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
     """For those who kept what was recalled, when there is room for it and nobody waits for more than he has."""
     overdue = [tenant for tenant in state.living() if tenant.overdue(now_ns)]
     if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
@@ -409,14 +409,14 @@ def _withdrawals(state: DeviceState, grants: Iterable[Grant], now_ns: int) -> It
             yield Withdraw(tenant.lease_id)
 
 
-def _take(tenants: Iterable[Tenant], surplus: dict[int, int], needed: int) -> dict[int, int]:
+def _take(tenants: Iterable[LeaseState], surplus: dict[int, int], needed: int) -> dict[int, int]:
     """How much of each lease's surplus to take for `needed` bytes, in whole granules or all of it.
 
     What lies free in a pool, or was never mapped, goes first; then what lower priorities have in use.
     """
     taken: dict[int, int] = {}
 
-    def take(tenant: Tenant, at_most: int) -> None:
+    def take(tenant: LeaseState, at_most: int) -> None:
         nonlocal needed
         already = taken.get(tenant.lease_id, 0)
         wanted = min(at_most - already, needed)
@@ -435,18 +435,18 @@ def _take(tenants: Iterable[Tenant], surplus: dict[int, int], needed: int) -> di
     return taken
 
 
-def _hoarded(tenant: Tenant) -> int:
+def _hoarded(tenant: LeaseState) -> int:
     """What a lease was granted, above its minimum, and does not have in use."""
     return max(0, tenant.expected_bytes - max(tenant.min_bytes, tenant.in_use_bytes))
 
 
-def _recall(state: DeviceState, tenant: Tenant, num_bytes: int, *, for_growth: bool) -> Recall:
+def _recall(state: SharedDevice, tenant: LeaseState, num_bytes: int, *, for_growth: bool) -> Recall:
     return Recall(
         tenant.lease_id, tenant.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth
     )
 
 
-def _rested(tenant: Tenant, rest_s: float, now_ns: int) -> bool:
+def _rested(tenant: LeaseState, rest_s: float, now_ns: int) -> bool:
     return tenant.gave_for_growth_ns is None or now_ns - tenant.gave_for_growth_ns >= rest_s * 1e9
 
 

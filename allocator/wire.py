@@ -51,7 +51,7 @@ MAX_CLASSES = 8  # kinds of memory that an engine tells apart
 _LENGTH = struct.Struct(">I")
 
 
-class Generation(NamedTuple):
+class OrderGeneration(NamedTuple):
     """Of an order: larger within an epoch is newer; another epoch is another broker."""
 
     epoch: int
@@ -101,10 +101,10 @@ def _classes(name: str, value: object) -> Mapping[str, int]:
     return {_CLASS(f"a key of {name}", key): _AMOUNT(f"{name}.{key}", amount) for key, amount in value.items()}
 
 
-def _generation(name: str, value: object) -> Generation:
+def _generation(name: str, value: object) -> OrderGeneration:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise _wrong(name, "a pair of whole numbers", value)
-    return Generation(_COUNT(f"{name}[0]", value[0]), _COUNT(f"{name}[1]", value[1]))
+    return OrderGeneration(_COUNT(f"{name}[0]", value[0]), _COUNT(f"{name}[1]", value[1]))
 
 
 def _optional(read: _Read[T]) -> _Read[T | None]:
@@ -125,22 +125,22 @@ Sentence = Annotated[str, _text(MAX_SENTENCE)]
 Weight = Annotated[float, _number(0.001, 1000)]
 Priority = Annotated[int, _whole(-1000, 1000)]
 Classes = Annotated[Mapping[str, int], _classes]
-Order = Annotated[Generation, _generation]
-MaybeOrder = Annotated[Generation | None, _generation]  # None: the key is left out
+Order = Annotated[OrderGeneration, _generation]
+MaybeOrder = Annotated[OrderGeneration | None, _generation]  # None: the key is left out
 
 
 # ---- from the client ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class HelloMessage:
     """The first frame of a client."""
 
     protocol: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class RegisterMessage:
     """A lease for this process. `max_bytes` None: as much as the device has. A lower `priority` goes first, as with requests.
 
     `held_bytes`: what the process holds already, as after its broker died.
@@ -157,7 +157,7 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskMessage:
     """The engine could use `target_bytes` in all. It counts as demand until it expires or the next ask comes."""
 
     target_bytes: Bytes
@@ -165,7 +165,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportMessage:
     """What the engine holds by class, and how much of it lies free in its pool."""
 
     held: Classes
@@ -173,7 +173,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmapped:
+class UnmappedMessage:
     """The engine holds `held_bytes` now and will hold no more without a grant newer than `generation`."""
 
     held_bytes: Bytes
@@ -181,41 +181,41 @@ class Unmapped:
 
 
 @dataclass(frozen=True, slots=True)
-class LowerMin:
+class LowerMinMessage:
     """The engine needs no more than `min_bytes` at least: it is loaded, and took less than it was promised."""
 
     min_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseMessage:
     """The lease ends; the connection may stay."""
 
 
 @dataclass(frozen=True, slots=True)
-class ListLeases:
-    """Answered by a `LeaseView` for each lease, then `Done`."""
+class ListLeasesMessage:
+    """Answered by a `LeaseView` for each lease, then `DoneMessage`."""
 
 
 @dataclass(frozen=True, slots=True)
-class SetLimit:
-    """The engine (name, pid or #number) shall grow no further than `max_bytes`. Answered by `LimitSet`."""
+class SetLimitMessage:
+    """The engine (name, pid or #number) shall grow no further than `max_bytes`. Answered by `LimitSetMessage`."""
 
     engine: Name
     max_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class RecallBytes:
-    """The engine (as in `SetLimit`) shall give `num_bytes` of what it holds back. Answered by `Recalling`."""
+class RecallBytesMessage:
+    """The engine (as in `SetLimitMessage`) shall give `num_bytes` of what it holds back. Answered by `RecallingMessage`."""
 
     engine: Name
     num_bytes: PositiveBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Keep `num_bytes` free for a process that knows no broker, until this connection ends. Answered by `Reserved`."""
+class ReserveMessage:
+    """Keep `num_bytes` free for a process that knows no broker, until this connection ends. Answered by `ReservedMessage`."""
 
     device_uuid: Name
     num_bytes: PositiveBytes
@@ -225,7 +225,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class WelcomeMessage:
     """The first frame of the broker."""
 
     protocol: Count
@@ -234,7 +234,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredMessage:
     """The lease is there; a descriptor of its record comes with this frame. More is granted as it comes free."""
 
     lease_id: Count
@@ -243,7 +243,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantMessage:
     """The engine may hold `granted_bytes` in all from now on."""
 
     lease_id: Count
@@ -252,7 +252,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class RecallMessage:
     """The engine shall be at or under `target_bytes` within `deadline_ms`."""
 
     lease_id: Count
@@ -262,7 +262,7 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class WithdrawMessage:
     """What was recalled nobody needs any more: the engine may keep what it was granted."""
 
     lease_id: Count
@@ -270,7 +270,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LimitMessage:
     """The engine's max is another now. Above it, it admits nothing new and shrinks as its requests end."""
 
     lease_id: Count
@@ -279,7 +279,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedMessage:
     """Nothing was done. `code` says which LeaseRefused it is: see `refusal` and `error_of`."""
 
     code: Name
@@ -310,12 +310,12 @@ class LeaseView:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class DoneMessage:
     """No more rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class LimitSet:
+class LimitSetMessage:
     """The limit holds; `over_bytes` above it are granted still, and come back as the engine's requests end."""
 
     max_bytes: Bytes
@@ -323,7 +323,7 @@ class LimitSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalling:
+class RecallingMessage:
     """The engine was told to be at or under `target_bytes`."""
 
     target_bytes: Bytes
@@ -331,24 +331,47 @@ class Recalling:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class ReservedMessage:
     """The bytes are free now, and nobody who holds a lease will touch them."""
 
     num_bytes: Bytes
 
 
 FromClient = (
-    Hello | Register | Ask | Report | Unmapped | LowerMin | Release | ListLeases | SetLimit | RecallBytes | Reserve
-)  # fmt: skip
+    HelloMessage
+    | RegisterMessage
+    | AskMessage
+    | ReportMessage
+    | UnmappedMessage
+    | LowerMinMessage
+    | ReleaseMessage
+    | ListLeasesMessage
+    | SetLimitMessage
+    | RecallBytesMessage
+    | ReserveMessage
+)
 FromBroker = (
-    Welcome | Registered | Grant | Recall | Withdraw | Limit | Refused | LeaseView | Done | LimitSet | Recalling | Reserved
-)  # fmt: skip
+    WelcomeMessage
+    | RegisteredMessage
+    | GrantMessage
+    | RecallMessage
+    | WithdrawMessage
+    | LimitMessage
+    | RefusedMessage
+    | LeaseView
+    | DoneMessage
+    | LimitSetMessage
+    | RecallingMessage
+    | ReservedMessage
+)
 Message = FromClient | FromBroker
 
 
 def _type_name(kind: type) -> str:
-    """`ListLeases` -> "list_leases"."""
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in kind.__name__).lstrip("_")
+    """`ListLeasesMessage` -> "list_leases"."""
+    return "".join(
+        f"_{letter.lower()}" if letter.isupper() else letter for letter in kind.__name__.removesuffix("Message")
+    ).lstrip("_")
 
 
 _KINDS: dict[str, type] = {_type_name(kind): kind for kind in (*get_args(FromClient), *get_args(FromBroker))}
@@ -421,12 +444,12 @@ _REFUSALS: dict[str, type[LeaseRefused]] = {
 _CODES = {kind: code for code, kind in _REFUSALS.items()}
 
 
-def refusal(error: LeaseRefused) -> Refused:
+def refusal(error: LeaseRefused) -> RefusedMessage:
     """The error as an answer."""
-    return Refused(_CODES.get(type(error), "refused"), str(error)[:MAX_SENTENCE])
+    return RefusedMessage(_CODES.get(type(error), "refused"), str(error)[:MAX_SENTENCE])
 
 
-def error_of(refused: Refused) -> LeaseRefused:
+def error_of(refused: RefusedMessage) -> LeaseRefused:
     """The answer as an error, to be raised."""
     return _REFUSALS.get(refused.code, LeaseRefused)(refused.message)
 

@@ -56,7 +56,7 @@ FOR_THE_RECORD = "AsyncLLM, streamed"
 Outputs = list[tuple[str, list[int]]]  # text and tokens of each prompt
 
 
-class Work:
+class ApiWork:
     """The prompts, and what is asked of each: `new_tokens`, or as many as come to MOST_TOKENS with the prompt.
 
     Raises ValueError for a prompt that leaves no room for an output.
@@ -82,7 +82,7 @@ class Work:
 class Doors:
     """Two engines, and the doors to them by name. Each call of a door is one pass over the work."""
 
-    def __init__(self, work: Work, llm: LLM, loop: asyncio.Runner, scratch: Path) -> None:
+    def __init__(self, work: ApiWork, llm: LLM, loop: asyncio.Runner, scratch: Path) -> None:
         self.work = work
         self.llm = llm
         self.loop = loop
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     with asyncio.Runner() as loop, LLM("demo", **ENGINE) as llm, tempfile.TemporaryDirectory() as scratch:
         try:
-            work = Work(llm, prompts, args.new_tokens, args.seed)
+            work = ApiWork(llm, prompts, args.new_tokens, args.seed)
         except ValueError as error:
             parser.error(str(error))
         doors = Doors(work, llm, loop, Path(scratch))

@@ -43,7 +43,7 @@ TARGETS = {"float32": (1.0, 1e-4), "bfloat16": (None, None)}  # share of tokens,
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedPrompt:
     """A prompt, the tokens that came, and the log-probabilities [vocabulary] that each came from."""
 
     prompt_token_ids: list[int]
@@ -51,7 +51,7 @@ class Served:
     log_probs: list[torch.Tensor]
 
 
-Run = list[Served]
+Run = list[ServedPrompt]
 
 
 class AlwaysSwap(SwapCost):
@@ -64,7 +64,7 @@ class AlwaysSwap(SwapCost):
         pass
 
 
-class Recorder:
+class LogprobRecorder:
     """A logits processor that keeps the log-probabilities of every token of its request, and changes nothing."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         return scores
 
 
-class Engine:
+class GreedyAdmissionEngine:
     """An engine that seats whatever fits now."""
 
     def __init__(self, model: str, device: str, dtype: str, kv_memory: int | str, **options: Any) -> None:
@@ -96,7 +96,7 @@ class Engine:
 
     def run(self, prompts: Sequence[Any], new_tokens: int) -> Run:
         """Greedy continuations of `prompts`: texts or token ids."""
-        recorders = [Recorder() for _ in prompts]
+        recorders = [LogprobRecorder() for _ in prompts]
         params = [
             SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, logits_processors=[recorder])
             for recorder in recorders
@@ -104,7 +104,7 @@ class Engine:
         outputs = self.llm.generate(list(prompts), params, progress=False)
         assert all(len(output.token_ids) == new_tokens for output in outputs), [output.error for output in outputs]
         return [
-            Served(output.prompt_token_ids, output.token_ids, recorder.log_probs)
+            ServedPrompt(output.prompt_token_ids, output.token_ids, recorder.log_probs)
             for output, recorder in zip(outputs, recorders, strict=True)
         ]
 
@@ -137,7 +137,7 @@ def differences(run: Run, right: Run) -> tuple[list[float], list[float]]:
 def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: int) -> tuple[Run, dict[str, Run]]:
     """What is right, and what each way of being served gives. Raises RuntimeError where a way did not come about."""
     bare: dict[str, Any] = {"prefix_caching": False}
-    engine = Engine(model, device, dtype, "256MiB", max_seqs=1, **bare)
+    engine = GreedyAdmissionEngine(model, device, dtype, "256MiB", max_seqs=1, **bare)
     with engine.llm:
         right, block_bytes = engine.run(texts(num, seed), new_tokens), engine.block_bytes
     prompts = [one.prompt_token_ids for one in right]
@@ -145,7 +145,7 @@ def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: i
     room, little = (block_bytes * (1 + n) for n in (2 * sum(each), max(max(each), int(SHARE * sum(each)))))
 
     def served(kv_memory: int, shows: str, before: Sequence[list[int]] = (), **options: Any) -> Run:
-        engine = Engine(model, device, dtype, kv_memory, **options)
+        engine = GreedyAdmissionEngine(model, device, dtype, kv_memory, **options)
         with engine.llm:
             if before:
                 engine.run(before, 1)

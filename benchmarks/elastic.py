@@ -69,7 +69,7 @@ POOLS = ("fixed", "elastic")
 Samples = list[float]
 
 
-class Engine:
+class EngineProcess:
     """An engine's process. `call` runs a method of its `Rig`."""
 
     def __init__(self, worker: Worker, socket: Path, moved_bytes: int) -> None:
@@ -105,7 +105,7 @@ class Engine:
         time.sleep(0.02)  # the broker has greeted
         try:
             began = time.perf_counter()
-            channel.send(wire.RecallBytes(self.first["name"], num_bytes))
+            channel.send(wire.RecallBytesMessage(self.first["name"], num_bytes))
             while (resident := self.resident_bytes) > target:
                 if time.perf_counter() - began > DEADLINE_S:
                     raise TimeoutError(
@@ -113,28 +113,28 @@ class Engine:
                     )
                 time.sleep(LOOK_S)
             took = time.perf_counter() - began
-            channel.wait(time.monotonic() + DEADLINE_S, wire.Recalling)
+            channel.wait(time.monotonic() + DEADLINE_S, wire.RecallingMessage)
             return began, took
         finally:
             channel.close()
 
 
 @contextmanager
-def engine(device: PrivateDevice, moved_bytes: int, max_bytes: int, **arguments: Any) -> Iterator[Engine]:
+def engine(device: PrivateDevice, moved_bytes: int, max_bytes: int, **arguments: Any) -> Iterator[EngineProcess]:
     """A process with an engine whose pool is at most so large."""
     arguments = {"max_bytes": max_bytes, "min_bytes": moved_bytes // 16, **arguments}
     with Worker(elastic_engine.serve, arguments, core=0) as worker:
-        yield Engine(worker, device.socket, moved_bytes)
+        yield EngineProcess(worker, device.socket, moved_bytes)
 
 
-def bare_seconds(rig: Engine, kind: str) -> float:
+def bare_seconds(rig: EngineProcess, kind: str) -> float:
     """The bare cost of what a recall of this kind does."""
     copied = rig.moved_extents * rig.first["blocks_per_extent"] // 2 if kind == "half" else 0
     cost = rig.call("bare", rig.moved_extents, copied)
     return float(cost["copy"] + cost["unmap"])
 
 
-def shape(rig: Engine, kind: str) -> None:
+def shape(rig: EngineProcess, kind: str) -> None:
     """The pool at its largest: 5/4 of what is recalled of it, or 9/4 where half of each extent stays live."""
     rig.call("forget")
     if kind == "free":
@@ -145,7 +145,7 @@ def shape(rig: Engine, kind: str) -> None:
         rig.call("clear")
 
 
-def idle_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples]:
+def idle_recalls(rig: EngineProcess, kind: str, rounds: int) -> tuple[Samples, Samples]:
     """(seconds of each recall, bare seconds beside it); nobody makes steps."""
     took, bare = [], []
     for _ in range(rounds):
@@ -157,7 +157,7 @@ def idle_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples]
     return took, bare
 
 
-def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples, Samples, Samples]:
+def busy_recalls(rig: EngineProcess, kind: str, rounds: int) -> tuple[Samples, Samples, Samples, Samples]:
     """As `idle_recalls` under decode, and the seconds of the steps within a recall and of the others."""
     took, bare, within, outside = Samples(), Samples(), Samples(), Samples()
     for _ in range(rounds):
@@ -178,7 +178,7 @@ def busy_recalls(rig: Engine, kind: str, rounds: int) -> tuple[Samples, Samples,
     return took, bare, within, outside
 
 
-def growths(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
+def growths(rig: EngineProcess, rounds: int) -> tuple[Samples, Samples]:
     """(seconds in which an idle engine takes 1 GiB that it is granted, bare seconds of mapping as much)."""
     rig.call("resize_to", rig.first["most_extents"])
     took, bare = [], []
@@ -191,7 +191,7 @@ def growths(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
     return took, bare
 
 
-def idle_ratios(rig: Engine, rounds: int) -> tuple[Samples, Samples]:
+def idle_ratios(rig: EngineProcess, rounds: int) -> tuple[Samples, Samples]:
     """What an engine that grew by 1 GiB, and has nothing to do any more, holds against what it held before it did:
     (resident sets, extents of the pool against its minimum).
     """
@@ -243,7 +243,7 @@ def ratio(name: str, over: Samples, under: Samples, target: float | None) -> Fig
     return Figure(name, statistics.median(over) / statistics.median(under), "x", target, samples=within)
 
 
-def recall_figures(rig: Engine, kinds: list[str], parts: list[str], rounds: int) -> list[Figure]:
+def recall_figures(rig: EngineProcess, kinds: list[str], parts: list[str], rounds: int) -> list[Figure]:
     figures = []
     for kind in kinds:
         what = KINDS[kind]
@@ -267,7 +267,7 @@ def recall_figures(rig: Engine, kinds: list[str], parts: list[str], rounds: int)
     return figures
 
 
-def growth_figures(rig: Engine, rounds: int) -> list[Figure]:
+def growth_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
     took, bare = growths(rig, rounds)
     return [
         ratio(f"growth by {rig.amount}, idle / bare mapping", took, bare, 1.3),
@@ -275,7 +275,7 @@ def growth_figures(rig: Engine, rounds: int) -> list[Figure]:
     ]  # fmt: skip
 
 
-def idle_figures(rig: Engine, rounds: int) -> list[Figure]:
+def idle_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
     residents, pools = idle_ratios(rig, rounds)
     return [
         median(f"idle memory, resident / before it grew by {rig.amount}", residents, "x", 1.05),

@@ -51,7 +51,7 @@ class Forecast(LengthForecast):
         return ForecastPeak(blocks, float(blocks), 0.0, 0)
 
 
-class Rig:
+class ElasticRig:
     """One engine in its process, with its pool brought into any shape between two measurements."""
 
     def __init__(
@@ -225,7 +225,7 @@ class Rig:
 
 
 def _resize(engine: Engine, num_extents: int) -> float:
-    """See `Rig.resize_to`."""
+    """See `ElasticRig.resize_to`."""
     scheduler = engine.core.scheduler
     missing = num_extents - scheduler.num_extents
     if missing > 0:
@@ -265,7 +265,7 @@ def compare_pools(rounds: int, pool_bytes: int, new_tokens: int) -> list[tuple[f
         "demo", device="cpu", dtype="float32", kv_memory=pool_bytes, share=False, prefix_caching=False
     ) as fixed:  # fmt: skip
         fix_pool(fixed)
-        rig = Rig(pool_bytes, pool_bytes // 16)
+        rig = ElasticRig(pool_bytes, pool_bytes // 16)
         rig.resize_to(rig.state()["most_extents"])
         with rig.llm as elastic:
 
@@ -306,7 +306,7 @@ def serve_comparison(pipe: Connection, *arguments: Any) -> None:
 def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
     """The process: `(method, positional arguments)` in, what it returned out, until the pipe is closed."""
     torch.set_num_threads(1)
-    rig = Rig(**arguments)
+    rig = ElasticRig(**arguments)
     with rig.llm:
         pipe.send(rig.state())
         while True:

@@ -35,8 +35,8 @@ from typing import Any, Literal
 
 from benchmarks.arguments import above_0, add_data, whole
 from benchmarks.figures import Figure, report
-from benchmarks.goodput_engine import Job, Served, Told, serve
-from benchmarks.goodput_load import Arrival, load
+from benchmarks.goodput_engine import Job, ServedRequest, Told, serve
+from benchmarks.goodput_load import LoadArrival, load
 from benchmarks.processes import Worker
 from pagetide.allocator.policy import Rules
 from pagetide.monitor.units import GIB, MIB
@@ -73,7 +73,7 @@ class Round:
     outputs: Outputs
 
 
-def run(arrangement: str, arrivals: Sequence[list[Arrival]], seconds: float, step_s: float, seed: int) -> Round:
+def run(arrangement: str, arrivals: Sequence[list[LoadArrival]], seconds: float, step_s: float, seed: int) -> Round:
     """One arrangement, from the start of both engines to their last token."""
     with ExitStack() as stack:
         if arrangement == "pagetide":
@@ -92,7 +92,7 @@ def run(arrangement: str, arrivals: Sequence[list[Arrival]], seconds: float, ste
     return _summed(told, seconds)
 
 
-def _job(arrangement: str, arrivals: list[Arrival], step_s: float, seed: int) -> Job:
+def _job(arrangement: str, arrivals: list[LoadArrival], step_s: float, seed: int) -> Job:
     pools: dict[str, Any] = {
         "static": POOL_BYTES // 2,
         "pagetide": {"min": LEAST_BYTES, "max": POOL_BYTES},
@@ -139,15 +139,15 @@ def _summed(told: list[Told], seconds: float) -> Round:
     )
 
 
-def _first(one: Served) -> float:
+def _first(one: ServedRequest) -> float:
     return one.token_at[0] - one.due
 
 
-def _between(one: Served) -> list[float]:
+def _between(one: ServedRequest) -> list[float]:
     return [after - before for before, after in zip(one.token_at, one.token_at[1:], strict=False)]
 
 
-def _within(one: Served) -> bool:
+def _within(one: ServedRequest) -> bool:
     return _first(one) <= FIRST_TOKEN_S and percentile(_between(one), 0.95) <= BETWEEN_S
 
 

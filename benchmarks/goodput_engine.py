@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.goodput_load import Arrival
+from benchmarks.goodput_load import LoadArrival
 from benchmarks.stand_ins import output_of
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
@@ -40,7 +40,7 @@ MODULUS = 1 << 23  # a float32 holds whole numbers below it exactly
 class Job:
     """What one engine is to do. A step takes `step_s`, and `token_s` for each token that it computes."""
 
-    arrivals: Sequence[Arrival]
+    arrivals: Sequence[LoadArrival]
     seed: int
     kv_memory: int | dict[str, int]
     share: bool
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """One request as its user saw it; times by time.monotonic, which processes share. Filled as tokens come."""
 
     due: float = 0.0
@@ -62,8 +62,8 @@ class Served:
 class Told:
     """What an engine tells at its end."""
 
-    unloaded: list[Served]
-    served: list[Served]
+    unloaded: list[ServedRequest]
+    served: list[ServedRequest]
     pool: list[tuple[float, int]]  # (time, bytes of KV mapped since then)
     copied_bytes: int  # by compaction
     stats: dict[str, Any]
@@ -78,7 +78,7 @@ def serve(pipe: Connection, job: Job) -> None:
         "demo", device="cpu", dtype="float32", kv_memory=job.kv_memory, share=job.share, idle_s=job.idle_s,
         max_seqs=MAX_SEQS, max_step_tokens=MAX_STEP_TOKENS,
     ) as llm:  # fmt: skip
-        driver = Driver(llm, job)
+        driver = LoadDriver(llm, job)
         lease = llm.stats()["memory"]["lease"]
         pipe.send(None if lease is None else lease["min_bytes"])
         pipe.recv()
@@ -148,13 +148,13 @@ def _sums(step: StepContext) -> np.ndarray:
     return sums
 
 
-class Driver:
+class LoadDriver:
     """Brings requests to an engine when they are due, and writes down when each token came."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm, self._job = llm, job
         self._prompts = _prompts(llm, job.arrivals, job.seed)
-        self._records: dict[str, Served] = {}  # by request id
+        self._records: dict[str, ServedRequest] = {}  # by request id
         self.pool: list[tuple[float, int]] = []
         with llm.locked_engine() as engine:
             core, runner = engine.core, engine.core.runner
@@ -168,7 +168,7 @@ class Driver:
         with self._llm.locked_engine() as engine:
             return engine.core.scheduler.stats.moved_blocks * engine.plan.geometry.block_stride
 
-    def one_by_one(self, count: int) -> list[Served]:
+    def one_by_one(self, count: int) -> list[ServedRequest]:
         """Some requests out of the whole stream, each by itself; the very first twice, since it is slow."""
         count = min(count, len(self._prompts))
         indices = [i * len(self._prompts) // count for i in range(count)]
@@ -180,10 +180,10 @@ class Driver:
             served.append(record)
         return served[1:]
 
-    def replay(self, began: float) -> list[Served]:
+    def replay(self, began: float) -> list[ServedRequest]:
         """All requests, each when it is due, until the last has ended."""
         arrivals = self._job.arrivals
-        served, waiting = list[Served](), deque[Stream]()
+        served, waiting = list[ServedRequest](), deque[Stream]()
         while waiting or len(served) < len(arrivals):
             now = time.monotonic()
             while len(served) < len(arrivals) and began + arrivals[len(served)].at_s <= now:
@@ -197,13 +197,13 @@ class Driver:
                 time.sleep(max(0.0, min(0.005, began + arrivals[len(served)].at_s - time.monotonic())))
         return served
 
-    def _submit(self, index: int, due: float) -> tuple[Stream, Served]:
+    def _submit(self, index: int, due: float) -> tuple[Stream, ServedRequest]:
         params = SamplingParams(
             max_new_tokens=self._job.arrivals[index].output_tokens, temperature=0.0, ignore_eos=True
         )
         stream = self._llm.stream(self._prompts[index], params)
         (request,) = stream.requests
-        record = self._records.setdefault(request.request_id, Served())
+        record = self._records.setdefault(request.request_id, ServedRequest())
         record.due = due
         return stream, record
 
@@ -212,7 +212,7 @@ class Driver:
             emissions = step()
             now = time.monotonic()
             for request_id, token in zip(emissions.request_ids, emissions.tokens, strict=True):
-                record = self._records.setdefault(request_id, Served())
+                record = self._records.setdefault(request_id, ServedRequest())
                 record.token_at.append(now)
                 record.token_ids.append(token)
             return emissions
@@ -242,7 +242,7 @@ def _ended(stream: Stream) -> bool:
     return output is not None
 
 
-def _prompts(llm: LLM, arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
+def _prompts(llm: LLM, arrivals: Sequence[LoadArrival], seed: int) -> list[list[int]]:
     """Pieces of the text that the model has not seen, as long as the trace says."""
     text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
     tokens = [token for passage in text.split("\n%%\n") if passage.strip() for token in llm.tokenize(passage.strip())]

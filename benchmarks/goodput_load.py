@@ -23,7 +23,7 @@ Turn = tuple[float, int, int]  # (share of the trace's time, prompt tokens, outp
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class LoadArrival:
     """One request: when it comes, and its lengths in tokens."""
 
     at_s: float
@@ -31,7 +31,9 @@ class Arrival:
     output_tokens: int
 
 
-def load(folder: Path | None, seconds: float, per_second: float) -> tuple[tuple[list[Arrival], list[Arrival]], str]:
+def load(
+    folder: Path | None, seconds: float, per_second: float
+) -> tuple[tuple[list[LoadArrival], list[LoadArrival]], str]:
     """The arrivals at both engines in `seconds`, `per_second` at each on average; and where they come from.
 
     Without a folder the trace is synthetic. Raises ValueError where the folder has no such trace.
@@ -67,10 +69,10 @@ def _synthetic() -> list[Turn]:
     return sorted(turns)
 
 
-def _compressed(turns: list[Turn], seconds: float, ahead: float) -> list[Arrival]:
+def _compressed(turns: list[Turn], seconds: float, ahead: float) -> list[LoadArrival]:
     """In `seconds`, with lengths that suit the demo model."""
     arrivals = [
-        Arrival(
+        LoadArrival(
             (at - ahead) % 1.0 * seconds,
             min(MOST_PROMPT, max(LEAST_PROMPT, prompt // PROMPT_DIVISOR)),
             min(MOST_OUTPUT, max(LEAST_OUTPUT, output * OUTPUT_FACTOR)),

@@ -42,7 +42,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HitOutcome:
     """What a replay came to."""
 
     hit_ratio: float
@@ -137,7 +137,7 @@ class TwoSegments(ByScore):
         return np.minimum(self._hits[nodes], 1).astype(np.float64)
 
 
-class Frequency(ByScore):
+class LeastFrequent(ByScore):
     """LFU: fewest hits since the block came."""
 
     def scores(self, nodes: Nodes) -> Ranks:
@@ -160,16 +160,18 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": Lru,
     "reuse-density": ReuseDensity,
     "two-segments": TwoSegments,
-    "lfu": Frequency,
+    "lfu": LeastFrequent,
     "lfu-aged": AgedFrequency,
 }
 
 
-def replay(prompts: list[Prompt], block_size: int, num_blocks: int, make: Callable[[int], EvictionPolicy]) -> Outcome:
+def replay(
+    prompts: list[Prompt], block_size: int, num_blocks: int, make: Callable[[int], EvictionPolicy]
+) -> HitOutcome:
     """Serve all of `prompts` from an empty pool."""
     pool = OneAtATime(make, num_blocks, max(len(prompt.blocks) for prompt in prompts))
     hit = sum(pool.serve(prompt.blocks, prompt.tokens % block_size > 0) for prompt in prompts)
-    return Outcome(hit * block_size / sum(prompt.tokens for prompt in prompts), pool.refused, pool.evictions)
+    return HitOutcome(hit * block_size / sum(prompt.tokens for prompt in prompts), pool.refused, pool.evictions)
 
 
 def optimum(prompts: list[Prompt], block_size: int, num_blocks: int) -> float:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
-from benchmarks.replay_clock import GPUS, MODELS, Clock, Roofline
+from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
@@ -62,7 +62,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run took."""
 
     steps: int
@@ -103,14 +103,14 @@ def draw(kind: str, count: int, seed: int) -> Load:
     return Load(prompts, draw_outputs(kind, count, rng))
 
 
-class Stub:
+class PressureStub:
     """The model: knows each request's true end, and nobody else does."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.computed_tokens = 0
         self.seconds = 0.0
-        self._clock = Clock(ROOFLINE, BLOCK_SIZE)
+        self._clock = ReplayClock(ROOFLINE, BLOCK_SIZE)
         self._last = np.zeros(LIMITS.seats, np.int64)  # by row: tokens computed when the stop token is sampled
 
     def execute(self, plan: Plan) -> Result:
@@ -140,9 +140,9 @@ def build(host_slots: int = 0, limits: Limits = LIMITS) -> Scheduler:
     return Scheduler(cache, limits, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))
 
 
-def run(scheduler: Scheduler, load: Load) -> Outcome:
+def run(scheduler: Scheduler, load: Load) -> RunOutcome:
     """Serve all of `load`."""
-    stub, ends, rng = Stub(load), [], np.random.default_rng(0)
+    stub, ends, rng = PressureStub(load), [], np.random.default_rng(0)
     for number, prompt in enumerate(load.prompts.tolist()):
         sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(STOP,))
         tokens = rng.integers(TOKEN, VOCAB, prompt, dtype=np.int32)  # no two begin alike
@@ -157,7 +157,7 @@ def run(scheduler: Scheduler, load: Load) -> Outcome:
     assert len(ends) == len(load.prompts), "a request was lost"
     scheduler.check_invariants()
     often = [end.num_preemptions for end in ends]
-    return Outcome(
+    return RunOutcome(
         steps=steps,
         recomputed_percent=100 * (stub.computed_tokens / load.needed_tokens - 1),
         preemptions=sum(often),
@@ -169,7 +169,7 @@ def run(scheduler: Scheduler, load: Load) -> Outcome:
     )
 
 
-def figures(outcomes: list[Outcome], where: str, targets: dict[str, float]) -> list[Figure]:
+def figures(outcomes: list[RunOutcome], where: str, targets: dict[str, float]) -> list[Figure]:
     """Median and worst of every number of the outcomes."""
     table = []
     for name, field, unit in (
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--requests", type=whole, default=NUM_REQUESTS, help="of a seed (default %(default)s, for which targets are)"
     )
     args = parser.parse_args(argv)
-    outcomes: dict[str, list[Outcome]] = {"no host tier": [], "host tier": []}
+    outcomes: dict[str, list[RunOutcome]] = {"no host tier": [], "host tier": []}
     print("seed                steps  twice %  preemptions  again  most of one  modelled s  out GB  back GB")
     for seed in range(args.seeds):
         for (where, some), slots in zip(outcomes.items(), (0, HOST_SLOTS), strict=True):

@@ -22,7 +22,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RequestBatch:
     """Prompts of a call, as token ids, and what each asks for."""
 
     prompts: list[list[int]]
@@ -57,13 +57,13 @@ class RandomBatches:
         self._constraints = constraints
         self._earlier: list[list[int]] = []
 
-    def draw(self) -> Batch:
+    def draw(self) -> RequestBatch:
         """The next one."""
         rng = self._rng
         count = rng.choice([1, 2, 4, 8, rng.randint(1, self._most), rng.randint(1, self._most)])
         longest = rng.choice([16, 64, 256, 600])
         prompts = [self._prompt(rng.randint(1, longest)) for _ in range(min(count, self._most))]
-        return Batch(prompts, [self._params() for _ in prompts])
+        return RequestBatch(prompts, [self._params() for _ in prompts])
 
     def _prompt(self, length: int) -> list[int]:
         rng = self._rng

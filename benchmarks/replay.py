@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.replay_clock import GPUS, MODELS, Roofline
 from benchmarks.replay_plot import draw, draw_scaling, pyplot
 from benchmarks.replay_report import Slo, figures_of, named, print_table, write
-from benchmarks.replay_run import NOBODY, Settings, Tenant, replay, settings_for
+from benchmarks.replay_run import NOBODY, PoolShare, ReplaySettings, replay, settings_for
 from benchmarks.replay_scaling import LOADS, measure
 from benchmarks.replay_traces import BLOCK_SIZES, FILES, BadTrace, Trace, synthetic
 
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ask", type=whole, metavar="N", help="max_new_tokens of all; default: the longest output's")
     parser.add_argument("--no-cache", action="store_true", help="find no prefixes; there is no host tier then")
     parser.add_argument(
-        "--tenant", type=said(Tenant.parse), metavar="S:SHARE,...", help=f"default: none, and {DEFAULT_TENANT}"
+        "--tenant", type=said(PoolShare.parse), metavar="S:SHARE,...", help=f"default: none, and {DEFAULT_TENANT}"
     )
     parser.add_argument(
         "--host-gb", type=from_0, metavar="GB",
@@ -163,7 +163,7 @@ def load(args: argparse.Namespace) -> Trace:
     return synthetic() if args.trace == "synthetic" else FILES[args.trace](args.data)
 
 
-def adjusted(settings: Settings, args: argparse.Namespace) -> Settings:
+def adjusted(settings: ReplaySettings, args: argparse.Namespace) -> ReplaySettings:
     """With what was given on the command line. Leaves with a sentence where no pool is left."""
     ask = args.ask or settings.ask_tokens
     longest = max(settings.limits.max_model_len, settings.limits.max_model_len - settings.ask_tokens + ask)
@@ -179,11 +179,11 @@ def adjusted(settings: Settings, args: argparse.Namespace) -> Settings:
     return replace(settings, limits=limits, ask_tokens=ask, num_blocks=blocks, caching=not args.no_cache)
 
 
-def runs_of(settings: Settings, args: argparse.Namespace) -> dict[str, Settings]:
+def runs_of(settings: ReplaySettings, args: argparse.Namespace) -> dict[str, ReplaySettings]:
     """By name, what to replay with."""
     tenants = {"co-tenant": args.tenant}
     if args.tenant is None:
-        tenants = {"alone": NOBODY, "co-tenant": Tenant.parse(DEFAULT_TENANT)}
+        tenants = {"alone": NOBODY, "co-tenant": PoolShare.parse(DEFAULT_TENANT)}
     runs = {name: replace(settings, tenant=tenant) for name, tenant in tenants.items()}
     host_gb = DEFAULT_HOST_GB * args.gpus if args.host_gb is None else args.host_gb
     slots = int(host_gb * 1e9 // settings.block_bytes) if settings.caching else 0
@@ -194,7 +194,7 @@ def runs_of(settings: Settings, args: argparse.Namespace) -> dict[str, Settings]
     return runs | {last: with_tier[last]} if args.host_gb is None else with_tier
 
 
-def describe(trace: Trace, runs: dict[str, Settings], slo: Slo) -> None:
+def describe(trace: Trace, runs: dict[str, ReplaySettings], slo: Slo) -> None:
     """What all figures rest on."""
     settings = list(runs.values())[-1]
     limits, block_bytes, roofline = settings.limits, settings.block_bytes, settings.roofline
@@ -219,7 +219,7 @@ def describe(trace: Trace, runs: dict[str, Settings], slo: Slo) -> None:
     print(f"SLO: first token within {slo.ttft_s:g} s, others every {slo.tpot_s:g} s on average")
 
 
-def parameters(args: argparse.Namespace, trace: Trace, runs: dict[str, Settings]) -> dict[str, Any]:
+def parameters(args: argparse.Namespace, trace: Trace, runs: dict[str, ReplaySettings]) -> dict[str, Any]:
     """What all figures rest on, for programs."""
     return {
         "load": {
@@ -235,7 +235,7 @@ def parameters(args: argparse.Namespace, trace: Trace, runs: dict[str, Settings]
     }
 
 
-def title_of(trace: Trace, settings: Settings) -> str:
+def title_of(trace: Trace, settings: ReplaySettings) -> str:
     """Of the picture: what was replayed, on what."""
     roofline = settings.roofline
     return (

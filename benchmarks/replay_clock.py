@@ -144,7 +144,7 @@ class Roofline:
         )
 
 
-class Clock:
+class ReplayClock:
     """Seconds of plans over blocks of `block_size` tokens, which come in the order of their steps."""
 
     def __init__(self, roofline: Roofline, block_size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.replay_run import Outcome
+from benchmarks.replay_run import ReplayOutcome
 from benchmarks.replay_scaling import Series
 
 INK, BLUE, GREEN, ORANGE, GREY, DIM = "#3b4654", "#3f7cac", "#7fb7a6", "#e3a368", "#dfe4ea", "#a9b2bd"
@@ -30,7 +30,7 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def draw(outcomes: dict[str, Outcome], title: str, prefix: Path) -> None:
+def draw(outcomes: dict[str, ReplayOutcome], title: str, prefix: Path) -> None:
     """A column of three pictures for each outcome, under its name."""
     plot = pyplot()
     figure, grid = plot.subplots(
@@ -50,14 +50,14 @@ def draw(outcomes: dict[str, Outcome], title: str, prefix: Path) -> None:
     _save(plot, figure, grid.ravel(), prefix)
 
 
-def _draw_load(axes: Any, outcome: Outcome) -> None:
+def _draw_load(axes: Any, outcome: ReplayOutcome) -> None:
     times = [sample.at_s for sample in outcome.samples]
     axes.plot(times, [sample.waiting for sample in outcome.samples], color=ORANGE, linewidth=0.9, label="waiting")
     axes.plot(times, [sample.running for sample in outcome.samples], color=BLUE, linewidth=0.9, label="running")
     _legend(axes, 2)
 
 
-def _draw_pool(axes: Any, outcome: Outcome) -> None:
+def _draw_pool(axes: Any, outcome: ReplayOutcome) -> None:
     samples = outcome.samples
     bands = np.array([[s.live, s.cached, max(0, s.usable - s.live - s.cached)] for s in samples]).T
     labels = ("live", "cached", "free")
@@ -65,7 +65,7 @@ def _draw_pool(axes: Any, outcome: Outcome) -> None:
     _legend(axes, 3)
 
 
-def _draw_hits(axes: Any, outcome: Outcome) -> None:
+def _draw_hits(axes: Any, outcome: ReplayOutcome) -> None:
     times = np.array([sample.at_s for sample in outcome.samples])
     seen = np.array([[sample.lookup_tokens, sample.hit_tokens] for sample in outcome.samples], np.float64).T
     edges = np.linspace(0, times[-1], _WINDOWS + 1)

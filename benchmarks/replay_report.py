@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Figure, machine, versions
-from benchmarks.replay_run import Outcome
+from benchmarks.replay_run import ReplayOutcome
 from benchmarks.replay_stub import Seconds
 
 
@@ -35,7 +35,7 @@ class Slo:
         return cls(ttft_s, tpot_s)
 
 
-def figures_of(outcome: Outcome, slo: Slo, target_s: float | None) -> list[Figure]:
+def figures_of(outcome: ReplayOutcome, slo: Slo, target_s: float | None) -> list[Figure]:
     """All of a replay's numbers, the same ones for every replay."""
     counters, requests = outcome.counters, len(outcome.ttft_s)
     good = outcome.goodput(slo.ttft_s, slo.tpot_s)

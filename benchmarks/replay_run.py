@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.replay_clock import Clock, Roofline
-from benchmarks.replay_stub import Seconds, Stub
+from benchmarks.replay_clock import ReplayClock, Roofline
+from benchmarks.replay_stub import ReplayStub, Seconds
 from benchmarks.replay_traces import STOP, Trace
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -33,14 +33,14 @@ SAMPLES = 200  # of the state that are taken while requests arrive, about
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class PoolShare:
     """The share of the pool that somebody else has: `shares[i]` from `times_s[i]` on."""
 
     times_s: tuple[float, ...]
     shares: tuple[float, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Tenant:
+    def parse(cls, text: str) -> PoolShare:
         """From "0:0,300:0.4,600:0.1". Raises ValueError, with a sentence."""
         try:
             steps = [(float(at), float(share)) for at, share in (step.split(":") for step in text.split(","))]
@@ -69,11 +69,11 @@ class Tenant:
         return self.times_s[place] if place < len(self.times_s) else np.inf
 
 
-NOBODY = Tenant((0.0,), (0.0,))
+NOBODY = PoolShare((0.0,), (0.0,))
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ReplaySettings:
     """What is replayed on."""
 
     num_blocks: int  # at most, of the pool
@@ -81,7 +81,7 @@ class Settings:
     roofline: Roofline
     limits: Limits
     ask_tokens: int  # max_new_tokens of every request, unless its output is longer still
-    tenant: Tenant = NOBODY
+    tenant: PoolShare = NOBODY
     caching: bool = True
     host_slots: int = 0  # blocks that the host tier holds
     sample_s: float = 1.0
@@ -123,18 +123,18 @@ class Settings:
         }
 
 
-def settings_for(trace: Trace, roofline: Roofline, block_size: int) -> Settings:
+def settings_for(trace: Trace, roofline: Roofline, block_size: int) -> ReplaySettings:
     """All of the GPU for a pool; 256 seats, 8,192 tokens a step; every request asks for as much as the longest output."""
     ask = max(turn.output_tokens for turn in trace.turns)
     span_s = trace.turns[-1].at_s
     longest = max(turn.prompt_tokens for turn in trace.turns) + ask
     limits = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=longest + 1)
     num_blocks = roofline.blocks_that_fit(block_size)
-    return Settings(num_blocks, block_size, roofline, limits, ask, sample_s=max(0.1, span_s / SAMPLES))
+    return ReplaySettings(num_blocks, block_size, roofline, limits, ask, sample_s=max(0.1, span_s / SAMPLES))
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PoolSample:
     """The state at one time."""
 
     at_s: float
@@ -179,7 +179,7 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     """What a replay saw. Filled by `replay`; latencies by request, NaN where there is none."""
 
     counters: Counters
@@ -195,7 +195,7 @@ class Outcome:
     ttft_s: Seconds
     tpot_s: Seconds  # the mean time between tokens of each request
     gaps_s: Seconds  # all times between tokens
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[PoolSample] = field(default_factory=list)
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
         """The share of all requests with a first token and tokens in time; one not served to its end is not good."""
@@ -203,7 +203,7 @@ class Outcome:
         return float(np.count_nonzero(good)) / len(good)
 
 
-def build(settings: Settings) -> Scheduler:
+def build(settings: ReplaySettings) -> Scheduler:
     """A scheduler over an elastic pool, all of it mapped."""
     cache = CacheManager(
         settings.pool_blocks,
@@ -219,7 +219,7 @@ def build(settings: Settings) -> Scheduler:
     return Scheduler(cache, settings.limits, cost)
 
 
-def replay(trace: Trace, settings: Settings) -> Outcome:
+def replay(trace: Trace, settings: ReplaySettings) -> ReplayOutcome:
     """Serve all of `trace`. Wall and processor seconds are those of the loop: prompts, stub and clock are in them."""
     run = Replay(trace, settings)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -236,15 +236,15 @@ def replay(trace: Trace, settings: Settings) -> Outcome:
 class Replay:
     """The loop over one trace."""
 
-    def __init__(self, trace: Trace, settings: Settings) -> None:
+    def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         self.trace = trace
         self.settings = settings
         self.scheduler = build(settings)
-        self.stub = Stub(trace, settings.limits.seats)
-        self.clock = Clock(settings.roofline, settings.block_size)
+        self.stub = ReplayStub(trace, settings.limits.seats)
+        self.clock = ReplayClock(settings.roofline, settings.block_size)
         self.now = self.busy_s = self.copy_s = 0.0
         self.refused = 0
-        self.samples: list[Sample] = []
+        self.samples: list[PoolSample] = []
         self._pool_extents = self.scheduler.num_extents
         self._change_s = -np.inf  # when the pool's size is to be looked at
         self._arrivals = [turn.at_s for turn in trace.turns] + [np.inf]
@@ -322,19 +322,19 @@ class Replay:
         scheduler = self.scheduler
         counts, stats = scheduler.cache.counts(), scheduler.stats
         self.samples.append(
-            Sample(
+            PoolSample(
                 self.now, scheduler.num_running, scheduler.num_waiting, counts.live, counts.cached,
                 scheduler.cache.usable, stats.prefix_lookup_tokens, stats.prefix_hit_tokens,
             )
         )  # fmt: skip
 
-    def outcome(self, wall_s: float, cpu_s: float) -> Outcome:
+    def outcome(self, wall_s: float, cpu_s: float) -> ReplayOutcome:
         """What was seen."""
         turns, last_s = self.trace.turns, self.stub.last_s()
         between = np.array([turn.output_tokens - 1 for turn in turns], np.float64)
         between[between == 0] = np.nan
         arrived = np.array([turn.at_s for turn in turns])
-        return Outcome(
+        return ReplayOutcome(
             counters=Counters.of(self.scheduler.stats, self.settings.block_bytes),
             modelled_s=float(last_s.max()),
             busy_s=self.busy_s,

@@ -13,7 +13,7 @@ from pagetide.scheduler.plan import NO_ROWS, Plan, Result
 Seconds = npt.NDArray[np.float64]
 
 
-class Stub:
+class ReplayStub:
     """Stands for the model, and takes the times. Rows are the scheduler's.
 
     While the same rows decode, step after step, all get a token at the same time: what a row has is written down only when

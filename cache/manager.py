@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator, BlockIds, Counts
+from ..allocator.blocks import BlockAllocator, BlockCounts, BlockIds
 from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
@@ -190,7 +190,7 @@ class CacheManager:
         """Extents without memory, lowest first: those that can be mapped. Read-only."""
         return self.allocator.unmapped_extents
 
-    def counts(self) -> Counts:
+    def counts(self) -> BlockCounts:
         """Blocks by state. Read-only."""
         return self.allocator.counts()
 

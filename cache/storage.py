@@ -19,7 +19,7 @@ import torch
 
 from ..allocator.arena import Arena, NoPreparedExtents
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
-from ..allocator.lease_record import Bounds
+from ..allocator.lease_record import HeldBounds
 from ..monitor.host_memory import free_host_bytes
 from .geometry import Geometry
 
@@ -230,9 +230,9 @@ class TensorArena(NoPreparedExtents):
         return len(self.mapped_extents) * self._extent_bytes
 
     @property
-    def held(self) -> Bounds:
+    def held(self) -> HeldBounds:
         """What is mapped, and nothing else."""
-        return Bounds(self.mapped_bytes, self.mapped_bytes)
+        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> torch.Tensor:

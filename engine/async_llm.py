@@ -30,7 +30,7 @@ from .config import EngineConfig
 from .desk import STATS_LOOK_S, STATS_S, RequestManager
 from .errors import ConfigError, EngineClosed
 from .outputs import RequestOutput, StreamChunk, refused
-from .stepper import Call, EngineThread, Waiter
+from .stepper import EngineThread, PendingCall, Waiter
 from .tickets import RequestState
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class _Submission:
         self._llm = llm  # which is not to be collected meanwhile
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
-        self._call = Call(self._waiter, priority, cache_salt, interval)
+        self._call = PendingCall(self._waiter, priority, cache_salt, interval)
         llm._stepper.begin(self._call, asked)
         self._closed = False
 

@@ -16,14 +16,14 @@ from ..cache.block_table import Index, Int32
 from ..cache.geometry import Geometry
 from ..cache.storage import LayerCache
 from ..scheduler.plan import Plan
-from .attention.context import Kernel, StepContext
+from .attention.context import AttentionKernel, StepContext
 from .transfers import Array
 
 ON_ITS_WAY = -1  # in place of a token that was sampled and is not on the host yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class InputBatch:
     """n chunks of T tokens, packed without padding; behind them, if it was asked for, chunks of one token that are nobody's.
 
     `arrays` go to the device, where `DeviceRows.context` takes them: ids int64 [T], ON_ITS_WAY where the row's newest one
@@ -42,7 +42,7 @@ class Batch:
         return int(np.count_nonzero(self.q_lens == 1))
 
 
-def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int = 0) -> Batch:
+def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int = 0) -> InputBatch:
     """The batch of tokens `starts[i] .. starts[i] + lengths[i]` of `rows[i]`, whose tokens are `tokens[row]`.
 
     With `padded`, which only a batch of decodes may ask for, so many chunks: those too many have length 0, and no row.
@@ -57,7 +57,7 @@ def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int 
     ids = tokens[np.minimum(rows, len(tokens) - 1)[owners], positions].astype(np.int64)
     ids[len(ids) - missing :] = 0
     bounds = np.append(0, ends).astype(np.int32)
-    return Batch((ids, owners, positions, rows, kv_lens.astype(np.int32), bounds), q_starts, q_lens, kv_lens)
+    return InputBatch((ids, owners, positions, rows, kv_lens.astype(np.int32), bounds), q_starts, q_lens, kv_lens)
 
 
 class DeviceRows:
@@ -95,11 +95,11 @@ class DeviceRows:
 
     def context(
         self,
-        batch: Batch,
+        batch: InputBatch,
         there: Sequence[torch.Tensor],
         width: int,
         layers: Sequence[LayerCache],
-        kernel: Kernel,
+        kernel: AttentionKernel,
         bounded: bool = False,
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """What attention is told, input ids [T] and positions [T], out of a batch whose arrays are `there`.

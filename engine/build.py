@@ -28,7 +28,7 @@ from ..scheduler.limits import Limits
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from .attention.choose import Site, WatchedKernel, check, choose
-from .attention.context import Kernel
+from .attention.context import AttentionKernel
 from .attention.interface import NAME, register
 from .checkpoint import Checkpoint
 from .config import EngineConfig
@@ -44,12 +44,12 @@ from .memory import READY_LIMIT_BYTES, EngineMemory
 from .planning import MemoryPlan, plan_memory
 from .probe import probe
 from .process_memory import trim
-from .runner import Runner
+from .runner import ModelRunner
 from .sampler import Sampler
 from .sharing import HEAP_BYTES, LeaseHolder, Sharing, join
 
 if TYPE_CHECKING:
-    from .self_check.report import Report
+    from .self_check.report import CheckReport
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
@@ -67,7 +67,7 @@ class Engine:
     sharing: Sharing | None
     sampling: SamplingParams  # of the models file over the generation config
     eos_token_ids: tuple[int, ...]
-    self_check: Report | None  # of a CUDA device
+    self_check: CheckReport | None  # of a CUDA device
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did. Plain data."""
@@ -172,7 +172,7 @@ def build(config: EngineConfig) -> Engine:
             raise
 
 
-def _self_check(config: EngineConfig) -> Report | None:
+def _self_check(config: EngineConfig) -> CheckReport | None:
     """What of the engine works on the device; None where that is a CPU, or nobody wants to know."""
     device = choose_device(config.device)
     if device.type != "cuda" or not config.self_check:
@@ -189,7 +189,7 @@ def _build(
     plan: MemoryPlan,
     occupant: LeaseHolder,
     sharing: Sharing | None,
-    checked: Report | None,
+    checked: CheckReport | None,
     began: float,
 ) -> Engine:
     device = occupant.device
@@ -307,7 +307,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPoo
         raise ConfigError(f"host_kv_memory: {error}") from error
 
 
-def _record(runner: Runner, seats: int) -> None:
+def _record(runner: ModelRunner, seats: int) -> None:
     """Have decode steps captured in CUDA graphs, where that can be."""
     device = runner.storage.device
     if not runner.kernel.captures:
@@ -328,7 +328,7 @@ def _record(runner: Runner, seats: int) -> None:
 
 def _core(
     model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, encoder: Encoder,
-    host: HostPool | None, kernel: Kernel,
+    host: HostPool | None, kernel: AttentionKernel,
 ) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
     elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
@@ -341,7 +341,7 @@ def _core(
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=0 if host is None else host.num_slots,
     )  # fmt: skip
-    runner = Runner(
+    runner = ModelRunner(
         model,
         storage,
         kernel,

@@ -19,7 +19,7 @@ from ..scheduler.sequence import FinishReason
 from .memory import EngineMemory
 
 if TYPE_CHECKING:
-    from .runner import PendingStep, Runner  # which loads torch; the core has no need of it
+    from .runner import ModelRunner, PendingStep  # which loads torch; the core has no need of it
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class EngineCore:
     result of that one is here: the device goes on while the host takes in what came out.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock

@@ -22,7 +22,7 @@ from typing import Any
 from ..allocator.errors import LeaseClosed
 from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
-from ..scheduler.plan import NO_TOKENS, Candidates, Scores
+from ..scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
 from ..scheduler.request import Request, SamplingParams
 from .asking import Prompt, PromptInput, checked_priority, conversations, encoded, together
 from .background import BackgroundThread
@@ -38,7 +38,7 @@ from .tickets import RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
 
-Event = int | Scores | Finished | Candidates  # what a step gave a request; an int is a token
+Event = int | ChunkLogprobs | Finished | Candidates  # what a step gave a request; an int is a token
 
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
@@ -442,7 +442,7 @@ class RequestManager:
             ticket.finish(event, now)
             return
         try:
-            if isinstance(event, Scores):
+            if isinstance(event, ChunkLogprobs):
                 ticket.score(event)
             elif isinstance(event, int) and (reason := ticket.push(event, now)) is not None:
                 engine.core.abort(name, reason)

@@ -41,7 +41,7 @@ class ConfigError(EngineError, ValueError):
     """An argument or an entry of a models file has a wrong name, type or value. Nothing was loaded."""
 
 
-class NoSuchDevice(ConfigError):
+class DeviceNotFound(ConfigError):
     """The device asked for is unknown, or not on this machine."""
 
 

@@ -112,7 +112,7 @@ class ModelDefaults:
         text = config.get_text_config()
         return cls(own, spec.sampling, int(text.vocab_size), getattr(config, "max_position_embeddings", None))
 
-    def resolve(self, given: Mapping[str, Any], pad_token_id: int | None) -> Generation:
+    def resolve(self, given: Mapping[str, Any], pad_token_id: int | None) -> GenerationSettings:
         """The settings of a call that was given `given`; `pad_token_id` is the tokenizer's.
 
         Raises ValueError for what the engine does not do, and for settings that contradict each other.
@@ -127,11 +127,11 @@ class ModelDefaults:
                 values.setdefault(name, value)
         values.setdefault("pad_token_id", pad_token_id)
         values.setdefault("top_k", _TOP_K)
-        return Generation(values, self).checked()
+        return GenerationSettings(values, self).checked()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Generation:
+class GenerationSettings:
     """The resolved settings of one call, by transformers' names. None is off, or the default of `generate`."""
 
     values: Mapping[str, Any]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cache.block_table import Int32
 from ..scheduler.errors import RequestRejected
-from ..scheduler.plan import Scores
+from ..scheduler.plan import ChunkLogprobs
 from ..scheduler.request import MOST_FORKS, Request, Sampling, SamplingParams
 from .outputs import TokenLogprobs
 
@@ -181,9 +181,9 @@ def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
     )
 
 
-def scores_of(entries: Sequence[TokenLogprobs], first: int) -> Scores:
+def scores_of(entries: Sequence[TokenLogprobs], first: int) -> ChunkLogprobs:
     """Log-probabilities, at least one, of the tokens from position `first` on, as a step would tell them."""
-    return Scores(
+    return ChunkLogprobs(
         0,
         first,
         np.array([[e.token_id, *(i for i, _ in e.top)] for e in entries], np.int32),

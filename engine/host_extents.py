@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..allocator.cuda_driver import Device
+from ..allocator.cuda_driver import CudaDevice
 from ..allocator.errors import DriverError
 from ..allocator.host_arena import HostArena
 
@@ -27,7 +27,7 @@ class HostExtents:
         self._arena = arena
         self._address = address
         self._thread = thread
-        self._device: Device | None = None
+        self._device: CudaDevice | None = None
         self._locked: set[int] = set()
         self._ready: int | None = None  # an extent that nobody has used yet
         self._preparing: Future[None] | None = None  # the ready one
@@ -47,7 +47,7 @@ class HostExtents:
         """Whether the pages of all memory in use are locked. Does not wait for what is being prepared."""
         return self._arena.mapped_extents - {self._ready} <= self._locked
 
-    def lock_for(self, device: Device) -> None:
+    def lock_for(self, device: CudaDevice) -> None:
         """Lock the pages of what is taken from now on, by cuMemHostRegister, and keep an extent ready."""
         self._device = device
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..allocator.cuda_driver import CudaBindings, Device
+from ..allocator.cuda_driver import CudaBindings, CudaDevice
 from ..allocator.errors import DriverError, DriverUnavailable, OutOfDeviceMemory
 from ..allocator.host_arena import HostArena
 from ..cache.block_table import Int32
@@ -65,7 +65,7 @@ class _Cuda:
 
     stream: torch.cuda.Stream
     fastest: FastestSwapMethod
-    device: Device | None  # whose context locks pages; None where its driver cannot be called
+    device: CudaDevice | None  # whose context locks pages; None where its driver cannot be called
 
 
 class HostPool:
@@ -209,7 +209,7 @@ class HostPool:
             return plain
         try:
             driver = CudaBindings()
-            context = Device(driver, index)
+            context = CudaDevice(driver, index)
         except (DriverUnavailable, DriverError) as error:
             log.warning("host memory for swaps is not pinned, copies to it take longer: %s", error)
             self._cuda = plain

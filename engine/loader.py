@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..monitor.host_memory import free_host_bytes, host_memory
 from ..monitor.units import format_bytes
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, EngineError, NoSuchDevice, NotEnoughMemory
+from .errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
 from .model_config import check_counts, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .quiet import quiet_transformers
@@ -45,7 +45,7 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
         there = "torch sees no CUDA device here (driver, CUDA_VISIBLE_DEVICES?); use device='cpu'"
     else:
         there = f"torch sees {', '.join(f'cuda:{i}' for i in range(count))} and cpu; use one of these"
-    raise NoSuchDevice(f"device {name!r} was asked for; {there}")
+    raise DeviceNotFound(f"device {name!r} was asked for; {there}")
 
 
 def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:

@@ -62,7 +62,7 @@ class Swap:
 
 
 @dataclass(slots=True)
-class Moves:
+class MemoryOperations:
     """What became of a plan's part about memory, as far as it is known. Mutated until `done`."""
 
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)
@@ -108,7 +108,7 @@ class MemoryExecutor:
         self._arena = arena
         self._host = host
 
-    def begin(self, plan: Plan, moves: Moves) -> None:
+    def begin(self, plan: Plan, moves: MemoryOperations) -> None:
         """Do what the plan's chunks depend on; begin the swaps that go beside them. What is done stands in `moves`, also where
         this raises.
 
@@ -134,7 +134,7 @@ class MemoryExecutor:
         if swaps is not None and swaps.any_beside:
             self._swap(swaps, slice(swaps.num_before, None), moves, swaps.in_slots, swaps.in_blocks)
 
-    def _swap_before(self, swaps: Swaps, moves: Moves) -> None:
+    def _swap_before(self, swaps: Swaps, moves: MemoryOperations) -> None:
         """Copy out what has to leave first, and what is wanted again already to its new place."""
         if swaps.num_before:
             self._swap(swaps, slice(swaps.num_before), moves)
@@ -143,14 +143,19 @@ class MemoryExecutor:
             self._copy(swaps.back, moves)
 
     def _swap(
-        self, swaps: Swaps, out: slice, moves: Moves, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS
+        self,
+        swaps: Swaps,
+        out: slice,
+        moves: MemoryOperations,
+        in_slots: Int32 = NO_TOKENS,
+        in_blocks: Int32 = NO_TOKENS,
     ) -> None:
         assert self._host is not None
         blocks, slots = swaps.out_blocks[out], swaps.out_slots[out]
         begin = partial(self._host.begin, self._storage, blocks, slots, in_slots, in_blocks)
         moves.swaps.append(Swap(begin, slots, in_blocks))
 
-    def _copy(self, copies: BlockCopies, moves: Moves) -> None:
+    def _copy(self, copies: BlockCopies, moves: MemoryOperations) -> None:
         for _ in range(_TRIES):
             try:
                 return self._storage.copy(copies.sources, copies.targets)

@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..cache.geometry import PAGE_BYTES, Geometry
 from ..cache.storage import Storage, TensorArena
-from .attention.context import Kernel, StepContext, lengths_on, running
+from .attention.context import AttentionKernel, StepContext, lengths_on, running
 from .attention.interface import register
 from .attention.torch_kernel import TorchKernel
 from .errors import UnsupportedModel
@@ -54,7 +54,9 @@ HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values"}
 _registries = threading.Lock()  # transformers' are the process's
 
 
-def probe(model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: Kernel | None = None) -> None:
+def probe(
+    model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: AttentionKernel | None = None
+) -> None:
     """Return if `model` gives the same logits out of paged blocks as by itself.
 
     Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. The
@@ -76,7 +78,7 @@ def probe(model: Any, geometry: Geometry, *, max_length: int | None = None, kern
 class _Probe:
     """One probing of one model."""
 
-    def __init__(self, model: Any, geometry: Geometry, max_length: int | None, kernel: Kernel) -> None:
+    def __init__(self, model: Any, geometry: Geometry, max_length: int | None, kernel: AttentionKernel) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.shapes = geometry.layers

@@ -51,7 +51,7 @@ class Processors:
         for place, row in zip(places.tolist(), rows.tolist(), strict=True):
             try:
                 x[place] = self._processed(x[place : place + 1].clone(), row)
-            except _Refused as refused:
+            except _ProcessorRefusal as refused:
                 log.warning("%s; its request ends", refused, exc_info=refused.__cause__)
                 self._troubles.setdefault(row, str(refused))
                 x[place] = torch.nan
@@ -67,19 +67,21 @@ class Processors:
             try:
                 given: Any = processor(input_ids, scores)
             except Exception as error:
-                raise _Refused(f"the {_name(processor)} raised {type(error).__name__}: {error}") from error
+                raise _ProcessorRefusal(f"the {_name(processor)} raised {type(error).__name__}: {error}") from error
             if not isinstance(given, Tensor) or given.shape != (1, scores.shape[-1]):
                 what = f"scores of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-                raise _Refused(
+                raise _ProcessorRefusal(
                     f"the {_name(processor)} returned {what} instead of scores of shape {[1, scores.shape[-1]]}"
                 )
             scores = given.detach().to(scores)
             if not bool(torch.isfinite(scores.amax())):
-                raise _Refused(f"the {_name(processor)} left no token to choose: its scores hold no finite largest one")
+                raise _ProcessorRefusal(
+                    f"the {_name(processor)} left no token to choose: its scores hold no finite largest one"
+                )
         return scores[0]
 
 
-class _Refused(Exception):
+class _ProcessorRefusal(Exception):
     """A processor did what it may not do. The text names it."""
 
 

@@ -23,21 +23,21 @@ import torch
 from ..allocator.arena import Arena
 from ..cache.block_table import Index, Int32
 from ..cache.storage import Storage
-from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, Failure, Plan, Result, Scores
-from .attention.context import Kernel, StepContext, running
-from .batch import ON_ITS_WAY, Batch, DeviceRows, pack
+from ..scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, ChunkLogprobs, Failure, Plan, Result
+from .attention.context import AttentionKernel, StepContext, running
+from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .cpu_threads import CpuThreads
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool
-from .moves import MemoryExecutor, Moves, joined
-from .parts import Computed, Drawn, Part
+from .moves import MemoryExecutor, MemoryOperations, joined
+from .parts import ChunkGroup, Computed, PendingTokens
 from .process_memory import trim
 from .sampler import Sampler
 from .scoring import LogprobRequests, TokenSpan, score
 from .transfers import Array, Download, Stopwatch, Upload
 
 if TYPE_CHECKING:
-    from .warpers import Settings
+    from .warpers import DrawSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ _UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
 class _Work:
     """A part of a plan as it is to be computed."""
 
-    part: Part
-    batch: Batch
+    part: ChunkGroup
+    batch: InputBatch
     sampling: Index  # places of those chunks that sample
     at: Index  # where the tokens will stand that they sample
     prompts: list[TokenSpan]  # to be scored
     keep: Index  # tokens of the batch whose logits are wanted
-    settings: Settings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
+    settings: DrawSettings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
     graph: int | None  # the size of the recorded step that does it
 
     @property
@@ -68,16 +68,16 @@ class _Work:
 class PendingStep:
     """A plan that was begun."""
 
-    _runner: Runner
+    _runner: ModelRunner
     _plan: Plan
-    _moves: Moves
+    _moves: MemoryOperations
     _computed: Computed
     _watch: Stopwatch
 
     def wait(self) -> Result:
         """Wait for the plan's result. Call it once; of several plans, in the order they were begun.
 
-        Chunks whose tokens cannot be had from the device are computed again, as in `Runner.begin`.
+        Chunks whose tokens cannot be had from the device are computed again, as in `ModelRunner.begin`.
         """
         plan, moves = self._plan, self._moves
         with self._runner.at_work():
@@ -109,7 +109,7 @@ class PendingStep:
         )
 
 
-class Runner:
+class ModelRunner:
     """One model on one device, with its rows. Not thread-safe; plans in the order they were made.
 
     Args:
@@ -120,7 +120,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, storage: Storage, kernel: Kernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
+        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
         max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
     ) -> None:  # fmt: skip
         self.storage = storage
@@ -204,7 +204,7 @@ class Runner:
         """
         with self.at_work():
             self._follow(plan)
-            moves = Moves()
+            moves = MemoryOperations()
             try:
                 self._mover.begin(plan, moves)
                 watch = Stopwatch(self._device)
@@ -270,7 +270,7 @@ class Runner:
 
     def _computed(self, plan: Plan) -> Computed:
         """What the chunks of `plan` give, some of it perhaps on its way still."""
-        whole = Part.of(plan, np.arange(len(plan.rows)))
+        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         if self._broken or self._struck:
             return self._in_parts(plan, [whole])
         changes = self._rows.changes(plan)
@@ -294,13 +294,13 @@ class Runner:
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
         newest = self._rows.newest.clone()  # of the step behind, which has begun
-        whole = Part.of(plan, np.arange(len(plan.rows)))
+        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         self._recover(whole)
         computed = self._in_parts(plan, [whole])
         self._rows.newest.copy_(newest)
         return computed
 
-    def _in_parts(self, plan: Plan, parts: list[Part]) -> Computed:
+    def _in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
         """What the chunks of `plan` give, part by part; a part that raises is divided further."""
         total = Computed(np.zeros(len(plan.rows), np.int32))
         self._follow_tables(plan)
@@ -339,7 +339,7 @@ class Runner:
         for update in plan.tables:
             self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
 
-    def _sound(self, plan: Plan, part: Part, total: Computed) -> Part:
+    def _sound(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
         """`part` without chunks that have failed or are deferred. Chunks of broken rows fail now, and those that were planned
         behind one that was deferred are deferred too.
         """
@@ -362,7 +362,7 @@ class Runner:
             self._struck[row] = int(plan.starts[chunk])
             total.deferred.add(chunk)
 
-    def _recover(self, part: Part) -> None:
+    def _recover(self, part: ChunkGroup) -> None:
         """Before `part` is computed again: free what can be had again, and undo what sampling has advanced."""
         self.kernel.release_buffers()
         trim(self._device)
@@ -370,7 +370,7 @@ class Runner:
         for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
             self._start_sampling(row, known)
 
-    def _work(self, part: Part, recorded: bool = True) -> _Work:
+    def _work(self, part: ChunkGroup, recorded: bool = True) -> _Work:
         """How `part` is computed as one batch; unless `recorded`, without graphs."""
         rows, starts, lengths = part.rows, part.starts, part.lengths
         sampling = np.flatnonzero(part.samples)
@@ -423,7 +423,7 @@ class Runner:
         rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
         seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
-        computed.drawn = Drawn(work.sampling, chunks, seated, work.at, Download(found.packed))
+        computed.drawn = PendingTokens(work.sampling, chunks, seated, work.at, Download(found.packed))
         # Last: what raised before it is computed again, with these as inputs.
         self._rows.newest.index_copy_(0, rows, found.tokens)
         self._tokens[seated, work.at] = ON_ITS_WAY
@@ -492,7 +492,7 @@ class Runner:
                 computed.failures.setdefault(int(chunks[s.place]), _not_finite(s.first + int(bad[0])))
                 continue
             ids, logprobs = scored.token_ids[begin:end, : 1 + s.k], scored.logprobs[begin:end, : 1 + s.k]
-            computed.scores.append(Scores(int(chunks[s.place]), s.first, ids, logprobs, scored.ranks[begin:end]))
+            computed.scores.append(ChunkLogprobs(int(chunks[s.place]), s.first, ids, logprobs, scored.ranks[begin:end]))
 
     def _forward(
         self, step: StepContext, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
@@ -509,7 +509,7 @@ class Runner:
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps or keep is None else logits[keep]
 
-    def _padding(self, size: int) -> Batch:
+    def _padding(self, size: int) -> InputBatch:
         """A batch of decodes that are nobody's."""
         none = np.empty(0, np.int64)
         return pack(self._tokens, none, none, none, size)

@@ -38,14 +38,14 @@ from .logits import (
 )
 from .noise import gumbel, uniform
 from .processors import Processors, Troubles
-from .treatments import BadWords, Bias, BuiltinLogitsProcessor, Frequency, MinLength, Repetition
-from .warpers import NOBODY, SamplingTransforms, Settings
+from .treatments import BadWords, BuiltinLogitsProcessor, FrequencyPenalty, LogitBias, MinLength, RepetitionPenalty
+from .warpers import NOBODY, DrawSettings, SamplingTransforms
 
 Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTokens:
     """Tokens that were drawn. On the device, perhaps not computed yet.
 
     Attributes:
@@ -88,9 +88,9 @@ class Sampler:
         self._troubles: Troubles = {}
         self._constrained = Constrained(num_rows, constraints or Constraints(None, vocab_size), self._troubles)
         self._treatments: tuple[BuiltinLogitsProcessor, ...] = (
-            Bias(num_rows, vocab_size),
-            Repetition(num_rows, vocab_size, device),
-            Frequency(num_rows, vocab_size, device),
+            LogitBias(num_rows, vocab_size),
+            RepetitionPenalty(num_rows, vocab_size, device),
+            FrequencyPenalty(num_rows, vocab_size, device),
             BadWords(num_rows, vocab_size, self._histories),
             MinLength(num_rows, vocab_size),
             Processors(num_rows, self._histories, self._troubles),
@@ -152,11 +152,11 @@ class Sampler:
         """Whether all of `rows` ask for nothing but temperature, top-k, top-p and min-p, if that, for tokens at `positions`."""
         return not self._treated(rows, positions).any()
 
-    def settings(self, rows: Rows, positions: Int64) -> Settings:
+    def settings(self, rows: Rows, positions: Int64) -> DrawSettings:
         """What `draw` needs of `rows`, which are `plain` at `positions`."""
         return self._settings(rows, positions, self._warpers.draws(rows))
 
-    def draw(self, logits: Tensor, settings: Settings, uploaded: Sequence[Tensor]) -> Drawn:
+    def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> DrawnTokens:
         """Queue the draw of the next token of each row on the device: what `sample` gives, without waiting for anything.
 
         Args:
@@ -171,12 +171,12 @@ class Sampler:
             tokens = tokens.scatter(0, places, self._warpers.draw(logits, settings, uploaded))
             warmed = top / torch.ones_like(top).scatter_(0, places, temperature)
         tokens = tokens.masked_fill((warmed - warmed).isnan(), 0)  # not finite, in the fewest operations
-        return Drawn(tokens, packed(tokens, top))
+        return DrawnTokens(tokens, packed(tokens, top))
 
     def drew(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
         """(tokens int32[n], bool[n] telling the rows that have none) as of `sample`, of plain `rows`, not released since.
 
-        `told` is the `Drawn.packed` of their draw, on the host.
+        `told` is the `DrawnTokens.packed` of their draw, on the host.
         """
         tokens, top = unpacked(told)
         bad = ~np.isfinite(top)
@@ -256,7 +256,7 @@ class Sampler:
             if places.size:
                 treatment.apply(x, places, rows[places])
 
-    def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> Settings:
+    def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> DrawSettings:
         """Of `rows`, of which those that are `drawing` draw."""
         places = np.flatnonzero(drawing)
         if not places.size:

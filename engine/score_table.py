@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache.block_table import Int32
-from ..scheduler.plan import Float32, Scores
+from ..scheduler.plan import ChunkLogprobs, Float32
 from .outputs import TokenLogprobs
 
 
@@ -19,7 +19,7 @@ class LogprobTable:
         self._logprobs: Float32 = np.empty((0, 1), np.float32)
         self._ranks: Int32 = np.empty(0, np.int32)
 
-    def put(self, scores: Scores) -> None:
+    def put(self, scores: ChunkLogprobs) -> None:
         """Take in what stands behind what is here, or a part of it again: what is computed twice is told twice."""
         begin = scores.first - self._first
         end = begin + len(scores.ranks)

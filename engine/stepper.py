@@ -42,7 +42,7 @@ COMPILE_THREADS = 4
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-class Call:
+class PendingCall:
     """What one caller asked for. Mutated by the stepper's thread, but for `forgotten`, which the caller sets.
 
     Args:
@@ -97,10 +97,10 @@ class EngineThread(threading.Thread):
         self._compiled: list[
             Future[None]
         ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
-        self._arrived: OrderedDict[Call, None] = OrderedDict()  # waiting for room, first come first served
-        self._open: dict[asyncio.AbstractEventLoop, dict[Call, None]] = {}  # calls that are not over
-        self._calls: dict[RequestState, Call] = {}  # of tickets that have not ended
-        self._ready: dict[Call, None] = {}  # that may have something for who waits
+        self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come first served
+        self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
+        self._calls: dict[RequestState, PendingCall] = {}  # of tickets that have not ended
+        self._ready: dict[PendingCall, None] = {}  # that may have something for who waits
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
         self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
         self._draining = self._ending = False
@@ -113,7 +113,7 @@ class EngineThread(threading.Thread):
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
-    def begin(self, call: Call, asked: Callable[[], list[PromptInput]]) -> None:
+    def begin(self, call: PendingCall, asked: Callable[[], list[PromptInput]]) -> None:
         """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
 
         Constraints are compiled in other threads, so that later calls do not wait for them.
@@ -135,13 +135,13 @@ class EngineThread(threading.Thread):
 
         self._encode(encode)
 
-    def want(self, waiter: Waiter, call: Call) -> None:
+    def want(self, waiter: Waiter, call: PendingCall) -> None:
         """Settle `waiter` with what comes next of a stream; with nothing where it was forgotten, or the thread has ended."""
         self._inbox.put(partial(self._want, waiter, call))
         if self.ended and not waiter.done():
             waiter.set_result([])
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: PendingCall) -> None:
         """Abort what has not ended of `call`; whoever waits for it is told nothing."""
         call.forgotten = True
         self._inbox.put(partial(self._forget, call))
@@ -308,7 +308,7 @@ class EngineThread(threading.Thread):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: Call, asked: list[PromptInput] | BaseException) -> None:
+    def _arrive(self, call: PendingCall, asked: list[PromptInput] | BaseException) -> None:
         if call.forgotten:
             return
         if isinstance(asked, BaseException):
@@ -320,7 +320,7 @@ class EngineThread(threading.Thread):
             self._open.setdefault(call.loop, {})[call] = None
             self._arrived[call] = None
 
-    def _submit(self, call: Call) -> None:
+    def _submit(self, call: PendingCall) -> None:
         asked, call.asked = call.asked, []
         try:
             call.tickets = self._desk.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
@@ -343,14 +343,14 @@ class EngineThread(threading.Thread):
             if call.interval is not None or not call.num_running:
                 self._ready[call] = None
 
-    def _want(self, waiter: Waiter, call: Call) -> None:
+    def _want(self, waiter: Waiter, call: PendingCall) -> None:
         if call.forgotten or self.ended:
             self._settle(waiter, [])
             return
         call.waiter = waiter
         self._ready[call] = None
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: PendingCall) -> None:
         call.forgotten = True
         self._arrived.pop(call, None)
         self._desk.abandon(call.tickets)
@@ -358,7 +358,7 @@ class EngineThread(threading.Thread):
             self._calls.pop(ticket, None)
         self._give(call, [])
 
-    def _give(self, call: Call, what: Any) -> None:
+    def _give(self, call: PendingCall, what: Any) -> None:
         """Settle who waits for `call`. Its last if it is over, or an error."""
         call.over |= isinstance(what, BaseException)
         waiter, call.waiter = call.waiter, None

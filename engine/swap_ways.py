@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..allocator.cuda_driver import Driver, uses_host_pointers
+from ..allocator.cuda_driver import CudaDriver, uses_host_pointers
 from ..allocator.errors import DriverError
 from ..cache.storage import BlockIds, Pieces, Storage
 
@@ -49,7 +49,7 @@ class ContiguousCopies:
         target.copy_pieces(source, pieces)
 
 
-class Batch:
+class BatchedCopies:
     """One call of the driver for all runs: cuMemcpyBatchAsync. `stream()` is the current stream's handle.
 
     The device's context must be current; all of the host's memory that is copied, locked.
@@ -57,7 +57,7 @@ class Batch:
 
     name = "batch"
 
-    def __init__(self, driver: Driver, stream: Callable[[], int]) -> None:
+    def __init__(self, driver: CudaDriver, stream: Callable[[], int]) -> None:
         self._driver = driver
         self._stream = stream
 
@@ -69,7 +69,7 @@ class Batch:
         self._driver.call("cuMemcpyBatchAsync", *addresses, len(writes), self._stream())
 
 
-class Kernel:
+class CopyKernel:
     """One launch for all blocks: see `triton_gather`. `device` is where it runs.
 
     Raises ImportError where Triton is missing.
@@ -91,12 +91,15 @@ class Kernel:
         self._copy_blocks(source.blocks, target.blocks, ids, target.geometry.payload_bytes)
 
 
-def ways_on(driver: Driver, device: torch.device, index: int) -> list[SwapMethod]:
+def ways_on(driver: CudaDriver, device: torch.device, index: int) -> list[SwapMethod]:
     """All that may work on a CUDA device, `index` as torch counts; what it cannot do shows when it is tried."""
-    ways: list[SwapMethod] = [ContiguousCopies(), Batch(driver, lambda: torch.cuda.current_stream(device).cuda_stream)]
+    ways: list[SwapMethod] = [
+        ContiguousCopies(),
+        BatchedCopies(driver, lambda: torch.cuda.current_stream(device).cuda_stream),
+    ]
     try:
         if uses_host_pointers(driver, index):
-            ways.append(Kernel(device))
+            ways.append(CopyKernel(device))
         else:
             log.info("swaps: no kernel, as host memory has other addresses on %s", device)
     except (ImportError, DriverError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.outcome import Finished
-from ..scheduler.plan import Scores
+from ..scheduler.plan import ChunkLogprobs
 from ..scheduler.request import Request, SamplingParams
 from ..scheduler.sequence import FinishReason
 from .encoder import PreparedParams
@@ -43,7 +43,7 @@ class RequestState:
         self.num_cached_tokens: int | None = None  # of the prompt, when it was first admitted, here or elsewhere
         self._failure: str | None = None  # why there is no more text
 
-    def score(self, scores: Scores) -> None:
+    def score(self, scores: ChunkLogprobs) -> None:
         """Take in log-probabilities of the prompt's tokens, or of one that is pushed next."""
         table = self._of_prompt if scores.first < self._num_prompt else self._of_output
         if table is not None:

@@ -41,7 +41,7 @@ class BuiltinLogitsProcessor(Protocol):
         """`rows` go on with `tokens`, which is remembered where it matters."""
 
 
-class Bias:
+class LogitBias:
     """Logit bias: numbers that are added."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -72,7 +72,7 @@ class Bias:
         pass
 
 
-class Repetition:
+class RepetitionPenalty:
     """Repetition penalty of what is in prompt or output (Keskar et al., CTRL, 2019): positive logits are divided, negative ones
     multiplied.
     """
@@ -106,7 +106,7 @@ class Repetition:
         self.seen.mark(rows, tokens)
 
 
-class Frequency:
+class FrequencyPenalty:
     """Frequency and presence penalties of what is in the output: a number for each time, and a number for once or more."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:

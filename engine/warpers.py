@@ -26,7 +26,7 @@ _COLDEST = 1e-6  # lower temperatures act as this one, so that logits / temperat
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowGroup:
     """Some drawing rows that are treated at once."""
 
     rows: slice  # of the arrays
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DrawSettings:
     """What a draw needs of the rows that draw, m of n. Plain data on the host.
 
     Attributes:
@@ -49,10 +49,10 @@ class Settings:
     """
 
     arrays: Arrays
-    parts: tuple[Part, ...]
+    parts: tuple[RowGroup, ...]
 
 
-NOBODY = Settings((), ())  # of rows none of which draws
+NOBODY = DrawSettings((), ())  # of rows none of which draws
 
 
 class SamplingTransforms:
@@ -92,7 +92,7 @@ class SamplingTransforms:
         with np.errstate(over="ignore"):
             return np.asarray(top / np.where(temperature > 0, temperature, np.float32(1)), np.float32)
 
-    def settings(self, places: Int64, rows: Rows, noise: Float64) -> Settings:
+    def settings(self, places: Int64, rows: Rows, noise: Float64) -> DrawSettings:
         """Of `rows`, which draw with `noise` [m] and stand at `places` [m], ascending, among the logits."""
         temperature, top_k, top_p, min_p = self._asked_of(rows)
         kind = np.where(top_k < self._vocab_size, 1, np.where(top_p < 1, 2, 0))  # sorts k logits, or all, or none
@@ -105,15 +105,15 @@ class SamplingTransforms:
             for first, end in zip([0, *ends], ends, strict=False)
             for start in range(first, end, size)
         ]
-        return Settings(arrays, tuple(parts))
+        return DrawSettings(arrays, tuple(parts))
 
-    def draw(self, logits: Tensor, settings: Settings, uploaded: Sequence[Tensor]) -> Tensor:
+    def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> Tensor:
         """int64[m]: tokens of the rows that draw, in the order of `settings`. As for `weights`, part by part."""
         noise = uploaded[5]
         drawn = [draw(self.weights(logits, part, uploaded), noise[part.rows], self._at_hand) for part in settings.parts]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
-    def weights(self, logits: Tensor, part: Part, uploaded: Sequence[Tensor]) -> Tensor:
+    def weights(self, logits: Tensor, part: RowGroup, uploaded: Sequence[Tensor]) -> Tensor:
         """float32[rows of the part, vocab, padded to blocks], 0 where filtered. Where the largest logit, warmed, is not finite
         they mean nothing.
 
@@ -164,12 +164,12 @@ class SamplingTransforms:
         return self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows]
 
 
-def _part(arrays: Arrays, rows: slice, vocab_size: int) -> Part:
+def _part(arrays: Arrays, rows: slice, vocab_size: int) -> RowGroup:
     """Of drawing rows of one kind, by the arrays of their settings."""
     places, temperature, top_k, top_p, min_p, _ = (of[rows] for of in arrays)
     first, last = int(places[0]), int(places[-1])
     most, by_p = int(top_k.max()), bool((top_p < 1).any())
-    return Part(
+    return RowGroup(
         rows,
         slice(first, last + 1) if last + 1 - first == len(places) else None,
         num_sorted=most if most < vocab_size or by_p else 0,

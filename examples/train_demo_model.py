@@ -58,7 +58,7 @@ HEADING = re.compile(r"\s*(CHAPTER|Chapter|BOOK|PART|ACT|SCENE|(FIRST |SECOND )?
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """Everything that decides the weights; a checkpoint is resumed only if all of it is the same."""
 
     text_sha256: str
@@ -313,7 +313,7 @@ class SequenceDropout(nn.Module):
         return output * keep.to(output.dtype)
 
 
-def build_model(settings: Settings) -> LlamaForCausalLM:
+def build_model(settings: TrainingSettings) -> LlamaForCausalLM:
     """A fresh model; residual projections start smaller, by the number of branches that add up."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
@@ -350,7 +350,7 @@ def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor, precision: str) -> 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def batch_of(stream: np.ndarray, settings: Settings, step: int) -> torch.Tensor:
+def batch_of(stream: np.ndarray, settings: TrainingSettings, step: int) -> torch.Tensor:
     """The windows of one step: a function of seed and step alone, so that a resumed run sees the same order.
 
     Every epoch cuts the stream at another random offset and visits the windows in another order.
@@ -371,7 +371,7 @@ def batch_of(stream: np.ndarray, settings: Settings, step: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: TrainingSettings, step: int) -> float:
     """Linear warmup over 4 % of the steps (at most 200), then a cosine to 2 % of the peak."""
     warmup = max(1, min(200, settings.steps // 25))
     if step < warmup:
@@ -380,7 +380,7 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.lr * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
     """AdamW; norms are not decayed."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
@@ -389,7 +389,11 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 
 def train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: torch.Tensor, settings: Settings, step: int
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    batch: torch.Tensor,
+    settings: TrainingSettings,
+    step: int,
 ) -> float:
     """One optimizer step; the dropout masks too depend on seed and step alone."""
     torch.manual_seed((settings.seed << 32) + step)
@@ -405,7 +409,7 @@ def train_step(
 
 
 @torch.inference_mode()
-def validation_loss(model: LlamaForCausalLM, documents: Sequence[np.ndarray], settings: Settings) -> float:
+def validation_loss(model: LlamaForCausalLM, documents: Sequence[np.ndarray], settings: TrainingSettings) -> float:
     """Nats per token over the validation documents, in separate windows of the full context.
 
     Only for comparing checkpoints: while the training is still on short windows, the positions it has not seen yet
@@ -465,7 +469,7 @@ class Progress:
 class Trainer:
     """The training loop with its checkpoint file."""
 
-    def __init__(self, settings: Settings, work: Path, args: argparse.Namespace) -> None:
+    def __init__(self, settings: TrainingSettings, work: Path, args: argparse.Namespace) -> None:
         self.settings = settings
         self.path = work / "checkpoint.pt"
         self.checkpoint_every = args.checkpoint_every
@@ -709,7 +713,7 @@ def most_repeated(items: Sequence[Any], length: int = 8) -> int:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampleReport:
     """What the samples showed."""
 
     texts: list[str]
@@ -720,7 +724,7 @@ class Sampling:
     free_tokens: int
 
 
-def draw_samples(model: LlamaForCausalLM, tokenizer: Tokenizer, count: int, tokens: int) -> Sampling:
+def draw_samples(model: LlamaForCausalLM, tokenizer: Tokenizer, count: int, tokens: int) -> SampleReport:
     """Samples of exactly `tokens` tokens (EOS suppressed, one seed each), then free runs that may end by EOS."""
     start = torch.tensor([[BOS_ID]])
     texts, words, ids = [], 0, 0
@@ -735,7 +739,7 @@ def draw_samples(model: LlamaForCausalLM, tokenizer: Tokenizer, count: int, toke
     starts = start.repeat(16, 1)
     runs = model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=limit)[:, 1:]
     ended = int((runs == EOS_ID).any(1).sum())
-    return Sampling(texts, words, ids, ended, len(runs), limit)
+    return SampleReport(texts, words, ids, ended, len(runs), limit)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -813,7 +817,7 @@ def measure(
     return Figures(model_fp32, model_fp16, ngram), rounded
 
 
-def card_text(facts: dict[str, Any], settings: Settings, figures: Figures, sampling: Sampling) -> str:
+def card_text(facts: dict[str, Any], settings: TrainingSettings, figures: Figures, sampling: SampleReport) -> str:
     """The model card; every figure comes from this run."""
     rows = "\n".join(
         f"| {name} | {values[0]:.4f} | {values[1]:.4f} |"
@@ -905,7 +909,12 @@ the 19th century. Any UTF-8 text can be tokenized, but text other than English i
 
 
 def export_all(
-    args: argparse.Namespace, settings: Settings, split: Split, tokenizer: Tokenizer, trainer: Trainer, tokens: int
+    args: argparse.Namespace,
+    settings: TrainingSettings,
+    split: Split,
+    tokenizer: Tokenizer,
+    trainer: Trainer,
+    tokens: int,
 ) -> None:
     """Measure, sample, and write the finished folder."""
     folder = args.work / "export"
@@ -951,12 +960,12 @@ def export_all(
         print("warning: the model is no better than the 5-gram", file=sys.stderr)
 
 
-def command_line(args: argparse.Namespace, settings: Settings) -> str:
+def command_line(args: argparse.Namespace, settings: TrainingSettings) -> str:
     """The command that repeats this run, with file names but no folders, and the steps instead of a duration."""
     words = ["python examples/train_demo_model.py --text", *(path.name for path in args.text)]
     words += [f"--steps {settings.steps}"]
     defaults = vars(parse_args(["--text", "x"]))
-    for name in Settings.__dataclass_fields__:
+    for name in TrainingSettings.__dataclass_fields__:
         if name in defaults and name != "steps" and getattr(settings, name) != defaults[name]:
             words.append(f"--{name.replace('_', '-')} {getattr(settings, name)}")
     return " ".join(words)
@@ -967,14 +976,14 @@ def command_line(args: argparse.Namespace, settings: Settings) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def settings_of(args: argparse.Namespace, texts: Sequence[str], steps: int) -> Settings:
+def settings_of(args: argparse.Namespace, texts: Sequence[str], steps: int) -> TrainingSettings:
     """The settings of this command."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    names = set(Settings.__dataclass_fields__) - {"text_sha256", "steps"}
-    return Settings(text_sha256=digest, steps=steps, **{name: getattr(args, name) for name in names})
+    names = set(TrainingSettings.__dataclass_fields__) - {"text_sha256", "steps"}
+    return TrainingSettings(text_sha256=digest, steps=steps, **{name: getattr(args, name) for name in names})
 
 
-def claim_work(work: Path, settings: Settings, by_minutes: bool) -> Settings:
+def claim_work(work: Path, settings: TrainingSettings, by_minutes: bool) -> TrainingSettings:
     """Record the settings in the work folder, or check that they are those already recorded there."""
     path = work / "settings.json"
     if not path.exists():
@@ -987,10 +996,10 @@ def claim_work(work: Path, settings: Settings, by_minutes: bool) -> Settings:
     changed = [f"{k} is {stored.get(k)} there and {wanted[k]} here" for k in wanted if stored.get(k) != wanted[k]]
     if changed:
         sys.exit(f"error: {work} holds a run with different settings ({'; '.join(changed)}); use another --work folder")
-    return Settings(**wanted)
+    return TrainingSettings(**wanted)
 
 
-def steps_for(minutes: float, settings: Settings) -> int:
+def steps_for(minutes: float, settings: TrainingSettings) -> int:
     """Steps that fit into `minutes`, by timing a few steps of both window lengths on random tokens."""
     stream = np.random.default_rng(0).integers(0, settings.vocab, 4 * settings.tokens_per_step + settings.context)
     model = build_model(settings)

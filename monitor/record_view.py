@@ -18,7 +18,7 @@ LOOK_EVERY_NS = 20_000_000  # how often a reader looks at least for news, and fo
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeviceEntry:
     """One device of the table, with where it is read."""
 
     info: DeviceInfo
@@ -31,10 +31,10 @@ class Table:
     """The devices of a record."""
 
     infos: tuple[DeviceInfo, ...]
-    entries: dict[str, Entry]
+    entries: dict[str, DeviceEntry]
     num_words: int  # the first words, down to those of the memory of these devices
 
-    def entry(self, uuid: str) -> Entry:
+    def entry(self, uuid: str) -> DeviceEntry:
         """Raises NoSuchDevice, which names those that there are."""
         entry = self.entries.get(uuid)
         if entry is None:
@@ -51,7 +51,7 @@ def _read_table(read: layout.ReadBytes, payload: bytes) -> Table:
             raise codec.Malformed
         memory = layout.Cell(read, layout.MEMORY[slot], generation, codec.memory_from_bytes)
         detail = layout.Cell(read, layout.DETAIL[slot], generation, codec.detail_from_bytes)
-        entries[info.uuid] = Entry(info, memory, detail)
+        entries[info.uuid] = DeviceEntry(info, memory, detail)
     words = [entry.memory.place.sequence for entry in entries.values()]
     num_words = max(words, default=layout.NUM_COMMON_WORDS - 1) + 1
     return Table(tuple(entry.info for entry in entries.values()), entries, num_words)

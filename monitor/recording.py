@@ -188,7 +188,7 @@ def _changed(reading: DetailReading, last: DetailReading | None) -> dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceState:
+class RecordedState:
     """What a recording says of one device at one time. All None: nothing yet."""
 
     memory: MemoryReading | None = None
@@ -224,17 +224,17 @@ class Recording:
     duration_s: float
     devices: tuple[DeviceInfo, ...]  # all that occur, in the order of their first appearance
     _presence: _Steps[tuple[DeviceInfo, ...]]
-    _states: dict[str, _Steps[DeviceState]]  # by uuid
+    _states: dict[str, _Steps[RecordedState]]  # by uuid
 
     def devices_at(self, seconds: float) -> tuple[DeviceInfo, ...]:
         """The devices that were there at that time."""
         return self._presence.at(seconds, ())
 
-    def state(self, uuid: str, seconds: float) -> DeviceState:
+    def state(self, uuid: str, seconds: float) -> RecordedState:
         """What is known at that time, there or not; after the end, what was known last. KeyError for an unknown uuid."""
-        return self._states[uuid].at(seconds, DeviceState())
+        return self._states[uuid].at(seconds, RecordedState())
 
-    def at(self, seconds: float) -> dict[str, DeviceState]:
+    def at(self, seconds: float) -> dict[str, RecordedState]:
         """What is known at that time of each device there, by uuid."""
         return {info.uuid: self.state(info.uuid, seconds) for info in self.devices_at(seconds)}
 
@@ -269,7 +269,7 @@ class _Content:
         self.at_s = 0.0
         self.devices: dict[str, DeviceInfo] = {}
         self.presence: _Steps[tuple[DeviceInfo, ...]] = _Steps()
-        self.states: dict[str, _Steps[DeviceState]] = {}
+        self.states: dict[str, _Steps[RecordedState]] = {}
         self.source, self.interval_s = self._header(header)
 
     def recording(self) -> Recording:
@@ -321,7 +321,7 @@ class _Content:
         steps = self.states.get(uuid) if isinstance(uuid, str) else None
         if steps is None:
             raise _Malformed(f"tells of a device that no line introduced: {uuid!r}")
-        old = steps.at(self.at_s, DeviceState())
+        old = steps.at(self.at_s, RecordedState())
         if told.keys() == {"total_bytes", "free_bytes"}:
             new = replace(old, memory=_memory(told), memory_error=None)
         elif told.keys() == {"error"}:

@@ -38,7 +38,7 @@ _COMPARED_BYTES = 128 * MIB  # of the pool with room for all, beyond the need
 
 
 @dataclass
-class _Run:
+class _DemoRun:
     """One pass over all prompts."""
 
     outputs: list[RequestOutput]
@@ -236,7 +236,7 @@ class _Pressure:
 def _serve(
     llm: LLM, prompts: list[str], params: list[SamplingParams], live: bool, waves: list[range],
     pressure: _Pressure | None = None,
-) -> _Run:  # fmt: skip
+) -> _DemoRun:  # fmt: skip
     """Stream all prompts, with a line that tells how it goes. The first wave lasts until the pressure is over."""
     view = _Line(live, pressure)
     outputs: dict[int, RequestOutput] = {}
@@ -261,7 +261,7 @@ def _serve(
     seconds = time.perf_counter() - began
     view.end(llm, len(outputs), len(prompts), tokens / seconds)
     rows = {} if pressure is None else pressure.rows()
-    return _Run([outputs[i] for i in range(len(prompts))], seconds, llm.stats(), rows)
+    return _DemoRun([outputs[i] for i in range(len(prompts))], seconds, llm.stats(), rows)
 
 
 def _waves(each: list[int], usable: int) -> list[range]:
@@ -312,7 +312,7 @@ class _Line:
             print(text, flush=True)
 
 
-def _table(pressed: _Run, free: _Run, usable: int, need: int) -> dict[str, Any]:
+def _table(pressed: _DemoRun, free: _DemoRun, usable: int, need: int) -> dict[str, Any]:
     stats = pressed.stats
     same = [a.token_ids == b.token_ids for a, b in zip(pressed.outputs, free.outputs, strict=True)]
     return {
@@ -332,7 +332,7 @@ def _table(pressed: _Run, free: _Run, usable: int, need: int) -> dict[str, Any]:
     }
 
 
-def _show(pressed: _Run, table: dict[str, Any]) -> None:
+def _show(pressed: _DemoRun, table: dict[str, Any]) -> None:
     width = min(shutil.get_terminal_size().columns, 110)
     for output in pressed.outputs:
         prompt, text = " ".join((output.prompt or "").split()), " ".join((output.text or "").split())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 
 if TYPE_CHECKING:
-    from .engine.self_check.report import Report
+    from .engine.self_check.report import CheckReport
 
 # The optional dependencies of pyproject.toml that an engine uses, with the module by which each is found.
 EXTRAS = {
@@ -55,7 +55,7 @@ def main(
     as_json: bool,
     *,
     devices: Callable[[], list[dict[str, Any]]] | None = None,
-    check: Callable[..., Report] | None = None,
+    check: Callable[..., CheckReport] | None = None,
 ) -> int:
     """Examine and print. Returns the exit status: 1 where something does not work. Raises ValueError.
 

@@ -37,7 +37,7 @@ class _Failure:
     error: Exception | None = None
 
 
-class Call:
+class PipelineCall:
     """One call of a pipeline: its arguments, resolved. Read-only."""
 
     def __init__(

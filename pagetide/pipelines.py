@@ -14,7 +14,7 @@ from typing import Any
 from .engine.generation import HARMLESS, REFUSED, SERVED, ModelDefaults, asked_for, known_to_transformers
 from .engine.llm import LLM
 from .pipeline_arguments import CALL, Arguments, flatten_model_kwargs, refuse_unknown, sort_arguments
-from .pipeline_call import Call, Record
+from .pipeline_call import PipelineCall, Record
 from .pipeline_inputs import One, Several, read_inputs
 
 _TASK = "text-generation"
@@ -124,7 +124,7 @@ class TextGenerationPipeline:
         if options.get("tokenizer") not in (None, self.tokenizer):
             raise ValueError("tokenizer is given at the making of the pipeline, not at a call")
         arguments = given.over(self._arguments)
-        call = Call(self.llm, self.tokenizer, self._defaults, arguments, options.get("max_length"))
+        call = PipelineCall(self.llm, self.tokenizer, self._defaults, arguments, options.get("max_length"))
         inputs = read_inputs(text_inputs)
         if isinstance(inputs, One):
             (records,) = call.run([call.prepare(inputs.prompt)])

@@ -20,9 +20,9 @@ from .engine.errors import ConfigError, EngineError
 from .engine.models import ModelSpec, resolve_model
 from .engine.progress import Bar
 from .run_config import STDIN, RunConfig, add_flags, fingerprint, read_config
-from .run_input import Ask, InputFile, Summary, read_line
+from .run_input import InputFile, InputRequest, Summary, read_line
 from .run_output import Output, Settings, files_of
-from .run_records import Record, Recorder, failure_of, is_error, line_of, usage_of, was_started
+from .run_records import Record, ResultBuilder, failure_of, is_error, line_of, usage_of, was_started
 from .scheduler.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     with closing(InputFile(config.input)) as source, Output(target) as output:
         survey = source.survey()
         settings = {**_settings(config, spec), "input": survey.sha256, "input.format": survey.format}
-        run = _Run(config, source, survey, output, settings)
+        run = _RunState(config, source, survey, output, settings)
         if not (args.restart or args.overwrite) and (counts := output.finished(run.settings)) is not None:
             print(
                 f"{target} is there already, whole and of these settings: nothing is left to be done", file=sys.stderr
@@ -136,7 +136,7 @@ class _Tally:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-class _Run:
+class _RunState:
     """One start of a run, from the records that are there already to the last."""
 
     def __init__(
@@ -150,7 +150,7 @@ class _Run:
         self._digest = hashlib.sha256()
         self._lines = source.lines(self._digest)
         self._line = next(self._lines, None)  # the first that was neither asked nor has a record
-        self._asked: deque[Ask] = deque()  # lines that the engine has, or has refused
+        self._asked: deque[InputRequest] = deque()  # lines that the engine has, or has refused
 
     def go_on(self) -> None:
         """Serve what has no record yet, and give the output its name."""
@@ -181,7 +181,7 @@ class _Run:
     def _serve(self, llm: LLM) -> None:
         prompts, params = itertools.tee(self._requests(llm))
         outputs = llm.generate_each((prompt for prompt, _ in prompts), (own for _, own in params))
-        recorder = Recorder(self._config.output, self._config.model, self._survey.sha256[:12], _token_text(llm))
+        recorder = ResultBuilder(self._config.output, self._config.model, self._survey.sha256[:12], _token_text(llm))
         held: list[Record] = []  # of lines that failed, behind the last that did not
         began = time.perf_counter()
         with self._bar() as bar:
@@ -229,7 +229,7 @@ class _Run:
             self._asked.append(ask)
             yield prompt, params
 
-    def _params(self, ask: Ask) -> SamplingParams:
+    def _params(self, ask: InputRequest) -> SamplingParams:
         """What the line says over what the run says; without a seed of its own it has the run's, with its number."""
         base = self._config.sampling
         switches = {"ignore_eos": base.ignore_eos, "add_special_tokens": base.add_special_tokens}

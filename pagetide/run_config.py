@@ -93,14 +93,14 @@ class RunConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
-class Setting(NamedTuple):
+class SourcedValue(NamedTuple):
     """A value, and who says so: "run.yaml:12" or "--temperature"."""
 
     value: Any
     where: str
 
 
-Settings = dict[tuple[str, str], Setting]  # by section ("" is the top level) and key
+Settings = dict[tuple[str, str], SourcedValue]  # by section ("" is the top level) and key
 
 # Not settings of a run: a line's seed follows from the run's, and objects cannot be written down.
 _NOT_SAMPLING = ("seed", "logits_processors")
@@ -211,7 +211,7 @@ def read_config(args: argparse.Namespace) -> RunConfig:
     for section, keys in KEYS.items():
         for key in keys:
             if (value := getattr(args, _dest(section, key))) is not None:
-                settings[section, key] = Setting(value, _flag(section, key))
+                settings[section, key] = SourcedValue(value, _flag(section, key))
     return _build({place: setting for place, setting in settings.items() if setting.value is not None})
 
 
@@ -238,7 +238,7 @@ def _build(settings: Settings) -> RunConfig:
     )
 
 
-def _check(section: str, key: str, setting: Setting) -> None:
+def _check(section: str, key: str, setting: SourcedValue) -> None:
     """What neither `LLM` nor SamplingParams will look at."""
     value, where = setting
     if section in ("engine", "sampling"):
@@ -288,14 +288,14 @@ def _of_file(file: Path) -> Settings:
         if key not in top:
             raise _unknown(where, key, "", top)
         if key in KEYS[""]:
-            settings["", key] = Setting(value, where)
+            settings["", key] = SourcedValue(value, where)
         elif isinstance(node, yaml.MappingNode):
             for inner, place, _ in _entries(file, node):
                 if inner not in KEYS[key]:
                     raise _unknown(place, inner, key, KEYS[key])
-                settings[key, inner] = Setting(value[inner], place)
+                settings[key, inner] = SourcedValue(value[inner], place)
         elif key in _SHORT:
-            settings[key, "path"] = Setting(value, where)
+            settings[key, "path"] = SourcedValue(value, where)
         elif value is not None:
             raise ConfigError(f"{where}: {key} must map some of {', '.join(KEYS[key])} to values, got {value!r:.80}")
     return {place: _from_folder(file, place, setting) for place, setting in settings.items()}
@@ -331,7 +331,7 @@ def _unknown(where: str, key: str, section: str, known: tuple[str, ...]) -> Conf
     return ConfigError(f"{where}: unknown key {key!r} {here}; {meant}")
 
 
-def _from_folder(file: Path, place: tuple[str, str], setting: Setting) -> Setting:
+def _from_folder(file: Path, place: tuple[str, str], setting: SourcedValue) -> SourcedValue:
     """Paths of a file are relative to its folder; a model's only where it cannot be a name."""
     value = setting.value
     if not isinstance(value, str) or not value:

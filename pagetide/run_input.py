@@ -44,7 +44,7 @@ class Summary(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class InputRequest:
     """One line: what it asks for, or `error`, which says why it cannot be asked.
 
     The prompt is a text, token ids, or with `messages` what the chat template makes of them. `sampling` holds the fields of
@@ -61,7 +61,7 @@ class Ask:
     error: str | None = None
 
 
-class Refused(ValueError):
+class InvalidLine(ValueError):
     """A line that cannot be asked; the message says why."""
 
 
@@ -130,7 +130,7 @@ def _copy_of_standard_input() -> BinaryIO:
     return copy
 
 
-def read_line(number: int, raw: bytes | None, form: Format) -> Ask:
+def read_line(number: int, raw: bytes | None, form: Format) -> InputRequest:
     """What a line asks for. Raises nothing: what is wrong with it stands in its `error`."""
     if form == "text":
         return _of_text(number, raw)
@@ -141,23 +141,23 @@ def read_line(number: int, raw: bytes | None, form: Format) -> Ask:
     except ValueError as error:
         key = content.get("custom_id") if form == "openai" or "id" not in content else content["id"]
         door = _DOORS.get(str(content.get("url")), "completion") if form == "openai" else "plain"
-        return Ask(number, door, key if _is_id(key) else None, error=str(error))
+        return InputRequest(number, door, key if _is_id(key) else None, error=str(error))
 
 
-def _of_text(number: int, raw: bytes | None) -> Ask:
+def _of_text(number: int, raw: bytes | None) -> InputRequest:
     try:
-        return Ask(number, "plain", prompt=_text(raw))
-    except Refused as error:
-        return Ask(number, "plain", error=str(error))
+        return InputRequest(number, "plain", prompt=_text(raw))
+    except InvalidLine as error:
+        return InputRequest(number, "plain", error=str(error))
 
 
 def _text(raw: bytes | None) -> str:
     if raw is None:
-        raise Refused(f"it is longer than {LONGEST_LINE_BYTES >> 20} MiB")
+        raise InvalidLine(f"it is longer than {LONGEST_LINE_BYTES >> 20} MiB")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"it is no text in UTF-8: {error}") from error
+        raise InvalidLine(f"it is no text in UTF-8: {error}") from error
 
 
 def _object(raw: bytes | None) -> dict[str, Any]:
@@ -165,9 +165,9 @@ def _object(raw: bytes | None) -> dict[str, Any]:
     try:
         content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"it is not valid JSON: {error}") from error
+        raise InvalidLine(f"it is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise Refused(f"it must be a JSON object, got {type(content).__name__}")
+        raise InvalidLine(f"it must be a JSON object, got {type(content).__name__}")
     return content
 
 
@@ -188,7 +188,7 @@ def _no_constant(name: str) -> None:
 def _object_or_none(raw: bytes | None) -> dict[str, Any] | None:
     try:
         return _object(raw)
-    except Refused:
+    except InvalidLine:
         return None
 
 
@@ -196,49 +196,49 @@ def _is_id(key: object) -> bool:
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
-def _of_object(number: int, content: dict[str, Any]) -> Ask:
+def _of_object(number: int, content: dict[str, Any]) -> InputRequest:
     """{"prompt" or "messages", "id" or "custom_id", and how to continue it}."""
     if "body" in content and "url" in content:
-        raise Refused("it is an OpenAI batch request, and the input is not of that format: say `format: openai`")
+        raise InvalidLine("it is an OpenAI batch request, and the input is not of that format: say `format: openai`")
     given = {key: value for key, value in content.items() if value is not None}
     names = [name for name in ("id", "custom_id") if name in given]
     key = given.pop(names[0]) if names else None
     if len(names) > 1:
-        raise Refused("it has an id and a custom_id: give one of them")
+        raise InvalidLine("it has an id and a custom_id: give one of them")
     if key is not None and not _is_id(key):
-        raise Refused(f"{names[0]} must be a text or an integer, got {key!r:.80}")
+        raise InvalidLine(f"{names[0]} must be a text or an integer, got {key!r:.80}")
     if ("prompt" in given) == ("messages" in given):
-        raise Refused("it must have a prompt or messages, one of the two")
+        raise InvalidLine("it must have a prompt or messages, one of the two")
     return _asked(number, "plain", key, given)
 
 
-def _of_batch(number: int, content: dict[str, Any]) -> Ask:
+def _of_batch(number: int, content: dict[str, Any]) -> InputRequest:
     """{"custom_id", "method": "POST", "url", "body"}."""
     key, method, url, body = (content.get(name) for name in ("custom_id", "method", "url", "body"))
     if not isinstance(key, str) or not key:
-        raise Refused(f"custom_id must be a text, got {key!r:.80}")
+        raise InvalidLine(f"custom_id must be a text, got {key!r:.80}")
     if method not in (None, "POST"):
-        raise Refused(f"method must be POST, got {method!r:.80}")
+        raise InvalidLine(f"method must be POST, got {method!r:.80}")
     if not isinstance(url, str) or url not in _DOORS:
-        raise Refused(f"url must be {' or '.join(_DOORS)}, got {url!r:.80}")
+        raise InvalidLine(f"url must be {' or '.join(_DOORS)}, got {url!r:.80}")
     if not isinstance(body, dict):
-        raise Refused(f"body must be a JSON object, got {type(body).__name__}")
+        raise InvalidLine(f"body must be a JSON object, got {type(body).__name__}")
     given = {name: value for name, value in body.items() if value is not None}
     wanted = "messages" if _DOORS[url] == "chat" else "prompt"
     if wanted not in given:
-        raise Refused(f"the body for {url} must have {wanted}")
+        raise InvalidLine(f"the body for {url} must have {wanted}")
     return _asked(number, _DOORS[url], key, given)
 
 
-def _asked(number: int, door: AdmissionController, key: str | int | None, given: dict[str, Any]) -> Ask:
+def _asked(number: int, door: AdmissionController, key: str | int | None, given: dict[str, Any]) -> InputRequest:
     if "messages" in given:
         messages = _messages(given.pop("messages"))
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
-            raise Refused(f"chat_template_kwargs must be a JSON object, got {options!r:.80}")
-        return Ask(number, door, key, messages=messages, template_options=options, sampling=_sampling(given))
+            raise InvalidLine(f"chat_template_kwargs must be a JSON object, got {options!r:.80}")
+        return InputRequest(number, door, key, messages=messages, template_options=options, sampling=_sampling(given))
     prompt = _prompt(given.pop("prompt"))
-    return Ask(number, door, key, prompt=prompt, sampling=_sampling(given))
+    return InputRequest(number, door, key, prompt=prompt, sampling=_sampling(given))
 
 
 def _prompt(prompt: object) -> str | list[int]:
@@ -250,26 +250,26 @@ def _prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
         return prompt
     if isinstance(prompt, list) and all(isinstance(i, str | list) for i in prompt):
-        raise Refused(f"it has {len(prompt)} prompts: give each a line of its own")
-    raise Refused(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")
+        raise InvalidLine(f"it has {len(prompt)} prompts: give each a line of its own")
+    raise InvalidLine(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")
 
 
 def _messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise Refused(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
+        raise InvalidLine(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
     return [_message(message) for message in messages]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """With a content that is one text: templates write a list of parts out as Python would."""
     if not isinstance(message.get("role"), str):
-        raise Refused(f"a message must have a role, got {message!r:.80}")
+        raise InvalidLine(f"a message must have a role, got {message!r:.80}")
     content = message.get("content")
     if not isinstance(content, list):
         return message
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Refused(f"of a message only text can be taken, got the part {part!r:.80}")
+            raise InvalidLine(f"of a message only text can be taken, got the part {part!r:.80}")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
@@ -280,14 +280,14 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         name = _RENAMED.get(key, key)
         if name in _SAMPLING:
             if name in found and found[name] != value:
-                raise Refused(f"{key} {value!r:.80} and another {name} of {found[name]!r:.80}: they mean the same")
+                raise InvalidLine(f"{key} {value!r:.80} and another {name} of {found[name]!r:.80}: they mean the same")
             found[name] = value
         elif key in _ONLY and value != _ONLY[key]:
-            raise Refused(f"{key} must be left out here, got {value!r:.80}")
+            raise InvalidLine(f"{key} must be left out here, got {value!r:.80}")
         elif key not in (*_NO_MATTER, *_ONLY, *_OTHER):
             known = (*_SAMPLING, *_RENAMED, *_OTHER, "prompt", "messages")
             near = difflib.get_close_matches(key[:80], known, n=1)
-            raise Refused(f"unknown field {key!r:.80}{f'; did you mean {near[0]}?' if near else ''}")
+            raise InvalidLine(f"unknown field {key!r:.80}{f'; did you mean {near[0]}?' if near else ''}")
     if isinstance(found.get("logprobs"), bool) or "top_logprobs" in given:
         found["logprobs"] = _chat_logprobs(found.get("logprobs"), given.get("top_logprobs", 0))
     if "response_format" in given:
@@ -301,9 +301,9 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
 def _chat_logprobs(asked: object, top: object) -> object:
     """`logprobs` true or false and how many most likely ones, as one number or None."""
     if not isinstance(asked, bool):
-        raise Refused(f"top_logprobs needs logprobs to be true, got {asked!r}")
+        raise InvalidLine(f"top_logprobs needs logprobs to be true, got {asked!r}")
     if top and not asked:
-        raise Refused("top_logprobs needs logprobs to be true, got False")
+        raise InvalidLine("top_logprobs needs logprobs to be true, got False")
     return top if asked else None
 
 
@@ -317,7 +317,7 @@ def _constraint(response_format: object) -> dict[str, Any]:
         inner = response_format.get("json_schema")
         if kind == "json_schema" and isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
             return {"json_schema": inner["schema"]}
-    raise Refused(
+    raise InvalidLine(
         "response_format must have the type text, json_object, or json_schema with {'json_schema': {'schema': ...}}; "
         f"got {response_format!r:.80}"
     )
@@ -326,5 +326,5 @@ def _constraint(response_format: object) -> dict[str, Any]:
 def _token_id(text: str) -> int:
     """A JSON object's keys are texts."""
     if not text.isdecimal():
-        raise Refused(f"logit_bias must map token ids to numbers, got {text!r:.40}")
+        raise InvalidLine(f"logit_bias must map token ids to numbers, got {text!r:.40}")
     return int(text)

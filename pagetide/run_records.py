@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .run_config import OutputOptions
-from .run_input import Ask
+from .run_input import InputRequest
 
 if TYPE_CHECKING:
     from .engine.outputs import Completion, RequestOutput, TokenLogprobs
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class ResultBuilder:
     """Makes records. `model` is the name that answers carry, `run_id` what sets the ids of two inputs apart; `token_text` says
     one token as text, for OpenAI's log-probabilities.
     """
@@ -31,7 +31,7 @@ class Recorder:
     run_id: str
     token_text: Callable[[int], str]
 
-    def record(self, ask: Ask, output: RequestOutput) -> Record:
+    def record(self, ask: InputRequest, output: RequestOutput) -> Record:
         """What became of a line. `output` says nothing where the line itself could not be asked."""
         why = ask.error or failure_of(output)
         error = None if why is None else f"line {ask.line}: {why}"
@@ -48,10 +48,10 @@ class Recorder:
             "error": None if error is None else {"code": _error_type(status), "message": error},
         }
 
-    def _id(self, ask: Ask) -> str:
+    def _id(self, ask: InputRequest) -> str:
         return f"{self.run_id}_{ask.line}"
 
-    def _head(self, ask: Ask) -> Record:
+    def _head(self, ask: InputRequest) -> Record:
         head: Record = {"line": ask.line}
         if ask.id is not None:
             head["id"] = ask.id
@@ -61,10 +61,10 @@ class Recorder:
             head["prompt"] = ask.prompt
         return head
 
-    def _failed(self, ask: Ask, error: str) -> Record:
+    def _failed(self, ask: InputRequest, error: str) -> Record:
         return {**self._head(ask), "finish_reason": "error", "error": error}
 
-    def _plain(self, ask: Ask, output: RequestOutput) -> Record:
+    def _plain(self, ask: InputRequest, output: RequestOutput) -> Record:
         each = [self._continuation(completion) for completion in output.completions]
         record = {**self._head(ask), **each[0]}
         if len(each) > 1:
@@ -82,7 +82,7 @@ class Recorder:
             record["logprobs"] = [asdict(told) for told in completion.logprobs]
         return record
 
-    def _body(self, ask: Ask, output: RequestOutput) -> Record:
+    def _body(self, ask: InputRequest, output: RequestOutput) -> Record:
         is_chat = ask.door == "chat"
         make = self._chat_choice if is_chat else self._text_choice
         return {
@@ -135,7 +135,7 @@ def was_started(output: RequestOutput) -> bool:
 
 
 def line_of(record: Record) -> int | None:
-    """The line of the input that a record is of; None for what no `Recorder` made."""
+    """The line of the input that a record is of; None for what no `ResultBuilder` made."""
     line = record.get("line")
     if line is None:
         line = str(record.get("id")).rpartition("_")[2]

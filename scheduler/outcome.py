@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cache.block_table import Int32
-from .plan import Candidates, Scores
+from .plan import Candidates, ChunkLogprobs
 from .sequence import FinishReason
 
 
@@ -43,7 +43,7 @@ class StepOutputs:
     request_ids: list[str]
     tokens: list[int]
     finished: tuple[Finished, ...] = ()
-    scores: tuple[tuple[str, Scores], ...] = ()  # with the request that each is of
+    scores: tuple[tuple[str, ChunkLogprobs], ...] = ()  # with the request that each is of
     candidates: tuple[tuple[str, Candidates], ...] = ()
 
 

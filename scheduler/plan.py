@@ -122,7 +122,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class ChunkLogprobs:
     """Log-probabilities that chunk `index` gave of m tokens of its row, the first of them at position `first`.
 
     Line j tells of token `first + j`: itself in column 0, then the k most likely ones, best first. `ranks` says how many are
@@ -178,7 +178,7 @@ class Result:
     swapped: int = 0
     swap_s: float = 0.0
     compute_s: float = 0.0
-    scores: tuple[Scores, ...] = ()
+    scores: tuple[ChunkLogprobs, ...] = ()
     candidates: tuple[Candidates, ...] = ()
     # Chunks whose token completes the form that was asked of the output.
     complete: Index = field(default_factory=lambda: NO_ROWS)

@@ -49,7 +49,7 @@ from .errors import InvalidCallOrder
 from .expected import ExpectedBlocks
 from .limits import Limits
 from .outcome import BeamMove, Finished, Stats, StepOutputs
-from .plan import NO_ROWS, Bool, Plan, Result, Scores
+from .plan import NO_ROWS, Bool, ChunkLogprobs, Plan, Result
 from .policy import LengthForecast
 from .pool_size import PoolSize
 from .request import Request
@@ -549,7 +549,7 @@ class Scheduler:
         unsound = np.append(self._out.stale, self.cache.rows_with(result.failed_blocks))
         return result.deferring(np.flatnonzero(np.isin(plan.rows, unsound)))
 
-    def _scored(self, plan: Plan, scores: Scores) -> tuple[str, Scores]:
+    def _scored(self, plan: Plan, scores: ChunkLogprobs) -> tuple[str, ChunkLogprobs]:
         """Whose `scores` are, which takes down how much of its prompt they are out of."""
         sequence = self._running.by_row[int(plan.rows[scores.index])]
         last = min(scores.first + len(scores.ranks), len(sequence.request.prompt_token_ids)) - 1

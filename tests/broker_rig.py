@@ -101,7 +101,7 @@ class Client:
         self.channel = Channel(bench.path, protocol=protocol)
         self.lease_id = -1
         self.fd = -1
-        self.generation = wire.Generation(0, 0)
+        self.generation = wire.OrderGeneration(0, 0)
 
     async def say(self, *messages: wire.FromClient) -> list[wire.Message]:
         for message in messages:
@@ -112,10 +112,10 @@ class Client:
         await self._bench.pump()
         return self.channel.receive()
 
-    async def register(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> wire.Registered:
+    async def register(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> wire.RegisteredMessage:
         terms = {"weight": 1.0, "priority": 0, "granule_bytes": 10, "held_bytes": 0, "device_uuid": DEVICE} | more
-        answers = await self.say(wire.Register(name=name, min_bytes=low, max_bytes=high, **terms))
-        assert isinstance(answers[0], wire.Registered), answers
+        answers = await self.say(wire.RegisterMessage(name=name, min_bytes=low, max_bytes=high, **terms))
+        assert isinstance(answers[0], wire.RegisteredMessage), answers
         self.lease_id, self.generation = answers[0].lease_id, answers[0].generation
         self.fd = self.channel.take_fd()
         return answers[0]

@@ -17,7 +17,7 @@ from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.host_pool import HostPool
-from pagetide.engine.runner import Runner
+from pagetide.engine.runner import ModelRunner
 from pagetide.engine.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
@@ -71,7 +71,7 @@ class TinyEngine:
         # Extents of one block each, so that there are just as many slots as asked for.
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
-        runner = Runner(
+        runner = ModelRunner(
             model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len, host=self.host,
             overlaps=overlaps,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
-from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, Failure, Plan, Result, Scores
+from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 
@@ -278,7 +278,7 @@ class FakeRunner:
             deferred=np.array(deferred, np.int64),
         )  # fmt: skip
 
-    def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[Scores]:
+    def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[ChunkLogprobs]:
         """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""
         sampling, num_prompt = self.asks[row]
         stretches = []
@@ -287,7 +287,7 @@ class FakeRunner:
         if sampling.logprobs is not None and samples:
             stretches.append(range(len(read), len(read) + 1))
         return [
-            Scores(
+            ChunkLogprobs(
                 index, stretch[0], np.zeros((len(stretch), 1), np.int32),
                 np.array([[fake_logprob(read[:p])] for p in stretch], np.float32), np.ones(len(stretch), np.int32),
             )

@@ -11,7 +11,7 @@ import torch
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import PAGE_BYTES, Geometry
 from pagetide.cache.storage import Storage
-from pagetide.engine.attention.context import Kernel, StepContext, lengths_on, running
+from pagetide.engine.attention.context import AttentionKernel, StepContext, lengths_on, running
 from pagetide.engine.attention.interface import register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
@@ -40,7 +40,7 @@ class PagedDriver:
         block_size: int,
         chunk: int | None,
         *,
-        kernel: Kernel | None = None,
+        kernel: AttentionKernel | None = None,
         read_fault: ReadFault = lambda table, tokens: table,
         position_fault: int = 0,
     ) -> None:

@@ -45,7 +45,7 @@ from benchmarks.memory import (
     recalls,
     slope,
 )  # fmt: skip
-from benchmarks.random_batches import Batch, RandomBatches, save_model
+from benchmarks.random_batches import RandomBatches, RequestBatch, save_model
 from pagetide import LLM
 from pagetide.monitor.units import MIB
 from pagetide.pressure import PrivateDevice
@@ -113,7 +113,7 @@ def killed_again_and_again(device: PrivateDevice, seed: int) -> Iterator[list[in
         thread.join()
 
 
-def served(llm: LLM, batch: Batch, rng: random.Random) -> bool:
+def served(llm: LLM, batch: RequestBatch, rng: random.Random) -> bool:
     """Serve a batch, perhaps with a fault. Returns whether one was raised. Raises Failed."""
     point = rng.choice(list(POINTS.values())) if rng.random() < 0.5 else None
     always = rng.random() < 0.2

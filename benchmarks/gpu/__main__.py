@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.arguments import above_0
 from benchmarks.figures import Figure
 
-from .parts import BY_NAME, Runner, Setting, with_needs
-from .report import BOUNDS, Note, Part, Unmeasured, markdown, read, write
+from .parts import BY_NAME, PartRunner, PartSettings, with_needs
+from .report import BOUNDS, Note, PartResult, Unmeasured, markdown, read, write
 
 LEAST_S = 10.0  # a part is not begun with less
 
@@ -69,13 +69,15 @@ def main(given: Sequence[str] | None = None) -> int:
     kept = read(args.results / "gpu.json") if args.results else {}
     known: dict[str, float] = {}
     errors = 0
-    setting = Setting(args.device, args.tiny, args.seed, args.seconds, args.attention, args.overlap, args.cuda_graphs)
-    with Runner(setting) as runner:
+    setting = PartSettings(
+        args.device, args.tiny, args.seed, args.seconds, args.attention, args.overlap, args.cuda_graphs
+    )
+    with PartRunner(setting) as runner:
         for spec in with_needs(args.parts):
             left_s = ends_at - time.monotonic()
             box_s = max(spec.box_s, args.seconds + 40) if spec.name == "memory" else spec.box_s
             if left_s < LEAST_S:
-                part = Part(spec.name, [], runner.device, args.seed, error=f"no time left of {args.budget_s:g} s")
+                part = PartResult(spec.name, [], runner.device, args.seed, error=f"no time left of {args.budget_s:g} s")
                 if spec.name in kept:
                     print(f"\n{spec.name}: {part.error}; the figures of an earlier run stay", flush=True)
                     continue

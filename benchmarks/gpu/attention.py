@@ -22,7 +22,7 @@ from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.backends import BACKENDS
 from pagetide.engine.attention.choose import MAKERS
-from pagetide.engine.attention.context import Kernel, StepContext, lengths_on
+from pagetide.engine.attention.context import AttentionKernel, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
 from .bandwidth import MEMORY
@@ -44,7 +44,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # 
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class AttentionStep:
     """One step's attention over all layers."""
 
     query: torch.Tensor
@@ -53,14 +53,14 @@ class Work:
     step: StepContext
     scaling: float
 
-    def run(self, kernel: Kernel, layer: int) -> torch.Tensor:
+    def run(self, kernel: AttentionKernel, layer: int) -> torch.Tensor:
         """One layer's."""
         return kernel.attend(
             self.query, self.key, self.value, self.step.layers[layer], self.step,
             scaling=self.scaling, sliding_window=None, softcap=None, sinks=None,
         )  # fmt: skip
 
-    def through_layers(self, kernel: Kernel) -> Callable[[], torch.Tensor]:
+    def through_layers(self, kernel: AttentionKernel) -> Callable[[], torch.Tensor]:
         """The next layer's, at each call."""
         layers = itertools.cycle(range(len(self.step.layers)))
         return lambda: self.run(kernel, next(layers))
@@ -97,7 +97,9 @@ def storage_of(bench: Bench, tokens: int, block_size: int) -> Storage:
     return storage
 
 
-def work_of(bench: Bench, storage: Storage, kernel: Kernel, q_lens: list[int], kv_lens: list[int]) -> Work:
+def work_of(
+    bench: Bench, storage: Storage, kernel: AttentionKernel, q_lens: list[int], kv_lens: list[int]
+) -> AttentionStep:
     """A step of chunks over blocks in random order."""
     scale, device, size = bench.scale, bench.clock.device, storage.geometry.block_size
     dtype = getattr(torch, scale.dtype)
@@ -128,10 +130,10 @@ def work_of(bench: Bench, storage: Storage, kernel: Kernel, q_lens: list[int], k
         torch.randn(len(owners), heads, scale.head_dim, device=device, dtype=dtype)
         for heads in (scale.heads, scale.kv_heads, scale.kv_heads)
     )
-    return Work(query, key, value, step, scale.head_dim**-0.5)
+    return AttentionStep(query, key, value, step, scale.head_dim**-0.5)
 
 
-def made(name: str) -> Kernel | str:
+def made(name: str) -> AttentionKernel | str:
     """A backend's kernel, or why there is none."""
     try:
         return MAKERS[name]()
@@ -139,7 +141,7 @@ def made(name: str) -> Kernel | str:
         return f"{type(error).__name__}: {error}"
 
 
-def triton_kernel(**options: Any) -> Kernel | str:
+def triton_kernel(**options: Any) -> AttentionKernel | str:
     """A Triton kernel with other tiles, (keys, rows, warps, stages), than those of its tables; or why there is none."""
     try:
         kernels = importlib.import_module("pagetide.engine.attention.triton_kernel")
@@ -147,7 +149,7 @@ def triton_kernel(**options: Any) -> Kernel | str:
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
     tiles = {name: tiling(*given) if isinstance(given, tuple) else given for name, given in options.items()}
-    kernel: Kernel = kernels.TritonKernel(**tiles)
+    kernel: AttentionKernel = kernels.TritonKernel(**tiles)
     return kernel
 
 
@@ -162,7 +164,7 @@ def _decode(bench: Bench, best: dict[str, Figure]) -> Iterator[Item]:
     num_bytes = scale.rows * context * scale.kv_bytes_per_token // scale.layers
     title = f"decode attention, {scale.rows} x {context:,}"
 
-    def figure(name: str, kernel: Kernel) -> Item:
+    def figure(name: str, kernel: AttentionKernel) -> Item:
         return _noted(best, name, _timed(bench, f"{title}: {name}", kernel, work, expected, num_bytes / 1e9, "GB/s"))
 
     for name in (name for name, needs in BACKENDS.items() if needs.block_multiple <= BLOCK_SIZE):
@@ -190,7 +192,7 @@ def _noted(best: dict[str, Figure], name: str, item: Item) -> Item:
     return item
 
 
-def _decode_tilings(bench: Bench, figure: Callable[[str, Kernel], Item]) -> Iterator[Item]:
+def _decode_tilings(bench: Bench, figure: Callable[[str, AttentionKernel], Item]) -> Iterator[Item]:
     cuda = bench.clock.cuda
     num_sms = torch.cuda.get_device_properties(bench.clock.device).multi_processor_count if cuda else 2
     for tiling in DECODE_TILINGS if cuda else DECODE_TILINGS[:1]:
@@ -250,7 +252,7 @@ def _large_pages(bench: Bench, best: dict[str, Figure]) -> Iterator[Item]:
 
 
 def _timed(
-    bench: Bench, name: str, kernel: Kernel, work: Work, expected: torch.Tensor, amount: float, unit: str
+    bench: Bench, name: str, kernel: AttentionKernel, work: AttentionStep, expected: torch.Tensor, amount: float, unit: str
 ) -> Item:  # fmt: skip
     """`amount` a second; or why not: it fails, or gives something else than `expected`."""
     try:

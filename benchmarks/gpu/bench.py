@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .clock import Clock
+from .clock import DeviceClock
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -80,7 +80,7 @@ TINY = Scale(
 class Bench:
     """One run. `ends_at` (time.monotonic) changes from part to part; `known` grows with what is measured, by name."""
 
-    clock: Clock
+    clock: DeviceClock
     scale: Scale
     seed: int = 0
     memory_s: float = 40.0  # for which a stranger takes and returns memory

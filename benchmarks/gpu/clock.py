@@ -12,7 +12,7 @@ import torch
 _AHEAD_CYCLES = 20_000_000  # about 10 ms, in which the host puts a whole measurement in the queue
 
 
-class Clock:
+class DeviceClock:
     """Measures on `device`, "cuda" or "cpu"."""
 
     def __init__(self, device: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.figures import Figure
 from pagetide import LLM, SamplingParams
-from pagetide.engine.runner import Runner
+from pagetide.engine.runner import ModelRunner
 
 from .bandwidth import MEMORY
 from .bench import Bench
@@ -73,10 +73,10 @@ def measure(bench: Bench) -> Iterator[Item]:
 def capturing(bench: Bench) -> Iterator[list[Item]]:
     """What it takes an engine that is built meanwhile to capture its decode steps."""
     items: list[Item] = []
-    kind: Any = Runner
+    kind: Any = ModelRunner
     record = kind.record
 
-    def noted(runner: Runner, sizes: Any, how: Any) -> None:
+    def noted(runner: ModelRunner, sizes: Any, how: Any) -> None:
         bench.clean()
         free, began = bench.clock.free_bytes(), time.perf_counter()
         try:

@@ -24,9 +24,9 @@ from pagetide.allocator.policy import Rules
 from .bench import Bench
 from .decode import greedy
 from .report import Item, Note, bounded, unmeasured
-from .shared import Rig, rig
+from .shared import PoolRig, rig
 from .steps import watched
-from .stranger import Counts, ExternalProcess
+from .stranger import ExternalProcess, ProcessCounts
 
 LOOK_S = 0.02
 REQUESTS = 512  # at a time: many more than fit
@@ -54,7 +54,7 @@ def measure(bench: Bench) -> Iterator[Item]:
 
 
 def _watch(
-    bench: Bench, one: Rig, stranger: ExternalProcess, total: int, headroom: int, seconds: float
+    bench: Bench, one: PoolRig, stranger: ExternalProcess, total: int, headroom: int, seconds: float
 ) -> Iterator[Item]:  # fmt: skip
     shares, pools = [], []
     with _demand(bench, one) as demand, watched(one.llm) as steps:
@@ -89,7 +89,7 @@ def _watch(
         )
 
 
-def _told(one: Rig, counts: Counts, demand: Demand, pools: list[int], headroom: int) -> tuple[str, ...]:
+def _told(one: PoolRig, counts: ProcessCounts, demand: RequestLoad, pools: list[int], headroom: int) -> tuple[str, ...]:
     stats = one.llm.stats()
     memory = stats["memory"]
     return (
@@ -102,7 +102,7 @@ def _told(one: Rig, counts: Counts, demand: Demand, pools: list[int], headroom: 
     )
 
 
-class Demand:
+class RequestLoad:
     """Requests without end. Counts what came of them."""
 
     def __init__(self) -> None:
@@ -111,9 +111,9 @@ class Demand:
 
 
 @contextmanager
-def _demand(bench: Bench, one: Rig) -> Iterator[Demand]:
+def _demand(bench: Bench, one: PoolRig) -> Iterator[RequestLoad]:
     """More requests than fit, all the time, in a thread of their own."""
-    demand, stop = Demand(), threading.Event()
+    demand, stop = RequestLoad(), threading.Event()
     scale, rng = bench.scale, np.random.default_rng(bench.seed)
 
     def ask() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.figures import Figure
 
-from .report import Item, Part, device_of
+from .report import Item, PartResult, device_of
 
 START_S = 60.0  # in which a process has loaded torch and says what the device is
 GRACE_S = 5.0  # beyond a time box, before the process is ended
@@ -56,7 +56,7 @@ def with_needs(names: Iterable[str]) -> list[Spec]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PartSettings:
     """What a process is told when it starts. Plain data."""
 
     device: str
@@ -76,13 +76,13 @@ def items_of(spec: Spec, bench: Any) -> Iterator[Item]:
         yield item
 
 
-def serve(pipe: Connection, setting: Setting) -> None:
+def serve(pipe: Connection, setting: PartSettings) -> None:
     """The process: part after part in, items out, then None or what went wrong, and whether the device still works."""
     from .bench import REAL, TINY, Bench
-    from .clock import Clock
+    from .clock import DeviceClock
 
     bench = Bench(
-        Clock(setting.device), TINY if setting.tiny else REAL, setting.seed, setting.memory_s, setting.attention,
+        DeviceClock(setting.device), TINY if setting.tiny else REAL, setting.seed, setting.memory_s, setting.attention,
         setting.overlap, setting.cuda_graphs,
     )  # fmt: skip
     try:
@@ -115,18 +115,18 @@ def _works(bench: Any) -> bool:
     return True
 
 
-class Runner:
+class PartRunner:
     """Runs parts one after the other, in a process that is started anew when it broke. Use as a context manager."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PartSettings) -> None:
         self._setting = setting
         self._process: Any = None
         self._pipe: Connection | None = None
         self.device: dict[str, Any] = {}
 
-    def run(self, spec: Spec, box_s: float, known: dict[str, float]) -> Iterator[Part]:
+    def run(self, spec: Spec, box_s: float, known: dict[str, float]) -> Iterator[PartResult]:
         """The part as it grows: what there is after each item, and at its end. It raises nothing of its own."""
-        part = Part(spec.name, [], self.device, self._setting.seed)
+        part = PartResult(spec.name, [], self.device, self._setting.seed)
         began = time.monotonic()
         try:
             if self._pipe is None:
@@ -179,7 +179,7 @@ class Runner:
                 process.kill()
                 process.join()
 
-    def __enter__(self) -> Runner:
+    def __enter__(self) -> PartRunner:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from .bandwidth import TO_HOST
 from .bench import Bench
 from .decode import greedy
 from .report import Item, bounded, unmeasured
-from .shared import FOR_EVER_S, Rig, rig
+from .shared import FOR_EVER_S, PoolRig, rig
 from .steps import Steps, watched
 
 BREATHING_ROWS = 16
@@ -38,7 +38,7 @@ def measure(bench: Bench) -> Iterator[Item]:
         yield from _breathing(bench, one)
 
 
-def _free(bench: Bench, one: Rig) -> Iterator[Item]:
+def _free(bench: Bench, one: PoolRig) -> Iterator[Item]:
     extents = bench.scale.recall_bytes // one.extent_bytes
     least = len(one.arena.mapped_extents)
     samples, alone = [], []
@@ -53,7 +53,7 @@ def _free(bench: Bench, one: Rig) -> Iterator[Item]:
     yield Figure("... the step that unmaps them, by itself", statistics.median(alone), "ms", samples=alone)
 
 
-def _live(bench: Bench, one: Rig) -> Iterator[Item]:
+def _live(bench: Bench, one: PoolRig) -> Iterator[Item]:
     """The pool is as full of running rows as they fill it; the recall preempts some, which are swapped out."""
     scale = bench.scale
     if TO_HOST not in bench.known:
@@ -81,7 +81,7 @@ def _live(bench: Bench, one: Rig) -> Iterator[Item]:
     yield Figure("... their copy, as one large one", 1e3 * copy_s, "ms")
 
 
-def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
+def _breathing(bench: Bench, one: PoolRig) -> Iterator[Item]:
     """Rows decode; the pool, larger than they need, loses its free extents to recalls and gets them again, over and over."""
     scale = bench.scale
     extents = scale.recall_bytes // one.extent_bytes
@@ -128,7 +128,7 @@ def _breathing(bench: Bench, one: Rig) -> Iterator[Item]:
     yield Figure("... steps while the pool breathes, median", statistics.median(busy), "ms")
 
 
-def _grow_in_slices(one: Rig, num_extents: int, failed: list[BaseException]) -> None:
+def _grow_in_slices(one: PoolRig, num_extents: int, failed: list[BaseException]) -> None:
     """As the engine grows under load: as many extents before a step as its slice holds."""
     deadline = time.monotonic() + 20
     while (missing := num_extents - len(one.arena.mapped_extents)) > 0 and not failed:
@@ -151,13 +151,13 @@ def _wait_for_steps(steps: Steps, count: int, failed: list[BaseException]) -> No
         time.sleep(0.005)
 
 
-def _extents_for(one: Rig, rows: int, tokens: int) -> int:
+def _extents_for(one: PoolRig, rows: int, tokens: int) -> int:
     """Extents for rows of so many tokens each."""
     return -(-(rows * -(-tokens // one.block_size) + 1) // one.blocks_per_extent)
 
 
 @contextmanager
-def running(bench: Bench, one: Rig, rows: int, context: int, new_tokens: int, seed: int) -> Iterator[Stream]:
+def running(bench: Bench, one: PoolRig, rows: int, context: int, new_tokens: int, seed: int) -> Iterator[Stream]:
     """Rows of nearly `context` tokens that run, with about `new_tokens` still to come, and what they generate; the pool holds
     them all. No step is under way. Ended afterwards.
     """
@@ -175,7 +175,7 @@ def running(bench: Bench, one: Rig, rows: int, context: int, new_tokens: int, se
         stream.close()
 
 
-def _swapped(one: Rig) -> int:
+def _swapped(one: PoolRig) -> int:
     """Bytes swapped out since the start."""
     stats = one.llm.stats()["host_tier"]
     return 0 if stats is None else int(stats["swapped_out_bytes"])

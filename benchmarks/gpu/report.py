@@ -115,7 +115,7 @@ def device_of(name: str) -> dict[str, Any]:
 
 
 @dataclass
-class Part:
+class PartResult:
     """What a part of a run gave. Its items grow while it runs."""
 
     name: str

@@ -28,7 +28,7 @@ QUIET_S = 0.1  # the broker has greeted, and an engine without steps knows that 
 FOR_EVER_S = 1e6
 
 
-class Rig:
+class PoolRig:
     """The engine's inside: its pool brought into shape, recalls ordered as people order them."""
 
     def __init__(self, bench: Bench, llm: LLM, socket: Path) -> None:
@@ -89,20 +89,20 @@ class Rig:
         target = self.held_bytes() - num_bytes + num_bytes // 64
         try:
             began = time.perf_counter()
-            channel.send(wire.RecallBytes(self.lease.name, num_bytes))
+            channel.send(wire.RecallBytesMessage(self.lease.name, num_bytes))
             while (held := self.held_bytes()) > target:
                 if time.perf_counter() - began > DEADLINE_S:
                     raise TimeoutError(f"{held - target:,} bytes were not back after {DEADLINE_S:g} s")
                 time.sleep(0.0001)
             took = time.perf_counter() - began
-            channel.wait(time.monotonic() + DEADLINE_S, wire.Recalling)
+            channel.wait(time.monotonic() + DEADLINE_S, wire.RecallingMessage)
             return took
         finally:
             channel.close()
 
 
 @contextmanager
-def rig(bench: Bench, members: tuple[int, ...] = (), **options: Any) -> Iterator[Rig]:
+def rig(bench: Bench, members: tuple[int, ...] = (), **options: Any) -> Iterator[PoolRig]:
     """An LLM with a lease from a monitor that is its own. On a CPU both share a test device with the processes `members`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "run"
@@ -119,7 +119,7 @@ def rig(bench: Bench, members: tuple[int, ...] = (), **options: Any) -> Iterator
                 engine(bench, share=True, **options) as llm,
             ):
                 socket = next(path for path in directory.iterdir() if path.is_socket())
-                yield Rig(bench, llm, socket)
+                yield PoolRig(bench, llm, socket)
         finally:
             if before is None:
                 del os.environ["PAGETIDE_RUNTIME_DIR"]

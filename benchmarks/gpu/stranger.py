@@ -16,7 +16,7 @@ GRAIN = 2 << 20
 
 
 @dataclass
-class Counts:
+class ProcessCounts:
     """What a stranger did."""
 
     taken: int = 0
@@ -46,10 +46,10 @@ class ExternalProcess:
         """From now on move to random amounts, a piece of up to so many bytes at a time, pauses of up to twice `pause_s`."""
         self._pipe.send((piece_bytes, pause_s))
 
-    def end(self) -> Counts:
+    def end(self) -> ProcessCounts:
         """Return everything; what was done."""
         self._pipe.send(None)
-        counts: Counts = self._pipe.recv()
+        counts: ProcessCounts = self._pipe.recv()
         return counts
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ def _serve(pipe: Connection, held: Synchronized[int], cuda: bool, most_bytes: in
 def _breathe(
     pipe: Connection, held: Synchronized[int], take: Callable[[int], Any], give: Callable[[Any], None], most_bytes: int,
     rng: random.Random, piece_bytes: int, pause_s: float,
-) -> Counts:  # fmt: skip
-    counts = Counts()
+) -> ProcessCounts:  # fmt: skip
+    counts = ProcessCounts()
     pieces: list[tuple[Any, int]] = []
     target = 0
     while not pipe.poll(rng.random() * 2 * pause_s):
@@ -114,10 +114,10 @@ def _breathe(
 
 def _cuda() -> tuple[Callable[[int], Any], Callable[[Any], None]]:
     """By the driver alone: a context, and plain allocations."""
-    from pagetide.allocator.cuda_driver import CudaBindings, Device
+    from pagetide.allocator.cuda_driver import CudaBindings, CudaDevice
 
     driver = CudaBindings()
-    device = Device(driver, 0)
+    device = CudaDevice(driver, 0)
 
     def take(num_bytes: int) -> int:
         with device.current():

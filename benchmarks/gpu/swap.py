@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.figures import Figure
-from pagetide.allocator.cuda_driver import CudaBindings, Device
+from pagetide.allocator.cuda_driver import CudaBindings, CudaDevice
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage, TensorArena
@@ -172,7 +172,7 @@ def _pinning(bench: Bench) -> Iterator[Item]:
         return 1e3 * worst
 
     arena = HostArena(num, extent_bytes)
-    context = Device(CudaBindings(), torch.cuda.current_device())
+    context = CudaDevice(CudaBindings(), torch.cuda.current_device())
     with ThreadPoolExecutor(1) as thread:
         extents = HostExtents(arena, torch.frombuffer(arena.buffer, dtype=torch.uint8).data_ptr(), thread)
         extents.lock_for(context)

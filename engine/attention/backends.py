@@ -30,7 +30,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionSpec:
     """How a layer attends: what a backend must be able to do."""
 
     num_heads: int
@@ -87,7 +87,13 @@ def buffer_bytes(name: str) -> int:
 
 
 def unmet(
-    name: str, *, device: str, capability: tuple[int, int] | None, dtype: str, block_size: int, calls: Iterable[Call]
+    name: str,
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    block_size: int,
+    calls: Iterable[AttentionSpec],
 ) -> str | None:
     """Why backend `name` cannot serve such calls there, as a clause; None if it can, installed or not.
 
@@ -110,7 +116,7 @@ def unmet(
     return next((why for call in calls if (why := _unmet_by(needs, call)) is not None), None)
 
 
-def _unmet_by(needs: Needs, call: Call) -> str | None:
+def _unmet_by(needs: Needs, call: AttentionSpec) -> str | None:
     dims = (call.head_dim, call.v_head_dim)
     if needs.equal_dims and call.head_dim != call.v_head_dim:
         return f"it takes K and V of one head dim, and a layer has {dims[0]} and {dims[1]}"

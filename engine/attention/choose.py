@@ -22,13 +22,13 @@ import torch
 from ...cache.geometry import Geometry
 from ..errors import ConfigError
 from . import trial
-from .backends import AUTO, BACKENDS, Call, unmet
-from .context import Kernel, LayerCache, StepContext
+from .backends import AUTO, BACKENDS, AttentionSpec, unmet
+from .context import AttentionKernel, LayerCache, StepContext
 from .torch_kernel import TorchKernel
 
 log = logging.getLogger(__name__)
 
-Make = Callable[[], Kernel]  # raises ImportError where the library is not there
+Make = Callable[[], AttentionKernel]  # raises ImportError where the library is not there
 Measure = Callable[[Callable[[], object]], float]  # seconds that a call takes
 NO_FAULTS: Mapping[str, str] = {}
 
@@ -48,7 +48,7 @@ class Site:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return cls(device, getattr(torch, geometry.dtype), geometry.block_size, capability)
 
-    def obstacle(self, name: str, calls: Iterable[Call]) -> str | None:
+    def obstacle(self, name: str, calls: Iterable[AttentionSpec]) -> str | None:
         """Why backend `name` cannot serve such calls here, as a clause; None if it can."""
         capability = self.capability
         if name == "triton" and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -64,7 +64,7 @@ class WatchedKernel(TorchKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[Call] = Counter()
+        self.calls: Counter[AttentionSpec] = Counter()
 
     def attend(
         self,
@@ -79,9 +79,11 @@ class WatchedKernel(TorchKernel):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Kernel.attend`."""
+        """See `AttentionKernel.attend`."""
         (num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape[1:], cache.value.shape[2:]
-        self.calls[Call(num_heads, num_kv_heads, head_dim, v_head_dim, sliding_window, softcap, sinks is not None)] += 1
+        self.calls[
+            AttentionSpec(num_heads, num_kv_heads, head_dim, v_head_dim, sliding_window, softcap, sinks is not None)
+        ] += 1
         return super().attend(
             query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
         )
@@ -100,7 +102,9 @@ def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] =
             f"attention={name!r} failed in the self-check of {site.device}: {faults[name]}; use attention='auto', or repeat "
             "the check when the reason is gone: pagetide doctor --refresh"
         )
-    shapes = {Call(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers}
+    shapes = {
+        AttentionSpec(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers
+    }
     _refuse(name, site, [shape for shape in shapes if shape.num_kv_heads])
     _made(name, MAKERS)
 
@@ -108,12 +112,12 @@ def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] =
 def choose(
     name: str,
     site: Site,
-    calls: Counter[Call],
+    calls: Counter[AttentionSpec],
     *,
     faults: Mapping[str, str] = NO_FAULTS,
     makers: Mapping[str, Make] | None = None,
     measure: Measure = trial.cuda_seconds,
-) -> Kernel:
+) -> AttentionKernel:
     """The kernel of an engine whose layers attend as `calls` says, and how often.
 
     Args:
@@ -136,7 +140,7 @@ def choose(
     return kernel
 
 
-def _asked_for(name: str, site: Site, calls: Counter[Call], makers: Mapping[str, Make]) -> Kernel:
+def _asked_for(name: str, site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
     _refuse(name, site, calls)
     kernel = _made(name, makers)
     if name == "torch" or site.capability is None:
@@ -153,7 +157,9 @@ def _asked_for(name: str, site: Site, calls: Counter[Call], makers: Mapping[str,
     return kernel
 
 
-def _fastest(site: Site, calls: Counter[Call], makers: Mapping[str, Make], measure: Measure) -> Kernel:
+def _fastest(
+    site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure
+) -> AttentionKernel:
     kernels = [TorchKernel(), *_that_agree(site, calls, makers)]
     if len(kernels) == 1 or not calls:
         return kernels[0]
@@ -163,7 +169,7 @@ def _fastest(site: Site, calls: Counter[Call], makers: Mapping[str, Make], measu
     except Exception as error:  # no room for the pool to measure over, say
         log.warning("attention by %s, unmeasured: %s: %s", kernels[1].name, type(error).__name__, error)
         return kernels[1]
-    taken: dict[Kernel, float] = {}
+    taken: dict[AttentionKernel, float] = {}
     for kernel, result in zip(kernels, results, strict=True):
         if isinstance(result, Exception):
             _leave_out(kernel.name, result)
@@ -181,7 +187,7 @@ def _fastest(site: Site, calls: Counter[Call], makers: Mapping[str, Make], measu
     return first
 
 
-def _that_agree(site: Site, calls: Counter[Call], makers: Mapping[str, Make]) -> list[Kernel]:
+def _that_agree(site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make]) -> list[AttentionKernel]:
     """The kernels besides torch's that can serve, are installed, and give torch's results."""
     found = []
     for name, needs in BACKENDS.items():
@@ -215,7 +221,7 @@ def _leave_out(name: str, error: Exception) -> None:
     log.warning("attention by %s is left out, as it fails: %s: %s", name, type(error).__name__, error)
 
 
-def _refuse(name: str, site: Site, calls: Iterable[Call]) -> None:
+def _refuse(name: str, site: Site, calls: Iterable[AttentionSpec]) -> None:
     calls = list(calls)
     obstacle = site.obstacle(name, calls)
     if obstacle is not None:
@@ -225,7 +231,7 @@ def _refuse(name: str, site: Site, calls: Iterable[Call]) -> None:
         )
 
 
-def _made(name: str, makers: Mapping[str, Make]) -> Kernel:
+def _made(name: str, makers: Mapping[str, Make]) -> AttentionKernel:
     try:
         return makers[name]()
     except ImportError as error:
@@ -234,18 +240,18 @@ def _made(name: str, makers: Mapping[str, Make]) -> Kernel:
         ) from error
 
 
-def _triton() -> Kernel:
+def _triton() -> AttentionKernel:
     from .triton_kernel import TritonKernel
 
     return TritonKernel()
 
 
 def _library(module: str, kernel: str) -> Make:
-    def make() -> Kernel:
+    def make() -> AttentionKernel:
         from importlib import import_module
 
         of: Any = getattr(import_module(f".{module}", __package__), kernel)
-        made: Kernel = of(of.load())
+        made: AttentionKernel = of(of.load())
         return made
 
     return make

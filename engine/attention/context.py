@@ -29,7 +29,7 @@ class StepContext:
     """
 
     layers: Sequence[LayerCache]
-    kernel: Kernel
+    kernel: AttentionKernel
     q_starts: Lengths  # [n], host
     q_lens: Lengths  # [n], host
     kv_lens: Lengths  # [n], host
@@ -50,7 +50,7 @@ def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) ->
     return {"lens": there[: len(kv_lens)], "bounds": there[len(kv_lens) :]}
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """One way to attend through block tables. An instance belongs to one runner and may keep buffers between calls.
 
     One that `captures` can be captured in a CUDA graph with a step of decodes: what it launches then depends on the number of

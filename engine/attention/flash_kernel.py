@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .context import LayerCache
-from .library_base import LibraryKernel, Part, Scoring
+from .library_base import LibraryKernel, Scoring, SequenceGroup
 
 
 class FlashKernel(LibraryKernel):
@@ -28,7 +28,9 @@ class FlashKernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn", "flash_attn_with_kvcache", "flash_attn_varlen_func")
 
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. The function for a cache splits long rows; the other takes ragged chunks."""
         options = flash_options(scoring) | {"block_table": part.table(cache.group)}
         if part.max_q == 1:
@@ -54,7 +56,9 @@ class Flash3Kernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn_interface", "flash_attn_with_kvcache")
 
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """See `LibraryKernel.attend_part`."""
         return self._library.flash_attn_with_kvcache(
             query, cache.key, cache.value,
@@ -73,7 +77,9 @@ class Flash4Kernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn.cute", "flash_attn_varlen_func")
 
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. Raises ValueError for K and V that it would copy."""
         refuse_unaligned(cache, self.name)
         out, *_ = self._library.flash_attn_varlen_func(

@@ -31,7 +31,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SequenceGroup:
     """The decodes of a step, or its longer chunks: n sequences whose tokens lie behind each other in the batch.
 
     Tensors are int32, contiguous and on the device; `tables` are per group, as the step's, and made when first asked for.
@@ -75,7 +75,7 @@ class LibraryKernel(ABC):
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._parts: tuple[StepContext, list[Part]] | None = None
+        self._parts: tuple[StepContext, list[SequenceGroup]] | None = None
 
     @staticmethod
     @abstractmethod
@@ -83,7 +83,9 @@ class LibraryKernel(ABC):
         """The library's module. Raises ImportError where it is not installed, or lacks what is called."""
 
     @abstractmethod
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """[tokens of the part, num_heads, v_head_dim]. `query` is the part's, with a last stride of 1."""
 
     def release_buffers(self) -> None:
@@ -137,7 +139,7 @@ def _triton_write() -> Callable[..., None] | None:
     return write
 
 
-def _parts(step: StepContext) -> list[Part]:
+def _parts(step: StepContext) -> list[SequenceGroup]:
     """The step's decodes and its other chunks, as far as there are any; made on the device of what is there."""
     ends = np.cumsum(step.q_lens)
     if not np.array_equal(step.q_starts, ends - step.q_lens):
@@ -150,5 +152,7 @@ def _parts(step: StepContext) -> list[Part]:
         kv_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         tokens = slice(int(step.q_starts[low]), int(ends[high - 1]))
         q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]
-        parts.append(Part(step, slice(low, high), tokens, q_lens, kv_lens, lens, bounds - bounds[:1], kv_starts))
+        parts.append(
+            SequenceGroup(step, slice(low, high), tokens, q_lens, kv_lens, lens, bounds - bounds[:1], kv_starts)
+        )
     return parts

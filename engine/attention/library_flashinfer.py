@@ -13,7 +13,7 @@ import torch
 
 from .context import LayerCache, StepContext
 from .flash_kernel import library
-from .library_base import LibraryKernel, Part, Scoring
+from .library_base import LibraryKernel, Scoring, SequenceGroup
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared by the plans, as no two run at the same time
 
@@ -49,7 +49,9 @@ class FlashInferKernel(LibraryKernel):
         self._planned.clear()
         self._workspace = None
 
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """See `LibraryKernel.attend_part`."""
         decodes = part.max_q == 1
         kind = (decodes, cache.group, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(scoring).items())
@@ -80,7 +82,7 @@ def _settings(scoring: Scoring) -> dict[str, Any]:
 
 
 def _plan(
-    wrapper: Any, decodes: bool, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring
+    wrapper: Any, decodes: bool, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
 ) -> None:  # fmt: skip
     """Tell the wrapper which pages are whose. Index arrays are the host's, which it would fetch otherwise."""
     block_size, num_kv_heads, head_dim = cache.key.shape[1:]

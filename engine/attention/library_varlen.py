@@ -9,7 +9,7 @@ import torch
 
 from .context import LayerCache
 from .flash_kernel import library
-from .library_base import LibraryKernel, Part, Scoring
+from .library_base import LibraryKernel, Scoring, SequenceGroup
 
 
 class VarlenKernel(LibraryKernel):
@@ -28,7 +28,9 @@ class VarlenKernel(LibraryKernel):
             raise ImportError("no flash-attn 3 or 4 is active in torch", name="torch")
         return found
 
-    def attend_part(self, query: torch.Tensor, cache: LayerCache, part: Part, scoring: Scoring) -> torch.Tensor:
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. A left bound of -1 is none; (-1, 0) is how causality is said."""
         return self._library.varlen_attn(
             query, cache.key, cache.value, part.q_starts, None, part.max_q, part.max_kv,

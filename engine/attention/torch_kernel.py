@@ -90,7 +90,7 @@ class _Decodes:
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
+class _TorchPlan:
     """What was made for one step so far. The kernel adds to it."""
 
     step: StepContext
@@ -121,7 +121,7 @@ class TorchKernel:
     def __init__(self, tile_bytes: int | None = None) -> None:
         self._tile_bytes = tile_bytes
         self._buffers: dict[str, torch.Tensor] = {}
-        self._plan: _Plan | None = None
+        self._plan: _TorchPlan | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -156,7 +156,7 @@ class TorchKernel:
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
         if self._plan is None or self._plan.step is not step:
-            self._plan = _Plan(step)
+            self._plan = _TorchPlan(step)
         (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape, value.shape[1:]
         flags = (sliding_window, softcap is not None, sinks is not None and softcap is None)
         stepped = query.device.type == "cpu" and cache.key.dtype.itemsize < 4 and softcap is None
@@ -174,7 +174,13 @@ class TorchKernel:
         return out
 
     def _attend_decodes(
-        self, query: torch.Tensor, cache: LayerCache, plan: _Plan, shape: _Shape, scores: _Scores, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        cache: LayerCache,
+        plan: _TorchPlan,
+        shape: _Shape,
+        scores: _Scores,
+        out: torch.Tensor,
     ) -> None:
         """Fill the decodes' places in `out` [T, num_heads, v_head_dim]."""
         decodes = plan.decodes.get(shape)
@@ -254,7 +260,7 @@ class TorchKernel:
         query: torch.Tensor,  # [n, num_heads, head_dim]
         own: tuple[torch.Tensor, torch.Tensor] | None,  # the chunk's K and V, unless it must read them from the arena
         cache: LayerCache,
-        plan: _Plan,
+        plan: _TorchPlan,
         shape: _Shape,
         scores: _Scores,
     ) -> torch.Tensor:  # [n, num_heads, v_head_dim]
@@ -379,7 +385,7 @@ def _query_tiles(n: int, num_keys: int, shape: _Shape) -> list[tuple[int, int]]:
 
 
 def _mask(
-    plan: _Plan, offset: int, num_queries: int, num_keys: int, shape: _Shape, device: torch.device
+    plan: _TorchPlan, offset: int, num_queries: int, num_keys: int, shape: _Shape, device: torch.device
 ) -> torch.Tensor | None:
     """0 or -inf [queries, keys], both filled up, where query i stands at key `offset + i`; no sink is among the keys.
 

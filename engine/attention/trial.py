@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .backends import Call
-from .context import Kernel, LayerCache, StepContext, lengths_on
+from .backends import AttentionSpec
+from .context import AttentionKernel, LayerCache, StepContext, lengths_on
 from .torch_kernel import TorchKernel
 
 POOL_BYTES = 128 << 20  # of the pool over which kernels are timed: more than a device's caches hold
@@ -40,9 +40,9 @@ class Scratch:
     key: torch.Tensor
     value: torch.Tensor
     sinks: torch.Tensor | None
-    call: Call
+    call: AttentionSpec
 
-    def attend(self, kernel: Kernel) -> torch.Tensor:
+    def attend(self, kernel: AttentionKernel) -> torch.Tensor:
         """What the kernel makes of it."""
         call = self.call
         return kernel.attend(
@@ -51,7 +51,7 @@ class Scratch:
         )  # fmt: skip
 
 
-def build(call: Call, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
     """Chunks of one token come first. Earlier tokens' K and V are random, all else of the pool is NaN."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -105,7 +105,7 @@ def build(call: Call, chunks: Chunks, block_size: int, dtype: torch.dtype, devic
 
 
 def fault(
-    kernel: Kernel, calls: Sequence[Call], block_size: int, dtype: torch.dtype, device: torch.device
+    kernel: AttentionKernel, calls: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """What is wrong with what the kernel writes or computes, as a clause; None if it does as the torch kernel does.
 
@@ -138,8 +138,8 @@ def fault(
 
 
 def seconds(
-    kernels: Sequence[Kernel],
-    call: Call,
+    kernels: Sequence[AttentionKernel],
+    call: AttentionSpec,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -167,7 +167,7 @@ def seconds(
     return taken
 
 
-def longest_context(call: Call, block_size: int, dtype: torch.dtype) -> int:
+def longest_context(call: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
     """Tokens of each of the timed decodes: CONTEXT, or what POOL_BYTES hold in whole blocks, one at least."""
     token_bytes = call.num_kv_heads * (call.head_dim + call.v_head_dim) * dtype.itemsize
     most = POOL_BYTES // (DECODES * token_bytes) // block_size * block_size

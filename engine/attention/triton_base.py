@@ -31,7 +31,7 @@ __all__ = (
     "PROGRAMS_PER_SM",
     "UNKNOWN_SPLITS",
     "UNKNOWN_SPLIT_KEYS",
-    "Scores",
+    "ScoreTransform",
     "Tiling",
     "logits",
     "on_device",
@@ -78,7 +78,7 @@ MAX_DIM = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class ScoreTransform:
     """How scores become weights: `softcap * tanh(scaling * qk / softcap)`, and which keys are seen."""
 
     scaling: float
@@ -131,7 +131,7 @@ def product(a: tl.tensor, b: tl.tensor, add: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def logits(scores: tl.tensor, inner: tl.tensor, outer: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """Products of query and key as logits in base 2. See `Scores`."""
+    """Products of query and key as logits in base 2. See `ScoreTransform`."""
     scores = scores * inner
     if SOFTCAP:
         shrunk = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))  # e ** -2|x|, which cannot overflow

@@ -21,7 +21,7 @@ from .triton_base import (
     PROGRAMS_PER_SM,
     UNKNOWN_SPLIT_KEYS,
     UNKNOWN_SPLITS,
-    Scores,
+    ScoreTransform,
     Tiling,
     logits,
     on_device,
@@ -75,7 +75,7 @@ def decode(
     out: torch.Tensor,  # [T, num_heads, v_head_dim], contiguous
     partials: torch.Tensor | None,  # float32, `partial_items` for each split; None: no splits
     num_splits: int,
-    scores: Scores,
+    scores: ScoreTransform,
     tiling: Tiling,
     least_tiles: int = 1,  # of a split
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .context import LayerCache, StepContext
-from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, Scores, Tiling, tiling
+from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
 from .triton_decode import choose_splits, decode, partial_items, splits_of_unknown
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
@@ -21,7 +21,7 @@ PARTIAL_BYTES = 32 << 20  # of splits' results, at most
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
+class _TritonPlan:
     """What was made for one step so far. The kernel adds to it."""
 
     step: StepContext
@@ -50,7 +50,7 @@ class TritonKernel:
         self._decode_tiling = decode
         self._prefill_tiling = prefill
         self._num_sms = num_sms
-        self._plan: _Plan | None = None
+        self._plan: _TritonPlan | None = None
 
     def release_buffers(self) -> None:
         """Drop what was made for the last step."""
@@ -83,7 +83,7 @@ class TritonKernel:
             self._plan = _planned(step)
         plan, table = self._plan, step.tables[cache.group]
         query = query if query.stride(-1) == 1 else query.contiguous()
-        scores = Scores(scaling, softcap, None if sinks is None else sinks.contiguous(), sliding_window)
+        scores = ScoreTransform(scaling, softcap, None if sinks is None else sinks.contiguous(), sliding_window)
         num_tokens, num_heads, head_dim = query.shape
         v_dim, itemsize = cache.value.shape[-1], query.itemsize
         out = (query.new_empty if plan.is_full else query.new_zeros)(num_tokens, num_heads, v_dim)
@@ -105,7 +105,7 @@ class TritonKernel:
             prefill(query, cache, table, plan.tiles[size], out, scores, cut)
         return out
 
-    def _splits(self, plan: _Plan, num_heads: int, cache: LayerCache, reach: int, cut: Tiling) -> tuple[int, int]:
+    def _splits(self, plan: _TritonPlan, num_heads: int, cache: LayerCache, reach: int, cut: Tiling) -> tuple[int, int]:
         """Parts that the rows' keys are cut into, for layers of this shape, and tiles that one has at least."""
         num_kv_heads, v_dim = cache.value.shape[2:]
         shape = (num_heads, num_kv_heads, v_dim, reach)
@@ -126,9 +126,9 @@ class TritonKernel:
         return self._num_sms
 
 
-def _planned(step: StepContext) -> _Plan:
+def _planned(step: StepContext) -> _TritonPlan:
     """Raises ValueError where a decode's token does not stand at its row's place in the batch."""
     n = step.num_decodes
     if not np.array_equal(step.q_starts[:n], np.arange(n)):
         raise ValueError(f"the first {n} tokens of a batch must be its decodes', in order")
-    return _Plan(step, int(step.q_lens.sum()) == len(step.write_offsets))
+    return _TritonPlan(step, int(step.q_lens.sum()) == len(step.write_offsets))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .context import LayerCache, StepContext
-from .triton_base import LOG2_E, Scores, Tiling, logits, on_device, padded, product, tl, triton
+from .triton_base import LOG2_E, ScoreTransform, Tiling, logits, on_device, padded, product, tl, triton
 
 
 def queries_per_tile(tiling: Tiling, group: int) -> int:
@@ -44,7 +44,7 @@ def prefill(
     table: torch.Tensor,  # int64 [chunks, W]
     tiles: torch.Tensor,  # int32 [tiles, 4], on the device: see `list_tiles`
     out: torch.Tensor,  # [T, num_heads, v_head_dim], contiguous
-    scores: Scores,
+    scores: ScoreTransform,
     tiling: Tiling,
 ) -> None:
     """Fill the tiles' places in `out`."""

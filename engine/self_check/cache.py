@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .report import Outcome
+from .report import PartOutcome
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +44,21 @@ class Cache:
         text = json.dumps(identity, sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def read(self, identity: Mapping[str, Any]) -> list[Outcome]:
+    def read(self, identity: Mapping[str, Any]) -> list[PartOutcome]:
         """The outcomes that are kept for this identity; none where there is no such file, or no readable one."""
         file = self.file(identity)
         try:
             kept = json.loads(file.read_text("utf-8"))
             if kept["identity"] != identity:
                 return []
-            return [Outcome.from_dict(one) for one in kept["outcomes"]]
+            return [PartOutcome.from_dict(one) for one in kept["outcomes"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.debug("the self-check's result in %s is not used: %r", file, error)
             return []
 
-    def write(self, identity: Mapping[str, Any], outcomes: Iterable[Outcome]) -> None:
+    def write(self, identity: Mapping[str, Any], outcomes: Iterable[PartOutcome]) -> None:
         """Keep these outcomes, in place of earlier ones. Raises OSError."""
         file = self.file(identity)
         if not file.is_absolute():

@@ -19,13 +19,13 @@ from typing import Any
 from .cache import Cache
 from .identity import identity_of
 from .process import try_parts
-from .report import FAILED, PARTS, PASSED, UNTRIED, Outcome, Report, in_order, without
+from .report import FAILED, PARTS, PASSED, UNTRIED, CheckReport, PartOutcome, in_order, without
 
 log = logging.getLogger(__name__)
 
 FAILURES_HOLD_S = 24 * 3600.0
 
-Try = Callable[[Sequence[str], Mapping[str, Any]], list[Outcome]]
+Try = Callable[[Sequence[str], Mapping[str, Any]], list[PartOutcome]]
 
 
 def self_check(
@@ -37,7 +37,7 @@ def self_check(
     identify: Callable[[int], dict[str, Any]] = identity_of,
     attempt: Try | None = None,
     clock: Callable[[], float] = time.time,
-) -> Report:
+) -> CheckReport:
     """What of the engine works on CUDA device `index`, as torch counts.
 
     Args:
@@ -59,22 +59,22 @@ def self_check(
         found = (attempt or partial(_in_processes, index, faulty))(todo, identity)
         known |= {one.part: one for one in found}
         kept = _keep(cache, identity, known.values())
-    return Report(f"cuda:{index}", identity, in_order(known.values()), not todo, str(cache.file(identity)), kept)
+    return CheckReport(f"cuda:{index}", identity, in_order(known.values()), not todo, str(cache.file(identity)), kept)
 
 
-def at_start(index: int, check: Callable[[int], Report] = self_check) -> Report:
+def at_start(index: int, check: Callable[[int], CheckReport] = self_check) -> CheckReport:
     """The self-check as an engine makes it: what it finds is said, and what goes wrong with it stops nothing."""
     try:
         report = check(index)
     except Exception as error:  # an engine that works does without it
         log.exception("the self-check of cuda:%d raised; everything is used unchecked", index)
-        outcomes = tuple(Outcome(part, UNTRIED, f"{type(error).__name__}: {error}") for part in PARTS)
-        return Report(f"cuda:{index}", {}, outcomes, cached=False, file="", kept=False)
+        outcomes = tuple(PartOutcome(part, UNTRIED, f"{type(error).__name__}: {error}") for part in PARTS)
+        return CheckReport(f"cuda:{index}", {}, outcomes, cached=False, file="", kept=False)
     say(report)
     return report
 
 
-def say(report: Report) -> None:
+def say(report: CheckReport) -> None:
     """Log what is switched off, and what could not be tried: a warning each."""
     where = _told(report.device, report.identity)
     for part, reason in report.faults.items():
@@ -94,7 +94,7 @@ def say(report: Report) -> None:
         log.info("self-check of %s: everything works that is there", where)
 
 
-def _believed(kept: Iterable[Outcome], now: float) -> list[Outcome]:
+def _believed(kept: Iterable[PartOutcome], now: float) -> list[PartOutcome]:
     """Those of the outcomes that were kept that need no new try."""
     known = [one for one in kept if one.part in PARTS]
     if all(0 <= now - one.at < FAILURES_HOLD_S for one in known if one.state == FAILED):
@@ -102,7 +102,7 @@ def _believed(kept: Iterable[Outcome], now: float) -> list[Outcome]:
     return [one for one in known if one.state == PASSED]
 
 
-def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[Outcome]) -> bool:
+def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[PartOutcome]) -> bool:
     try:
         cache.write(identity, (one for one in in_order(outcomes) if one.state != UNTRIED))
     except OSError as error:
@@ -117,7 +117,7 @@ def _told(device: str, identity: Mapping[str, Any]) -> str:
 
 def _in_processes(
     index: int, faulty: Collection[str], parts: Sequence[str], identity: Mapping[str, Any]
-) -> list[Outcome]:
+) -> list[PartOutcome]:
     def command(todo: Sequence[str], failed: Collection[str]) -> list[str]:
         request = json.dumps({"device": index, "parts": list(todo), "failed": [*faulty, *failed]})
         return [sys.executable or "python3", "-P", "-m", f"{__package__}.child", request]

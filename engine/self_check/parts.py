@@ -21,12 +21,12 @@ from ...allocator.errors import DriverError, DriverUnavailable, OutOfDeviceMemor
 from ...cache.geometry import Geometry, LayerShape
 from ...cache.storage import Storage, TensorArena
 from ..attention import trial
-from ..attention.backends import BACKENDS, Call, block_multiple
+from ..attention.backends import BACKENDS, AttentionSpec, block_multiple
 from ..attention.choose import MAKERS, Make, Site
-from ..attention.context import Kernel
+from ..attention.context import AttentionKernel
 from ..graphs import CudaRecorder, DecodeGraphs, Record, near
 from ..host_pool import NONE, HostPool
-from .report import ABSENT, FAILED, GRAPHS, PASSED, POOL, SWAPS, UNTRIED, Outcome
+from .report import ABSENT, FAILED, GRAPHS, PASSED, POOL, SWAPS, UNTRIED, PartOutcome
 
 _DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
@@ -65,7 +65,7 @@ class Seams:
     makers: Mapping[str, Make]
     synchronize: Callable[[], None]
 
-    def obstacle(self, backend: str, calls: Collection[Call]) -> str | None:
+    def obstacle(self, backend: str, calls: Collection[AttentionSpec]) -> str | None:
         """Why the backend cannot be tried here; None if it can."""
         return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, calls)
 
@@ -94,11 +94,11 @@ def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
     )
 
 
-def check_part(part: str, seams: Seams, clock: Callable[[], float] = time.time) -> Outcome:
+def check_part(part: str, seams: Seams, clock: Callable[[], float] = time.time) -> PartOutcome:
     """Try one of `report.PARTS`."""
     began = time.perf_counter()
     state, reason = _tried(part, seams)
-    return Outcome(part, state, reason, round(time.perf_counter() - began, 3), clock())
+    return PartOutcome(part, state, reason, round(time.perf_counter() - began, 3), clock())
 
 
 def _tried(part: str, seams: Seams) -> tuple[str, str | None]:
@@ -175,11 +175,11 @@ def _expect(holds: object, otherwise: str) -> None:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def _calls(backend: str) -> list[Call]:
+def _calls(backend: str) -> list[AttentionSpec]:
     """Layers of which the backend serves every one: grouped heads, and all that it can do besides."""
     needs = BACKENDS[backend]
-    plain = Call(8, 2, 128, 128)
-    full = Call(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
+    plain = AttentionSpec(8, 2, 128, 128)
+    full = AttentionSpec(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
     return [plain, full]
 
 
@@ -187,7 +187,7 @@ def _block_size(backend: str) -> int:
     return -(-_BLOCK_SIZE // block_multiple(backend)) * block_multiple(backend)
 
 
-def _kernel(backend: str, seams: Seams) -> Kernel:
+def _kernel(backend: str, seams: Seams) -> AttentionKernel:
     obstacle = seams.obstacle(backend, _calls(backend))
     if obstacle is not None:
         raise _Absent(obstacle)
@@ -245,7 +245,7 @@ def _graphs(seams: Seams) -> None:
         seams.synchronize()
 
 
-def _decodes(scratch: trial.Scratch, kernel: Kernel) -> trial.Scratch:
+def _decodes(scratch: trial.Scratch, kernel: AttentionKernel) -> trial.Scratch:
     """As steps are that are captured: their lengths on the host are bounds."""
     bound = scratch.step.tables[0].shape[1] * _BLOCK_SIZE
     step = replace(scratch.step, kernel=kernel, bounded=True, kv_lens=np.full_like(scratch.step.kv_lens, bound))

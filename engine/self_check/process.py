@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .report import FAILED, UNTRIED, Outcome
+from .report import FAILED, UNTRIED, PartOutcome
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _SAID_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Timeouts:
     """How long is waited, in seconds. A start imports torch; the first use of a kernel compiles it."""
 
     ready_s: float = 60.0
@@ -44,14 +44,14 @@ def try_parts(
     parts: Sequence[str],
     command: Command,
     identity: Mapping[str, Any],
-    bounds: Bounds | None = None,
+    bounds: Timeouts | None = None,
     clock: Callable[[], float] = time.time,
-) -> list[Outcome]:
+) -> list[PartOutcome]:
     """The outcome of each part, in order. Raises nothing for what happens in a process.
 
     What a process of another `identity` tries does not count.
     """
-    trial = _Trial(parts, identity, bounds or Bounds(), clock)
+    trial = _Trial(parts, identity, bounds or Timeouts(), clock)
     while trial.todo:
         trouble = trial.advance(command)
         if trouble is not None:
@@ -63,15 +63,15 @@ class _Trial:
     """Parts that are to be tried, and the outcomes so far."""
 
     def __init__(
-        self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Bounds, clock: Callable[[], float]
+        self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Timeouts, clock: Callable[[], float]
     ) -> None:
         self.todo = list(parts)
-        self.found: list[Outcome] = []
+        self.found: list[PartOutcome] = []
         self._identity = dict(identity)
         self._bounds = bounds
         self._clock = clock
         self._deadline = time.monotonic() + bounds.total_s
-        self._first: Outcome | None = None  # of the next part, where it failed once
+        self._first: PartOutcome | None = None  # of the next part, where it failed once
 
     def advance(self, command: Command) -> str | None:
         """Try parts in one process, as far as it comes. Returns why the rest cannot be tried at all; None if it can."""
@@ -109,20 +109,20 @@ class _Trial:
         if self._first is not None:
             self.found.append(self._first)
             self.todo.pop(0)
-        self.found += [Outcome(part, UNTRIED, reason, at=self._clock()) for part in self.todo]
+        self.found += [PartOutcome(part, UNTRIED, reason, at=self._clock()) for part in self.todo]
         self.todo.clear()
 
-    def _next(self, child: Child) -> Outcome:
+    def _next(self, child: Child) -> PartOutcome:
         """What becomes of the next part."""
         part, began, limit_s = self.todo[0], time.monotonic(), self._left_s(self._bounds.part_s)
 
-        def ended(state: str, reason: str) -> Outcome:
-            return Outcome(part, state, reason, round(time.monotonic() - began, 3), self._clock())
+        def ended(state: str, reason: str) -> PartOutcome:
+            return PartOutcome(part, state, reason, round(time.monotonic() - began, 3), self._clock())
 
         try:
             line = child.line(limit_s)
             if line is not None:
-                return Outcome.from_dict({**line, "part": part})
+                return PartOutcome.from_dict({**line, "part": part})
         except TimeoutError:
             enough = limit_s == self._bounds.part_s
             return ended(FAILED if enough else UNTRIED, f"it did not end within {limit_s:.3g} s")

@@ -33,7 +33,7 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PartOutcome:
     """What became of one part."""
 
     part: str
@@ -43,7 +43,7 @@ class Outcome:
     at: float = 0.0  # when, in seconds since 1970
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Outcome:
+    def from_dict(cls, given: Mapping[str, Any]) -> PartOutcome:
         """From what `asdict` gave. Raises ValueError, TypeError or KeyError for anything else."""
         outcome = cls(
             str(given["part"]),
@@ -58,7 +58,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """The outcomes of all parts on one device.
 
     Args:
@@ -71,7 +71,7 @@ class Report:
 
     device: str
     identity: Mapping[str, Any]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PartOutcome, ...]
     cached: bool
     file: str
     kept: bool = True
@@ -88,7 +88,7 @@ class Report:
             return NOT_RUN
         return next((state for state in (FAILED, UNTRIED) if self.of(state)), PASSED)
 
-    def of(self, state: str) -> list[Outcome]:
+    def of(self, state: str) -> list[PartOutcome]:
         """The outcomes of this state."""
         return [one for one in self.outcomes if one.state == state]
 
@@ -114,6 +114,6 @@ def without(part: str) -> str:
     }[part]
 
 
-def in_order(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
+def in_order(outcomes: Iterable[PartOutcome]) -> tuple[PartOutcome, ...]:
     """The outcomes in the order of PARTS."""
     return tuple(sorted(outcomes, key=lambda one: PARTS.index(one.part)))

@@ -67,7 +67,7 @@ _NOBODY_THERE = _LOST | _DRIVER_GONE
 _OF_ANOTHER_VERSION = {_Code.INVALID_ARGUMENT, _Code.FUNCTION_NOT_FOUND, _Code.ARGUMENT_VERSION_MISMATCH}
 
 
-class _Refused(Exception):
+class _NvmlRefusal(Exception):
     """NVML answered with an error; the message is NVML's own."""
 
     def __init__(self, code: int, words: str) -> None:
@@ -75,7 +75,7 @@ class _Refused(Exception):
         self.code = code
 
 
-_NO_ANSWER_YET = _Refused(_Code.TIMEOUT, "it was asked for its name and has not answered yet")
+_NO_ANSWER_YET = _NvmlRefusal(_Code.TIMEOUT, "it was asked for its name and has not answered yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _Seen:
 
     info: DeviceInfo
     handle: Handle
-    failure: _Refused | None = None  # why there is no handle: it was dead
+    failure: _NvmlRefusal | None = None  # why there is no handle: it was dead
     max_instances: int | None = None  # of a GPU in MIG mode; None: it is not split
 
     @property
@@ -142,7 +142,7 @@ class NvmlSource:
         with self._lock:
             try:
                 if self._library.initialized:
-                    with suppress(_Refused):  # asked again below, after a fresh start
+                    with suppress(_NvmlRefusal):  # asked again below, after a fresh start
                         seen = self._look()
                         if self._hangs() or not all(device.failure for device in seen):
                             return self._keep(seen)
@@ -150,7 +150,7 @@ class NvmlSource:
                 if not self._library.initialized:
                     self._library.init()
                 return self._keep(self._look())
-            except _Refused as refusal:
+            except _NvmlRefusal as refusal:
                 self._shutdown()
                 raise _unavailable(refusal) from refusal
 
@@ -159,7 +159,7 @@ class NvmlSource:
         seen = self._find(device)
         try:
             memory = self._library.memory(seen.handle)
-        except _Refused as refusal:
+        except _NvmlRefusal as refusal:
             if refusal.code == _Code.NOT_SUPPORTED and device.kind is DeviceKind.GPU and not seen.is_split:
                 return host_memory()
             raise _unreadable(refusal, is_split=seen.is_split) from refusal
@@ -177,7 +177,7 @@ class NvmlSource:
             milliwatts = _given(ask, "nvmlDeviceGetPowerUsage", handle)
             limit_milliwatts = _given(ask, "nvmlDeviceGetEnforcedPowerLimit", handle)
             processes = self._processes(handle)
-        except _Refused as refusal:
+        except _NvmlRefusal as refusal:
             raise _unreadable(refusal) from refusal
         return DetailReading(
             utilization=None if rates is None else rates.gpu / 100,
@@ -280,7 +280,7 @@ class NvmlSource:
             in_mig_mode, _pending = _given(ask, "nvmlDeviceGetMigMode", handle) or (False, False)
             max_instances = (_given(ask, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if in_mig_mode else None
             return _Seen(info, handle, max_instances=max_instances)
-        except _Refused as refusal:
+        except _NvmlRefusal as refusal:
             return _Seen(self._remembered(uuid, index, parent), None, refusal)
 
     def _remembered(self, uuid: str | None, index: str, parent: DeviceInfo | None) -> DeviceInfo:
@@ -361,7 +361,7 @@ class _Library:
         """Give NVML back, if it was taken."""
         if self.initialized:
             self.initialized = False
-            with suppress(_Refused):  # the driver has gone, and with it what we held
+            with suppress(_NvmlRefusal):  # the driver has gone, and with it what we held
                 self.ask("nvmlShutdown")
 
     def ask(self, function: str, *arguments: Any) -> Any:
@@ -369,7 +369,7 @@ class _Library:
         try:
             return getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError as error:
-            raise _Refused(error.value, str(error)) from error
+            raise _NvmlRefusal(error.value, str(error)) from error
 
 
 class _Versioned:
@@ -382,7 +382,7 @@ class _Versioned:
     def __call__(self, device: Handle) -> Any:
         try:
             return self._call(device)
-        except _Refused as refusal:
+        except _NvmlRefusal as refusal:
             if refusal.code not in _OF_ANOTHER_VERSION or self._call is self._older:
                 raise
         answer = self._older(device)  # an argument that is really invalid is refused here as well
@@ -394,7 +394,7 @@ def _given(ask: Callable[..., Any], *arguments: Any) -> Any:
     """What `ask` answers; None where it is refused of a device that is there."""
     try:
         return ask(*arguments)
-    except _Refused as refusal:
+    except _NvmlRefusal as refusal:
         if refusal.code in _NOBODY_THERE:
             raise
         return None
@@ -423,7 +423,7 @@ def _owner(pid: int) -> tuple[str | None, str | None]:
         return told(process.username), " ".join(told(process.cmdline) or ()) or told(process.name)
 
 
-def _unavailable(refusal: _Refused) -> SourceUnavailable:
+def _unavailable(refusal: _NvmlRefusal) -> SourceUnavailable:
     reasons: dict[int, str] = {
         _Code.LIBRARY_NOT_FOUND: (
             "the library of the NVIDIA driver, libnvidia-ml.so.1, was not found; install the driver, or watch host memory "
@@ -439,7 +439,7 @@ def _unavailable(refusal: _Refused) -> SourceUnavailable:
     return SourceUnavailable(f"{reason} (NVML: {refusal})")
 
 
-def _unreadable(refusal: _Refused, *, is_split: bool = False) -> DeviceUnreadable:
+def _unreadable(refusal: _NvmlRefusal, *, is_split: bool = False) -> DeviceUnreadable:
     if refusal.code in _DRIVER_GONE:
         reason = "the NVIDIA driver has gone away"
     elif refusal.code in _LOST:

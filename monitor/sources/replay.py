@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import DeviceUnreadable
-from ..recording import DeviceState, read_recording
+from ..recording import RecordedState, read_recording
 from ..snapshot import DetailReading, DeviceInfo, MemoryReading
 
 
@@ -51,7 +51,7 @@ class ReplaySource:
     def _elapsed_s(self) -> float:
         return 0.0 if self._began_ns is None else (self._clock() - self._began_ns) / 1e9
 
-    def _state(self, device: DeviceInfo) -> DeviceState:
+    def _state(self, device: DeviceInfo) -> RecordedState:
         recording, elapsed_s = self._recording, self._elapsed_s()
         if elapsed_s > recording.duration_s:
             raise DeviceUnreadable(f"the recording ended, {recording.duration_s:.1f} s after it began", lost=True)

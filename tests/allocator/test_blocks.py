@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagetide.allocator.blocks import NULL_BLOCK, BlockAllocator, Counts
+from pagetide.allocator.blocks import NULL_BLOCK, BlockAllocator, BlockCounts
 from pagetide.allocator.drain import DrainPlan
 from pagetide.allocator.errors import AllocatorError, BlockMisuse, NoFreeBlocks
 
@@ -20,7 +20,7 @@ def test_all_or_nothing():
     pool.allocate(3)
     with pytest.raises(NoFreeBlocks, match="asked for 6 blocks, 5 are available"):
         pool.allocate(6)
-    assert pool.counts() == Counts(free=5, draining=0, live=3, cached=0, in_flight=0, mapped=8)
+    assert pool.counts() == BlockCounts(free=5, draining=0, live=3, cached=0, in_flight=0, mapped=8)
     assert len(set(pool.allocate(5).tolist())) == 5
 
 
@@ -78,7 +78,7 @@ def test_pins_keep_a_released_block_in_flight():
     pool.pin(ids)
     pool.pin(ids[:1])
     pool.release(ids)
-    assert pool.counts() == Counts(free=1, draining=0, live=0, cached=0, in_flight=2, mapped=3)
+    assert pool.counts() == BlockCounts(free=1, draining=0, live=0, cached=0, in_flight=2, mapped=3)
     with pytest.raises(NoFreeBlocks):
         pool.allocate(2)
     pool.unpin(ids)
@@ -182,9 +182,9 @@ def test_extents_come_and_go():
     assert (pool.mapped_extents.tolist(), pool.unmapped_extents.tolist()) == ([0, 2], [1, 3])
     assert pool.allocate(5).tolist() == [1, 2, 3, 8, 9]
     pool.map([3])
-    assert pool.counts() == Counts(free=6, draining=0, live=5, cached=0, in_flight=0, mapped=11)
+    assert pool.counts() == BlockCounts(free=6, draining=0, live=5, cached=0, in_flight=0, mapped=11)
     pool.drain([2, 3])
-    assert pool.counts() == Counts(free=0, draining=6, live=5, cached=0, in_flight=0, mapped=11)
+    assert pool.counts() == BlockCounts(free=0, draining=6, live=5, cached=0, in_flight=0, mapped=11)
     assert (pool.available, pool.usable) == (0, 3)
     with pytest.raises(NoFreeBlocks):
         pool.allocate(1)
@@ -194,7 +194,7 @@ def test_extents_come_and_go():
     assert pool.counts().draining == 8
     pool.undrain([3])
     pool.unmap([2])
-    assert pool.counts() == Counts(free=4, draining=0, live=3, cached=0, in_flight=0, mapped=7)
+    assert pool.counts() == BlockCounts(free=4, draining=0, live=3, cached=0, in_flight=0, mapped=7)
     pool.check_invariants()
 
 
@@ -251,14 +251,14 @@ def test_a_move_takes_references_along_and_pins_both_sides():
     pool.drain([1])
     assert pool.move([4, 5]).tolist() == [1, 2]
     assert pool.references([1, 2, 4, 5]).tolist() == [2, 1, 0, 0]
-    assert pool.counts() == Counts(free=4, draining=2, live=3, cached=0, in_flight=2, mapped=11)
+    assert pool.counts() == BlockCounts(free=4, draining=2, live=3, cached=0, in_flight=2, mapped=11)
     with pytest.raises(BlockMisuse, match="cannot move"):
         pool.move([1])
     pool.release([2])
     assert pool.counts().in_flight == 3, "a copy is still to be written there"
     pool.unpin([1, 2, 4, 5])
     pool.unmap([1])
-    assert pool.counts() == Counts(free=5, draining=0, live=2, cached=0, in_flight=0, mapped=7)
+    assert pool.counts() == BlockCounts(free=5, draining=0, live=2, cached=0, in_flight=0, mapped=7)
     pool.check_invariants([np.array([1]), np.array([1, 3])])
 
 
@@ -287,7 +287,7 @@ def test_findable_blocks_stay_when_nobody_holds_them():
     pool.retain([2])
     pool.publish([3, 1, 2])
     assert pool.release([4, 3, 2, 1]).tolist() == [3, 1], "4 is not findable, 2 still held"
-    assert pool.counts() == Counts(free=5, draining=0, live=1, cached=2, in_flight=0, mapped=8)
+    assert pool.counts() == BlockCounts(free=5, draining=0, live=1, cached=2, in_flight=0, mapped=8)
     assert (pool.num_free, pool.available) == (5, 7)
     with pytest.raises(NoFreeBlocks, match="asked for 6 blocks, 5 are available"):
         pool.allocate(6)
@@ -295,7 +295,7 @@ def test_findable_blocks_stay_when_nobody_holds_them():
     assert pool.retain([2, 3, 3]).tolist() == [3]
     assert pool.references(ids).tolist() == [0, 2, 2, 1]
     pool.forget([1, 2])
-    assert pool.counts() == Counts(free=1, draining=0, live=7, cached=0, in_flight=0, mapped=8)
+    assert pool.counts() == BlockCounts(free=1, draining=0, live=7, cached=0, in_flight=0, mapped=8)
     assert pool.release([2, 2]).tolist() == [], "it could no longer be found"
     assert pool.release([3, 3]).tolist() == [3]
     assert pool.allocate(2).tolist() == [1, 2]
@@ -328,7 +328,7 @@ def test_wrong_calls_on_findable_blocks_raise_and_change_nothing(call, ids, mess
     before = pool.counts()
     with pytest.raises(BlockMisuse, match=message):
         getattr(pool, call)(ids)
-    assert pool.counts() == before == Counts(free=5, draining=0, live=2, cached=1, in_flight=0, mapped=8)
+    assert pool.counts() == before == BlockCounts(free=5, draining=0, live=2, cached=1, in_flight=0, mapped=8)
     pool.check_invariants([np.array([2, 3])], findable=np.array([1, 2]))
 
 
@@ -339,16 +339,16 @@ def test_pins_keep_cached_blocks_from_being_reused():
     pool.pin([1])
     assert pool.release([1, 2, 3]).tolist() == [1, 2, 3], "a pin is no reference"
     pool.pin([2, 2])
-    assert pool.counts() == Counts(free=0, draining=0, live=1, cached=1, in_flight=2, mapped=4)
+    assert pool.counts() == BlockCounts(free=0, draining=0, live=1, cached=1, in_flight=2, mapped=4)
     assert pool.available == 1, "forgetting 1 and 2 would not make them free"
     pool.forget([2])
     pool.unpin([1, 2])
-    assert pool.counts() == Counts(free=0, draining=0, live=1, cached=2, in_flight=1, mapped=4)
+    assert pool.counts() == BlockCounts(free=0, draining=0, live=1, cached=2, in_flight=1, mapped=4)
     pool.unpin([2])
-    assert pool.counts() == Counts(free=1, draining=0, live=1, cached=2, in_flight=0, mapped=4)
+    assert pool.counts() == BlockCounts(free=1, draining=0, live=1, cached=2, in_flight=0, mapped=4)
     pool.pin([3])
     assert pool.retain([3]).tolist() == [3], "a hit on what a copy reads"
-    assert pool.counts() == Counts(free=1, draining=0, live=2, cached=1, in_flight=0, mapped=4)
+    assert pool.counts() == BlockCounts(free=1, draining=0, live=2, cached=1, in_flight=0, mapped=4)
     assert pool.release([3]).tolist() == [3]
     pool.unpin([3])
     pool.check_invariants([np.array([4])], findable=np.array([1, 3]))
@@ -367,12 +367,12 @@ def test_a_cached_block_moves_and_stays_findable():
     assert pool.occupied([2, 1]).tolist() == [4, 5]
     assert pool.move([5, 4]).tolist() == [1, 2]
     assert pool.references([1, 2, 4, 5]).tolist() == [0, 1, 0, 0]
-    assert pool.counts() == Counts(free=0, draining=6, live=1, cached=1, in_flight=3, mapped=11)
+    assert pool.counts() == BlockCounts(free=0, draining=6, live=1, cached=1, in_flight=3, mapped=11)
     assert pool.retain([1]).tolist() == [1], "a hit on what the copy brings"
     pool.release([1])
     pool.check_invariants(findable=np.array([1, 2, 3]))
     pool.unpin([1, 2, 4, 5])
-    assert pool.counts() == Counts(free=0, draining=8, live=1, cached=2, in_flight=0, mapped=11)
+    assert pool.counts() == BlockCounts(free=0, draining=8, live=1, cached=2, in_flight=0, mapped=11)
     pool.unmap([1, 2])
     pool.check_invariants(findable=np.array([1, 2, 3]))
 
@@ -383,7 +383,7 @@ def test_a_findable_block_keeps_its_extent_mapped():
     pool.publish([5, 4])
     pool.drain([1])
     pool.release(range(1, 7))
-    assert pool.counts() == Counts(free=7, draining=2, live=0, cached=2, in_flight=0, mapped=11)
+    assert pool.counts() == BlockCounts(free=7, draining=2, live=0, cached=2, in_flight=0, mapped=11)
     with pytest.raises(BlockMisuse, match="blocks in use cannot lose their memory: 4, 5"):
         pool.unmap([1])
     with pytest.raises(BlockMisuse, match="are open, not draining"):
@@ -394,7 +394,7 @@ def test_a_findable_block_keeps_its_extent_mapped():
     pool.drain([1])
     pool.forget([4, 5])
     pool.unmap([1])
-    assert pool.counts() == Counts(free=7, draining=0, live=0, cached=0, in_flight=0, mapped=7)
+    assert pool.counts() == BlockCounts(free=7, draining=0, live=0, cached=0, in_flight=0, mapped=7)
 
 
 # -- giving back with evictions ----------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_whole_pages_come_back():
     pool.forget(plan.evictions)
     pool.drain(plan.extents)
     pool.unmap(plan.extents)
-    assert pool.counts() == Counts(free=0, draining=0, live=7, cached=4, in_flight=0, mapped=11)
+    assert pool.counts() == BlockCounts(free=0, draining=0, live=7, cached=4, in_flight=0, mapped=11)
 
 
 def test_more_forgotten_than_planned_leaves_less_to_move():
@@ -544,11 +544,11 @@ class Naive:
         self.pins.update(dict.fromkeys(targets, 1))
         return targets
 
-    def counts(self) -> Counts:
+    def counts(self) -> BlockCounts:
         mapped = self.blocks(self.open | self.draining)
         live, cached = len(self.references), len(self.cached)
         in_flight, draining = len(set(self.pins) - set(self.references)), len(self.blocks(self.draining) - self.busy)
-        return Counts(
+        return BlockCounts(
             len(mapped) - live - cached - in_flight - draining, draining, live, cached, in_flight, len(mapped)
         )
 

@@ -28,7 +28,7 @@ from pagetide.allocator.broker import Broker, BrokerThread
 from pagetide.allocator.broker_client import BrokerClient, Channel
 from pagetide.allocator.broker_socket import connect, listen
 from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, ProtocolMismatch, UnknownEngine
-from pagetide.allocator.lease_record import RecordWriter
+from pagetide.allocator.lease_record import LeaseRecordWriter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
 
@@ -66,17 +66,17 @@ def view(bench: Bench, name: str) -> wire.LeaseView:
 async def test_a_lease_is_granted_asked_recalled_and_released(bench: Bench) -> None:
     a = await bench.engine("a", 100)
     assert view(bench, "a").granted_bytes == 100
-    (grant,) = await a.say(wire.Ask(2000, 60_000))
-    assert grant == wire.Grant(a.lease_id, grant.generation, 880)
+    (grant,) = await a.say(wire.AskMessage(2000, 60_000))
+    assert grant == wire.GrantMessage(a.lease_id, grant.generation, 880)
     b = await bench.engine("b", 60)
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall)
+    assert isinstance(recall, wire.RecallMessage)
     assert (recall.target_bytes, recall.deadline_ms) == (840, 1000)
     assert recall.generation > grant.generation
-    assert await a.say(wire.Unmapped(840, recall.generation)) == []
-    assert [type(message) for message in await b.hear()] == [wire.Grant]
+    assert await a.say(wire.UnmappedMessage(840, recall.generation)) == []
+    assert [type(message) for message in await b.hear()] == [wire.GrantMessage]
     assert view(bench, "b").granted_bytes == 60
-    await a.say(wire.Release())
+    await a.say(wire.ReleaseMessage())
     assert [row.name for row in bench.broker.leases() if row.state != "reaping"] == ["b"]
     await bench.tick()
     assert [row.name for row in bench.broker.leases()] == ["b"]
@@ -85,8 +85,8 @@ async def test_a_lease_is_granted_asked_recalled_and_released(bench: Bench) -> N
 @on_a_bench
 async def test_the_view_tells_all_there_is(bench: Bench) -> None:
     a = await bench.engine("a", 100, 700, weight=2.5, priority=3, granule_bytes=50)
-    await a.say(wire.Ask(500, 60_000), wire.Report({"weights": 80, "kv": 20}, 10))
-    writer = RecordWriter(os.dup(a.fd))
+    await a.say(wire.AskMessage(500, 60_000), wire.ReportMessage({"weights": 80, "kv": 20}, 10))
+    writer = LeaseRecordWriter(os.dup(a.fd))
     writer.set(100, 200)
     await bench.tick()
     import pwd
@@ -109,9 +109,9 @@ async def test_the_view_tells_all_there_is(bench: Bench) -> None:
 async def test_minimums_beyond_the_capacity_are_refused(bench: Bench) -> None:
     await bench.engine("a", 700)
     client = bench.client()
-    request = wire.Register("b", DEVICE, 300, None, 1.0, 0, 10, 0)
+    request = wire.RegisterMessage("b", DEVICE, 300, None, 1.0, 0, 10, 0)
     (answer,) = await client.say(request)
-    assert isinstance(answer, wire.Refused) and answer.code == "minimums"
+    assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums"
     assert "1000 bytes" in answer.message and "900 bytes" in answer.message
     assert len(bench.broker.leases()) == 1
     await client.register("b", 200)
@@ -129,8 +129,8 @@ def test_a_lease_that_cannot_be_is_refused(folder: Path, change: dict[str, Any],
         async with Bench(folder / "broker") as bench:
             request = {"name": "x", "device_uuid": DEVICE, "min_bytes": 0, "max_bytes": None, "weight": 1.0}
             request |= {"priority": 0, "granule_bytes": 10, "held_bytes": 0} | change
-            (answer,) = await bench.client().say(wire.Register(**request))
-            assert isinstance(answer, wire.Refused)
+            (answer,) = await bench.client().say(wire.RegisterMessage(**request))
+            assert isinstance(answer, wire.RefusedMessage)
             assert said in answer.message
             assert bench.engines == []
 
@@ -140,8 +140,8 @@ def test_a_lease_that_cannot_be_is_refused(folder: Path, change: dict[str, Any],
 @on_a_bench
 async def test_a_device_that_says_nothing_is_not_leased(bench: Bench) -> None:
     bench.numbers.capacity = None
-    (answer,) = await bench.client().say(wire.Register("a", DEVICE, 0, None, 1.0, 0, 10, 0))
-    assert isinstance(answer, wire.Refused) and "does not say how much memory it has" in answer.message
+    (answer,) = await bench.client().say(wire.RegisterMessage("a", DEVICE, 0, None, 1.0, 0, 10, 0))
+    assert isinstance(answer, wire.RefusedMessage) and "does not say how much memory it has" in answer.message
 
 
 @on_a_bench
@@ -149,35 +149,40 @@ async def test_old_numbers_grant_nothing(bench: Bench) -> None:
     a = await bench.engine("a")
     bench.numbers.age_ns = 100_000_000
     await bench.tick()
-    assert await a.say(wire.Ask(500, 60_000)) == []
+    assert await a.say(wire.AskMessage(500, 60_000)) == []
     bench.numbers.age_ns = 0
     await bench.tick()
-    assert [type(message) for message in await a.hear()] == [wire.Grant]
+    assert [type(message) for message in await a.hear()] == [wire.GrantMessage]
 
 
 @on_a_bench
 async def test_one_connection_has_one_lease(bench: Bench) -> None:
     a = await bench.engine("a")
-    (answer,) = await a.say(wire.Register("b", DEVICE, 0, None, 1.0, 0, 10, 0))
-    assert isinstance(answer, wire.Refused) and "holds a lease or a reservation already" in answer.message
-    for message in (wire.Ask(1, 1), wire.Report({}, 0), wire.Unmapped(0, wire.Generation(0, 0)), wire.Release()):
+    (answer,) = await a.say(wire.RegisterMessage("b", DEVICE, 0, None, 1.0, 0, 10, 0))
+    assert isinstance(answer, wire.RefusedMessage) and "holds a lease or a reservation already" in answer.message
+    for message in (
+        wire.AskMessage(1, 1),
+        wire.ReportMessage({}, 0),
+        wire.UnmappedMessage(0, wire.OrderGeneration(0, 0)),
+        wire.ReleaseMessage(),
+    ):
         (answer,) = await bench.client().say(message)
-        assert isinstance(answer, wire.Refused) and "holds no lease" in answer.message
+        assert isinstance(answer, wire.RefusedMessage) and "holds no lease" in answer.message
 
 
 @on_a_bench
 async def test_an_answer_that_crossed_a_new_grant_is_refused(bench: Bench) -> None:
     """The engine goes down to 100 while it is granted 500: if both counted, 400 bytes would be granted twice."""
     a = await bench.engine("a")
-    (grant,) = await a.say(wire.Ask(100, 60_000))
-    assert isinstance(grant, wire.Grant)
-    (newer,) = await a.say(wire.Ask(500, 60_000))
-    assert isinstance(newer, wire.Grant)
-    for stale in (grant.generation, wire.Generation(newer.generation.epoch + 1, newer.generation.counter)):
-        (answer,) = await a.say(wire.Unmapped(100, stale))
-        assert isinstance(answer, wire.Refused) and "older than the newest grant" in answer.message
+    (grant,) = await a.say(wire.AskMessage(100, 60_000))
+    assert isinstance(grant, wire.GrantMessage)
+    (newer,) = await a.say(wire.AskMessage(500, 60_000))
+    assert isinstance(newer, wire.GrantMessage)
+    for stale in (grant.generation, wire.OrderGeneration(newer.generation.epoch + 1, newer.generation.counter)):
+        (answer,) = await a.say(wire.UnmappedMessage(100, stale))
+        assert isinstance(answer, wire.RefusedMessage) and "older than the newest grant" in answer.message
         assert view(bench, "a").granted_bytes == 500
-    assert await a.say(wire.Ask(1, 1), wire.Unmapped(100, newer.generation)) == []
+    assert await a.say(wire.AskMessage(1, 1), wire.UnmappedMessage(100, newer.generation)) == []
     assert view(bench, "a").granted_bytes == 100
 
 
@@ -187,11 +192,11 @@ async def test_what_an_engine_unmaps_is_granted_without_a_new_measurement(bench:
     bench.numbers.used = 880
     await bench.tick()
     b = await bench.engine("b")
-    await b.say(wire.Ask(300, 60_000))
-    writer = RecordWriter(os.dup(a.fd))
+    await b.say(wire.AskMessage(300, 60_000))
+    writer = LeaseRecordWriter(os.dup(a.fd))
     writer.set(500, 500)
-    await a.say(wire.Unmapped(500, a.generation))
-    assert [message.granted_bytes for message in await b.hear() if isinstance(message, wire.Grant)] == [300]
+    await a.say(wire.UnmappedMessage(500, a.generation))
+    assert [message.granted_bytes for message in await b.hear() if isinstance(message, wire.GrantMessage)] == [300]
 
 
 @on_a_bench
@@ -203,7 +208,7 @@ async def test_a_measurement_from_before_a_lease_says_nothing_about_it(bench: Be
     bench.numbers.age_ns = 10_000_000
     bench.clock.advance(0.015)
     await bench.engine("b", held_bytes=300)
-    await a.say(wire.Ask(880, 600_000))
+    await a.say(wire.AskMessage(880, 600_000))
     assert view(bench, "a").granted_bytes == 280
     await bench.tick()
     assert view(bench, "a").granted_bytes == 580  # it was b's
@@ -213,7 +218,7 @@ async def test_a_measurement_from_before_a_lease_says_nothing_about_it(bench: Be
 async def test_the_source_of_numbers_is_told_whose_memory_is_an_engines(bench: Bench) -> None:
     a = await bench.engine("a")
     assert bench.engines[-1] == {os.getpid()}
-    await a.say(wire.Release())
+    await a.say(wire.ReleaseMessage())
     await bench.tick()
     assert bench.engines[-1] == frozenset()
 
@@ -221,8 +226,8 @@ async def test_the_source_of_numbers_is_told_whose_memory_is_an_engines(bench: B
 @on_a_bench
 async def test_a_map_during_a_measurement_is_no_stranger(bench: Bench) -> None:
     a = await bench.engine("a")
-    await a.say(wire.Ask(880, 600_000))
-    writer = RecordWriter(os.dup(a.fd))
+    await a.say(wire.AskMessage(880, 600_000))
+    writer = LeaseRecordWriter(os.dup(a.fd))
     for step in range(1, 9):
         writer.set(110 * (step - 1), 110 * step)
         bench.numbers.used = 110 * step - 60  # half-way
@@ -236,7 +241,7 @@ async def test_a_map_during_a_measurement_is_no_stranger(bench: Bench) -> None:
     await bench.tick()
     await bench.tick()
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall) and recall.target_bytes == 780
+    assert isinstance(recall, wire.RecallMessage) and recall.target_bytes == 780
 
 
 # ---- overdue ------------------------------------------------------------------------------------
@@ -245,11 +250,11 @@ async def test_a_map_during_a_measurement_is_no_stranger(bench: Bench) -> None:
 @on_a_bench
 async def test_an_overdue_recall_is_seen_and_others_are_served(bench: Bench) -> None:
     a = await bench.engine("a", 100)
-    await a.say(wire.Ask(600, 600_000))
+    await a.say(wire.AskMessage(600, 600_000))
     b = await bench.engine("b", 100)
-    await b.say(wire.Ask(800, 600_000))
+    await b.say(wire.AskMessage(800, 600_000))
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall)
+    assert isinstance(recall, wire.RecallMessage)
     await bench.tick(0.7)
     assert (view(bench, "a").state, view(bench, "a").recall_age_ms) == ("recalling", 700)
     await bench.tick(0.4)
@@ -258,24 +263,24 @@ async def test_an_overdue_recall_is_seen_and_others_are_served(bench: Bench) -> 
     c = await bench.engine("c", 20)
     await c.hear()
     assert view(bench, "c").granted_bytes == 20
-    await a.say(wire.Unmapped(recall.target_bytes, recall.generation))
+    await a.say(wire.UnmappedMessage(recall.target_bytes, recall.generation))
     assert view(bench, "a").state != "overdue"
 
 
 @on_a_bench
 async def test_an_overdue_recall_that_nobody_needs_any_more_is_withdrawn(bench: Bench) -> None:
     a = await bench.engine("a", 100)
-    await a.say(wire.Ask(800, 600_000))
+    await a.say(wire.AskMessage(800, 600_000))
     b = await bench.engine("b", 500)
-    assert [type(message) for message in await a.hear()] == [wire.Recall]
+    assert [type(message) for message in await a.hear()] == [wire.RecallMessage]
     await bench.tick(1.5)
     assert view(bench, "a").state == "overdue"
-    await b.say(wire.Release())
+    await b.say(wire.ReleaseMessage())
     await bench.tick()
     (withdrawn,) = await a.hear()
-    assert isinstance(withdrawn, wire.Withdraw) and withdrawn.lease_id == a.lease_id
+    assert isinstance(withdrawn, wire.WithdrawMessage) and withdrawn.lease_id == a.lease_id
     assert (view(bench, "a").state, view(bench, "a").recall_target_bytes) == ("ok", None)
-    await a.say(wire.Ask(880, 600_000))
+    await a.say(wire.AskMessage(880, 600_000))
     await bench.tick(3.0)
     assert view(bench, "a").granted_bytes == 880, "it is an engine like any other again"
 
@@ -283,13 +288,13 @@ async def test_an_overdue_recall_that_nobody_needs_any_more_is_withdrawn(bench: 
 @on_a_bench
 async def test_a_minimum_can_be_lowered_and_others_may_have_the_difference(bench: Bench) -> None:
     a = await bench.engine("a", 600)
-    assert await a.say(wire.LowerMin(300)) == []
+    assert await a.say(wire.LowerMinMessage(300)) == []
     assert view(bench, "a").min_bytes == 300
     await bench.engine("b", 500)
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall) and 300 <= recall.target_bytes <= 400
-    (answer,) = await a.say(wire.LowerMin(301))
-    assert isinstance(answer, wire.Refused) and "lowered, not raised" in answer.message
+    assert isinstance(recall, wire.RecallMessage) and 300 <= recall.target_bytes <= 400
+    (answer,) = await a.say(wire.LowerMinMessage(301))
+    assert isinstance(answer, wire.RefusedMessage) and "lowered, not raised" in answer.message
     assert view(bench, "a").min_bytes == 300
 
 
@@ -297,7 +302,7 @@ async def test_a_minimum_can_be_lowered_and_others_may_have_the_difference(bench
 async def test_an_overdue_recall_is_logged_once(bench: Bench) -> None:
     with logged() as lines:
         a = await bench.engine("a", 100)
-        await a.say(wire.Ask(800, 600_000))
+        await a.say(wire.AskMessage(800, 600_000))
         await bench.engine("b", 500)
         for _ in range(10):
             await bench.tick(1.0)
@@ -327,7 +332,7 @@ async def test_a_cut_lease_is_reaped_as_its_memory_is_measured_back(bench: Bench
     b = await bench.engine("b")
     bench.numbers.used = 600
     await bench.tick()
-    await b.say(wire.Ask(880, 600_000))
+    await b.say(wire.AskMessage(880, 600_000))
     assert view(bench, "b").granted_bytes == 280
     a.close()
     await bench.pump()
@@ -362,10 +367,10 @@ async def test_an_engine_may_be_back_before_its_old_sockets_end_is_read(bench: B
     old = await bench.engine("a", 800, held_bytes=800)
     new = Channel(bench.path)
     await bench.pump()
-    new.send(wire.Register("a", DEVICE, 800, None, 1.0, 0, 10, 800))  # read first, since it came first
+    new.send(wire.RegisterMessage("a", DEVICE, 800, None, 1.0, 0, 10, 800))  # read first, since it came first
     old.close()
     await bench.pump()
-    assert [type(message) for message in new.receive()] == [wire.Registered]
+    assert [type(message) for message in new.receive()] == [wire.RegisteredMessage]
     assert [(row.state, row.granted_bytes) for row in bench.broker.leases()] == [("ok", 800)]
     new.close()
 
@@ -382,7 +387,7 @@ async def test_a_released_lease_is_not_gone_on_with(bench: Bench) -> None:
     a = await bench.engine("a", held_bytes=300)
     bench.numbers.used = 300
     await bench.tick()
-    await a.say(wire.Release())
+    await a.say(wire.ReleaseMessage())
     await a.register("a")
     assert sorted((row.state, row.granted_bytes) for row in bench.broker.leases()) == [("ok", 0), ("reaping", 300)]
 
@@ -428,7 +433,7 @@ def test_a_successor_grants_nothing_until_engines_had_time_to_come_back(folder: 
         async with Bench(path, grace_s=2.0) as bench:
             bench.numbers.used = 400  # two engines that are not back yet, or strangers: nobody knows
             late = await bench.engine("new", 100)
-            await late.say(wire.Ask(800, 600_000))
+            await late.say(wire.AskMessage(800, 600_000))
             await bench.tick()
             assert view(bench, "new").granted_bytes == 0
             await bench.engine("back", 50, held_bytes=400)
@@ -465,7 +470,7 @@ def test_a_broker_that_ends_leaves_a_sign_only_if_engines_will_look_for_it(folde
         async with Bench(path) as bench:
             client = await bench.engine("a")
             if leave:
-                await client.say(wire.Release())
+                await client.say(wire.ReleaseMessage())
             await bench.broker.close()
 
     asyncio.run(within(True))
@@ -516,45 +521,52 @@ def test_a_broker_that_cannot_listen_says_so(folder: Path) -> None:
 @on_a_bench
 async def test_people_list_limit_and_recall(bench: Bench) -> None:
     a = await bench.engine("a", 100, 800)
-    await a.say(wire.Ask(800, 600_000))
-    RecordWriter(os.dup(a.fd)).set(800, 800)
+    await a.say(wire.AskMessage(800, 600_000))
+    LeaseRecordWriter(os.dup(a.fd)).set(800, 800)
     bench.numbers.used = 800
     await bench.tick()
     person = bench.client()
-    row, done = await person.say(wire.ListLeases())
-    assert row == view(bench, "a") and done == wire.Done()
-    assert await person.say(wire.SetLimit("a", 500)) == [wire.LimitSet(500, 300)]
+    row, done = await person.say(wire.ListLeasesMessage())
+    assert row == view(bench, "a") and done == wire.DoneMessage()
+    assert await person.say(wire.SetLimitMessage("a", 500)) == [wire.LimitSetMessage(500, 300)]
     (limit,) = await a.hear()
-    assert limit == wire.Limit(a.lease_id, 500)  # it speaks version 1, as people do
-    assert await person.say(wire.RecallBytes(str(os.getpid()), 200)) == [wire.Recalling(600, 1000)]
+    assert limit == wire.LimitMessage(a.lease_id, 500)  # it speaks version 1, as people do
+    assert await person.say(wire.RecallBytesMessage(str(os.getpid()), 200)) == [wire.RecallingMessage(600, 1000)]
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall) and recall.target_bytes == 600
+    assert isinstance(recall, wire.RecallMessage) and recall.target_bytes == 600
 
 
 @on_a_bench
 async def test_a_limit_is_an_order_for_who_speaks_version_2(bench: Bench) -> None:
     a = await bench.engine("a", 100, 800, protocol=2)
-    (grant,) = await a.say(wire.Ask(800, 600_000))
+    (grant,) = await a.say(wire.AskMessage(800, 600_000))
     person = bench.client()
-    await person.say(wire.SetLimit("a", 500))
-    await person.say(wire.SetLimit("a", 600))
+    await person.say(wire.SetLimitMessage("a", 500))
+    await person.say(wire.SetLimitMessage("a", 600))
     first, second = await a.hear()
-    assert isinstance(grant, wire.Grant) and isinstance(first, wire.Limit) and isinstance(second, wire.Limit)
+    assert (
+        isinstance(grant, wire.GrantMessage)
+        and isinstance(first, wire.LimitMessage)
+        and isinstance(second, wire.LimitMessage)
+    )
     assert (first.max_bytes, second.max_bytes) == (500, 600)
     assert first.generation is not None and second.generation is not None
     assert grant.generation < first.generation < second.generation
-    assert await a.say(wire.Unmapped(700, grant.generation)) == [], "a limit is no grant that the answer must know of"
+    assert await a.say(wire.UnmappedMessage(700, grant.generation)) == [], (
+        "a limit is no grant that the answer must know of"
+    )
     assert view(bench, "a").granted_bytes == 700
-    assert await a.say(wire.Unmapped(600, second.generation)) == []
+    assert await a.say(wire.UnmappedMessage(600, second.generation)) == []
     assert view(bench, "a").granted_bytes == 600
 
 
 @on_a_bench
 async def test_what_an_engine_of_version_1_is_sent_has_the_keys_of_version_1(bench: Bench) -> None:
     sock = await raw(
-        bench, wire.to_frame(wire.Hello(1)) + wire.to_frame(wire.Register("a", DEVICE, 0, None, 1.0, 0, 10, 0))
+        bench,
+        wire.to_frame(wire.HelloMessage(1)) + wire.to_frame(wire.RegisterMessage("a", DEVICE, 0, None, 1.0, 0, 10, 0)),
     )
-    await bench.client().say(wire.SetLimit("a", 500))
+    await bench.client().say(wire.SetLimitMessage("a", 500))
     data, fds, _, _ = socket.recv_fds(sock, 65536, 4)
     for fd in fds:
         os.close(fd)
@@ -576,17 +588,19 @@ async def test_what_an_engine_of_version_1_is_sent_has_the_keys_of_version_1(ben
 @on_a_bench
 async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench: Bench) -> None:
     person = bench.client()
-    (answer,) = await person.say(wire.SetLimit("a", 500))
-    assert answer == wire.Refused("unknown", "no engine 'a' holds a lease; those that do: none")
+    (answer,) = await person.say(wire.SetLimitMessage("a", 500))
+    assert answer == wire.RefusedMessage("unknown", "no engine 'a' holds a lease; those that do: none")
     await bench.engine("a")
     await bench.engine("a")
     pid = os.getpid()
-    (answer,) = await person.say(wire.RecallBytes("b", 500))
+    (answer,) = await person.say(wire.RecallBytesMessage("b", 500))
     both = f"'a' (pid {pid}, #1), 'a' (pid {pid}, #2)"
-    assert isinstance(answer, wire.Refused) and answer.message.endswith(f"those that do: {both}")
-    (answer,) = await person.say(wire.SetLimit("a", 500))
-    assert isinstance(answer, wire.Refused) and answer.message.endswith(f"name one by its pid or #number: {both}")
-    assert await person.say(wire.SetLimit("#2", 500)) == [wire.LimitSet(500, 0)]
+    assert isinstance(answer, wire.RefusedMessage) and answer.message.endswith(f"those that do: {both}")
+    (answer,) = await person.say(wire.SetLimitMessage("a", 500))
+    assert isinstance(answer, wire.RefusedMessage) and answer.message.endswith(
+        f"name one by its pid or #number: {both}"
+    )
+    assert await person.say(wire.SetLimitMessage("#2", 500)) == [wire.LimitSetMessage(500, 0)]
 
 
 @on_a_bench
@@ -605,14 +619,14 @@ async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Ben
 @on_a_bench
 async def test_a_reservation_is_answered_when_the_bytes_are_back_and_lasts_as_long_as_its_socket(bench: Bench) -> None:
     a = await bench.engine("a")
-    await a.say(wire.Ask(880, 600_000))
+    await a.say(wire.AskMessage(880, 600_000))
     person = bench.client()
-    assert await person.say(wire.Reserve(DEVICE, 300)) == []
+    assert await person.say(wire.ReserveMessage(DEVICE, 300)) == []
     (recall,) = await a.hear()
-    assert isinstance(recall, wire.Recall) and recall.target_bytes == 580
+    assert isinstance(recall, wire.RecallMessage) and recall.target_bytes == 580
     assert bench.broker.devices()[0].reserved_bytes == 300
-    await a.say(wire.Unmapped(580, recall.generation))
-    assert await person.hear() == [wire.Reserved(300)]
+    await a.say(wire.UnmappedMessage(580, recall.generation))
+    assert await person.hear() == [wire.ReservedMessage(300)]
     for _ in range(1000):  # 20 s: it does not count as idle
         await bench.tick()
     assert not await person.ends()
@@ -680,10 +694,10 @@ def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(
 ) -> None:
     with broker_thread(folder / "broker", Numbers()):
         channel = Channel(folder / "broker", protocol=version)
-        channel.send(wire.ListLeases())
+        channel.send(wire.ListLeasesMessage())
         said = f"speaks version {wire.PROTOCOL} of the lease protocol and this process version {version}; {remedy}"
         with pytest.raises(ProtocolMismatch, match=said):
-            channel.wait(time.monotonic() + 30, wire.Done)
+            channel.wait(time.monotonic() + 30, wire.DoneMessage)
         channel.close()
 
 
@@ -691,8 +705,8 @@ def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(
 def test_every_version_from_the_oldest_on_is_spoken(folder: Path, version: int) -> None:
     with broker_thread(folder / "broker", Numbers()):
         channel = Channel(folder / "broker", protocol=version)
-        channel.send(wire.ListLeases())
-        assert channel.wait(time.monotonic() + 30, wire.Done) == wire.Done()
+        channel.send(wire.ListLeasesMessage())
+        assert channel.wait(time.monotonic() + 30, wire.DoneMessage) == wire.DoneMessage()
         channel.close()
 
 
@@ -718,18 +732,18 @@ def ended(sock: socket.socket) -> bool:
     return True
 
 
-HELLO = wire.to_frame(wire.Hello(wire.PROTOCOL))
+HELLO = wire.to_frame(wire.HelloMessage(wire.PROTOCOL))
 NONSENSE = [
     (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "sends what is no message"),
     (struct.pack(">I", 1 << 30), "sends what is no message"),
     (struct.pack(">I", 0), "sends what is no message"),
     (struct.pack(">I", 4) + b"null", "sends what is no message"),
     (HELLO + b"\0\0\0\2{}", "sends what is no message"),
-    (wire.to_frame(wire.ListLeases()), "says no hello"),
-    (HELLO + wire.to_frame(wire.Done()), "says what only the broker may"),
+    (wire.to_frame(wire.ListLeasesMessage()), "says no hello"),
+    (HELLO + wire.to_frame(wire.DoneMessage()), "says what only the broker may"),
     (HELLO + HELLO, "says what only the broker may"),
-    (wire.to_frame(wire.Hello(99)), "is of another version"),
-    (HELLO + 1001 * wire.to_frame(wire.Ask(1, 1)), "sends too much"),
+    (wire.to_frame(wire.HelloMessage(99)), "is of another version"),
+    (HELLO + 1001 * wire.to_frame(wire.AskMessage(1, 1)), "sends too much"),
 ]
 
 
@@ -749,7 +763,7 @@ def test_who_makes_no_sense_is_dropped_with_a_line_and_the_rest_are_served(folde
                     sock.close()
             (line,) = lines
             assert line.startswith(f"a client that {why} was dropped (pid {os.getpid()}, uid {os.getuid()}): ")
-            assert [type(message) for message in await engine.say(wire.Ask(200, 60_000))] == [wire.Grant]
+            assert [type(message) for message in await engine.say(wire.AskMessage(200, 60_000))] == [wire.GrantMessage]
 
     asyncio.run(within())
 
@@ -780,7 +794,7 @@ async def test_an_engine_that_is_silent_for_hours_is_not_dropped(bench: Bench) -
 @on_a_bench
 async def test_half_a_frame_now_and_then_does_not_count_as_progress(bench: Bench) -> None:
     sock = await raw(bench, HELLO)
-    frame = wire.to_frame(wire.ListLeases())
+    frame = wire.to_frame(wire.ListLeasesMessage())
     for byte in frame[:-1]:
         with contextlib.suppress(BrokenPipeError):
             sock.send(bytes([byte]))
@@ -798,7 +812,7 @@ async def test_who_never_reads_is_dropped_and_costs_a_bounded_amount(bench: Benc
     largest = 0
     for _ in range(10_000):
         try:
-            deaf.send(wire.to_frame(wire.ListLeases()))
+            deaf.send(wire.to_frame(wire.ListLeasesMessage()))
         except (BrokenPipeError, ConnectionResetError):
             break
         await bench.tick(0.02)
@@ -806,16 +820,16 @@ async def test_who_never_reads_is_dropped_and_costs_a_bounded_amount(bench: Benc
     else:
         pytest.fail("it was never dropped")
     assert 0 < largest <= broker_connection.MAX_UNREAD_BYTES + 65536
-    assert [type(message) for message in await a.say(wire.Ask(200, 60_000))] == [wire.Grant]
+    assert [type(message) for message in await a.say(wire.AskMessage(200, 60_000))] == [wire.GrantMessage]
     deaf.close()
 
 
 @on_a_bench
 async def test_an_engines_pace_is_no_flood(bench: Bench) -> None:
     a = await bench.engine("a")
-    await a.say(*[wire.Ask(1, 1)] * 500)  # at once
+    await a.say(*[wire.AskMessage(1, 1)] * 500)  # at once
     for _ in range(3000):  # 400 a second
-        a.channel.send(wire.Ask(1, 1))
+        a.channel.send(wire.AskMessage(1, 1))
         bench.clock.advance(0.0025)
         await asyncio.sleep(0)
     assert not await a.ends()
@@ -850,9 +864,14 @@ def connect_or_none(path: Path) -> socket.socket | None:
 def test_random_bytes_from_random_clients_harm_nobody(folder: Path, seed: int) -> None:
     async def within() -> None:
         random_ = random.Random(seed)
-        frames = [HELLO, wire.to_frame(wire.ListLeases()), wire.to_frame(wire.SetLimit("a", 5)), struct.pack(">I", 9)]
-        frames.append(wire.to_frame(wire.Register("evil", DEVICE, 0, None, 1.0, 0, 10, 2**60)))
-        frames.append(wire.to_frame(wire.Reserve(DEVICE, 2**60)))
+        frames = [
+            HELLO,
+            wire.to_frame(wire.ListLeasesMessage()),
+            wire.to_frame(wire.SetLimitMessage("a", 5)),
+            struct.pack(">I", 9),
+        ]
+        frames.append(wire.to_frame(wire.RegisterMessage("evil", DEVICE, 0, None, 1.0, 0, 10, 2**60)))
+        frames.append(wire.to_frame(wire.ReserveMessage(DEVICE, 2**60)))
         async with Bench(folder / "broker") as bench:
             engine = await bench.engine("engine", 100)
             for _ in range(200):
@@ -866,7 +885,7 @@ def test_random_bytes_from_random_clients_harm_nobody(folder: Path, seed: int) -
             assert not await engine.ends()
             for _ in range(20):
                 await bench.tick(1.0)
-            await engine.say(wire.Ask(300, 600_000))
+            await engine.say(wire.AskMessage(300, 600_000))
             assert view(bench, "engine").granted_bytes == 300
 
     asyncio.run(within())
@@ -908,11 +927,11 @@ async def test_a_fault_in_an_answer_costs_one_client(bench: Bench) -> None:
     bench.broker._books._readings = faulty
     unlucky = bench.client()
     with pytest.raises(BrokerUnavailable):
-        await unlucky.say(wire.Register("b", DEVICE, 0, None, 1.0, 0, 10, 0))
+        await unlucky.say(wire.RegisterMessage("b", DEVICE, 0, None, 1.0, 0, 10, 0))
     faulty.faulty = False
     await bench.tick()
     assert [row.name for row in bench.broker.leases()] == ["a"]
-    assert [type(message) for message in await engine.say(wire.Ask(200, 60_000))] == [wire.Grant]
+    assert [type(message) for message in await engine.say(wire.AskMessage(200, 60_000))] == [wire.GrantMessage]
 
 
 def test_a_device_that_does_not_answer_is_news_when_it_lasts_and_when_it_is_over(
@@ -958,7 +977,7 @@ def test_a_fault_in_a_tick_does_not_end_the_broker(folder: Path, caplog: pytest.
     numbers = Faulty()
     with broker_thread(folder / "broker", numbers) as broker:
         channel = Channel(folder / "broker")
-        channel.send(wire.Register("a", DEVICE, 100, None, 1.0, 0, 10, 0))
+        channel.send(wire.RegisterMessage("a", DEVICE, 100, None, 1.0, 0, 10, 0))
         wait_until(lambda: bool(broker.leases()), "a lease")
         numbers.faulty = True
         wait_until(lambda: "a fault of ours" in caplog.text, "the fault")

@@ -15,7 +15,7 @@ import pytest
 from fake_cuda_driver import GRANULE, INVALID_VALUE, NOT_READY, OUT_OF_MEMORY, FakeCudaDriver, Fault
 
 from pagetide.allocator.cuda_arena import CudaArena
-from pagetide.allocator.cuda_driver import Device, device_number, recommended_granule
+from pagetide.allocator.cuda_driver import CudaDevice, device_number, recommended_granule
 from pagetide.allocator.errors import AllocatorError, BlockMisuse, DriverError, DriverUnavailable, OutOfDeviceMemory
 
 ALWAYS = 1 << 30
@@ -118,7 +118,7 @@ except DriverUnavailable as error:
 
 
 def test_every_call_runs_in_the_devices_context_and_leaves_the_callers(driver: FakeCudaDriver) -> None:
-    other = Device(driver, 0)
+    other = CudaDevice(driver, 0)
     arena = CudaArena(4, GRANULE, 1, driver=driver)
     with other.current():
         arena.map([0, 1])

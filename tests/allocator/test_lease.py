@@ -220,18 +220,18 @@ class FalseBroker:
         self.socket, _ = self._listener.accept()
         self.socket.settimeout(30)
         hello = self.hear()
-        assert isinstance(hello, wire.Hello)
+        assert isinstance(hello, wire.HelloMessage)
         self.hellos.append(hello.protocol)
-        self.say(wire.Welcome(min(hello.protocol, self.protocol), 7, 1))
+        self.say(wire.WelcomeMessage(min(hello.protocol, self.protocol), 7, 1))
         if hello.protocol > self.protocol:
             self.socket.close()
             return self.serve(granted)
         request = self.hear()
-        assert isinstance(request, wire.Register)
+        assert isinstance(request, wire.RegisterMessage)
         self.request = request
         self.record = RecordOwner(request.held_bytes)
         fd = self.record.take_fd()
-        frame = wire.to_frame(wire.Registered(1, wire.Generation(7, 100), granted))
+        frame = wire.to_frame(wire.RegisteredMessage(1, wire.OrderGeneration(7, 100), granted))
         socket.send_fds(self.socket, [frame], [fd])
         os.close(fd)
 
@@ -264,22 +264,22 @@ def engine_of(broker: FalseBroker, folder: Path, granted: int = 500, **more: Any
     return registered
 
 
-def generation(counter: int, epoch: int = 7) -> wire.Generation:
-    return wire.Generation(epoch, counter)
+def generation(counter: int, epoch: int = 7) -> wire.OrderGeneration:
+    return wire.OrderGeneration(epoch, counter)
 
 
 @pytest.mark.parametrize(
     "stale",
     [
-        wire.Grant(1, generation(99), 900),  # of before this lease
-        wire.Grant(1, generation(100), 500),  # what it was registered with, once more
-        wire.Grant(1, generation(101, epoch=6), 900),  # of another broker
-        wire.Grant(2, generation(101), 900),  # of another lease: the one that ended on this connection
-        wire.Recall(1, generation(99), 0, 100),
-        wire.Withdraw(1, generation(99)),
-        wire.Limit(1, 5, generation(99)),
-        wire.Limit(2, 5, generation(101)),
-        wire.Limit(2, 5),
+        wire.GrantMessage(1, generation(99), 900),  # of before this lease
+        wire.GrantMessage(1, generation(100), 500),  # what it was registered with, once more
+        wire.GrantMessage(1, generation(101, epoch=6), 900),  # of another broker
+        wire.GrantMessage(2, generation(101), 900),  # of another lease: the one that ended on this connection
+        wire.RecallMessage(1, generation(99), 0, 100),
+        wire.WithdrawMessage(1, generation(99)),
+        wire.LimitMessage(1, 5, generation(99)),
+        wire.LimitMessage(2, 5, generation(101)),
+        wire.LimitMessage(2, 5),
     ],
     ids=repr,
 )
@@ -287,7 +287,7 @@ def test_an_order_for_a_lease_that_has_ended_is_refused(
     folder: Path, false_broker: FalseBroker, stale: wire.FromBroker
 ) -> None:
     with engine_of(false_broker, folder) as a:
-        false_broker.say(stale, wire.Grant(1, generation(102), 600))
+        false_broker.say(stale, wire.GrantMessage(1, generation(102), 600))
         assert a.wait(30) == (Granted(600),)
         assert (a.granted_bytes, a.recall, a.max_bytes, a.generation) == (600, None, None, generation(102))
 
@@ -295,12 +295,12 @@ def test_an_order_for_a_lease_that_has_ended_is_refused(
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (wire.Grant(1, generation(101), 600), wire.Grant(1, generation(101), 700)),
-        (wire.Limit(1, 600, generation(101)), wire.Limit(1, 700, generation(101))),
-        (wire.Grant(1, generation(101), 600), wire.Limit(1, 600, generation(101))),
-        (wire.Recall(1, generation(101), 400, 1000), wire.Recall(1, generation(101), 400, 2000)),
-        (wire.Withdraw(1, generation(101)), wire.Recall(1, generation(101), 400, 1000)),
-        (None, wire.Grant(1, generation(100), 499)),  # than the lease was registered with
+        (wire.GrantMessage(1, generation(101), 600), wire.GrantMessage(1, generation(101), 700)),
+        (wire.LimitMessage(1, 600, generation(101)), wire.LimitMessage(1, 700, generation(101))),
+        (wire.GrantMessage(1, generation(101), 600), wire.LimitMessage(1, 600, generation(101))),
+        (wire.RecallMessage(1, generation(101), 400, 1000), wire.RecallMessage(1, generation(101), 400, 2000)),
+        (wire.WithdrawMessage(1, generation(101)), wire.RecallMessage(1, generation(101), 400, 1000)),
+        (None, wire.GrantMessage(1, generation(100), 499)),  # than the lease was registered with
     ],
     ids=["grants", "limits", "a grant and a limit", "recalls", "a withdrawal and a recall", "the first"],
 )
@@ -327,14 +327,16 @@ def test_two_orders_of_one_generation_are_told_and_settled_by_a_new_registration
 
 def test_a_limit_is_an_order_like_the_others(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
-        false_broker.say(wire.Limit(1, 800, generation(103)))
+        false_broker.say(wire.LimitMessage(1, 800, generation(103)))
         assert a.wait(30) == (Limited(800),)
-        false_broker.say(wire.Limit(1, 700, generation(102)), wire.Grant(1, generation(102), 600))  # superseded
-        false_broker.say(wire.Limit(1, 900, generation(104)))
+        false_broker.say(
+            wire.LimitMessage(1, 700, generation(102)), wire.GrantMessage(1, generation(102), 600)
+        )  # superseded
+        false_broker.say(wire.LimitMessage(1, 900, generation(104)))
         assert a.wait(30) == (Limited(900),)
         assert (a.max_bytes, a.granted_bytes, a.generation) == (900, 500, generation(104))
         a.answer_unmapped(100)
-        assert false_broker.hear() == wire.Unmapped(100, generation(104))
+        assert false_broker.hear() == wire.UnmappedMessage(100, generation(104))
 
 
 def test_a_broker_that_speaks_version_1_is_spoken_to_in_it(folder: Path) -> None:
@@ -345,7 +347,7 @@ def test_a_broker_that_speaks_version_1_is_spoken_to_in_it(folder: Path) -> None
             broker.socket.send(frame(b'{"type":"limit","lease_id":1,"max_bytes":%d}' % max_bytes))
             assert a.wait(30) == (Limited(max_bytes),)
         assert (a.max_bytes, a.generation) == (900, generation(100))
-        broker.say(wire.Grant(1, generation(101), 600))
+        broker.say(wire.GrantMessage(1, generation(101), 600))
         assert a.wait(30) == (Granted(600),)
         broker.socket.close()
         wait_for(a, Lost)
@@ -363,7 +365,9 @@ def frame(payload: bytes) -> bytes:
 
 def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
-        false_broker.say(wire.Recall(1, generation(103), 400, 1000), wire.Recall(1, generation(105), 200, 1000))
+        false_broker.say(
+            wire.RecallMessage(1, generation(103), 400, 1000), wire.RecallMessage(1, generation(105), 200, 1000)
+        )
         while a.generation != generation(105):
             a.wait(30)
         assert a.recall is not None and a.recall.target_bytes == 200
@@ -372,8 +376,8 @@ def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_bro
         a.answer_unmapped(200)
         assert a.recall is None
         assert [false_broker.hear(), false_broker.hear()] == [
-            wire.Unmapped(400, generation(105)),
-            wire.Unmapped(200, generation(105)),
+            wire.UnmappedMessage(400, generation(105)),
+            wire.UnmappedMessage(200, generation(105)),
         ]
 
 
@@ -381,7 +385,9 @@ def test_a_grant_that_crossed_an_answer_counts_for_both_sides(folder: Path, fals
     with engine_of(false_broker, folder) as a:
         a.answer_unmapped(100)
         assert a.granted_bytes == 100
-        false_broker.say(wire.Grant(1, generation(101), 700), wire.Refused("refused", "the answer is older"))
+        false_broker.say(
+            wire.GrantMessage(1, generation(101), 700), wire.RefusedMessage("refused", "the answer is older")
+        )
         granted, denied = a.wait(30)
         assert granted == Granted(700) and isinstance(denied, Denied)
         assert a.granted_bytes == 700
@@ -422,9 +428,9 @@ def test_a_lease_that_has_ended_lets_memory_go_and_none_come(folder: Path, false
 
 def test_a_recall_can_be_withdrawn(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
-        false_broker.say(wire.Recall(1, generation(101), 200, 1000))
+        false_broker.say(wire.RecallMessage(1, generation(101), 200, 1000))
         assert [type(event) for event in a.wait(30)] == [Recalled]
-        false_broker.say(wire.Withdraw(1, generation(102)))
+        false_broker.say(wire.WithdrawMessage(1, generation(102)))
         assert a.wait(30) == (Withdrawn(),)
         assert (a.recall, a.granted_bytes, a.generation) == (None, 500, generation(102))
 
@@ -432,7 +438,7 @@ def test_a_recall_can_be_withdrawn(folder: Path, false_broker: FalseBroker) -> N
 def test_a_minimum_is_lowered_for_the_next_broker_too(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder, low=400) as a:
         a.lower_min(300)
-        assert (a.min_bytes, false_broker.hear()) == (300, wire.LowerMin(300))
+        assert (a.min_bytes, false_broker.hear()) == (300, wire.LowerMinMessage(300))
         with pytest.raises(InvalidLease, match="300 bytes, not 301"):
             a.lower_min(301)
         a.answer_unmapped(0)
@@ -451,7 +457,10 @@ def test_a_report_is_sent_once(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
         for free in (5, 5, 5, 6):
             a.report({"kv": 10}, free)
-        assert [false_broker.hear(), false_broker.hear()] == [wire.Report({"kv": 10}, 5), wire.Report({"kv": 10}, 6)]
+        assert [false_broker.hear(), false_broker.hear()] == [
+            wire.ReportMessage({"kv": 10}, 5),
+            wire.ReportMessage({"kv": 10}, 6),
+        ]
         with pytest.raises(ValueError, match=r"report.held.kv must be"):
             a.report({"kv": -1}, 0)
 
@@ -470,7 +479,7 @@ def test_waiting_threads_are_woken_by_events_and_by_the_end(folder: Path, false_
     for thread in threads:
         thread.start()
     for number in range(101, 110):
-        false_broker.say(wire.Grant(1, generation(number), number))
+        false_broker.say(wire.GrantMessage(1, generation(number), number))
         wait_until(lambda number=number: Granted(number) in seen, "the grant")
     before = len(os.listdir("/proc/self/fd"))
     a.close()
@@ -499,7 +508,7 @@ def test_a_map_that_runs_while_the_broker_changes_is_bounded_in_the_new_record(
         assert bounds_between(false_broker.record.read(), false_broker.record.read()) == (400, 400)
 
 
-@pytest.mark.parametrize("harm", [b"\0\0\0\4null", b"\x7f\0\0\0", wire.to_frame(wire.Done())], ids=repr)
+@pytest.mark.parametrize("harm", [b"\0\0\0\4null", b"\x7f\0\0\0", wire.to_frame(wire.DoneMessage())], ids=repr)
 def test_a_broker_that_makes_no_sense_is_left(folder: Path, false_broker: FalseBroker, harm: bytes) -> None:
     with engine_of(false_broker, folder) as a:
         with changed(a, 300):
@@ -519,7 +528,7 @@ def test_a_broker_of_another_version_is_refused(
 ) -> None:
     def other() -> None:
         false_broker.socket, _ = false_broker._listener.accept()
-        false_broker.say(wire.Welcome(theirs, 7, 1))
+        false_broker.say(wire.WelcomeMessage(theirs, 7, 1))
 
     thread = threading.Thread(target=other)
     thread.start()

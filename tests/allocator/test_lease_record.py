@@ -13,20 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.allocator.lease_record import RECORD_BYTES, Bounds, RecordOwner, RecordWriter, Sums, bounds_between
+from pagetide.allocator.lease_record import (
+    RECORD_BYTES,
+    HeldBounds,
+    LeaseRecordWriter,
+    RecordOwner,
+    Sums,
+    bounds_between,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_create")
 
 
-def ends(held_bytes: int = 0) -> tuple[RecordOwner, RecordWriter]:
+def ends(held_bytes: int = 0) -> tuple[RecordOwner, LeaseRecordWriter]:
     owner = RecordOwner(held_bytes)
-    return owner, RecordWriter(owner.take_fd())
+    return owner, LeaseRecordWriter(owner.take_fd())
 
 
 def test_a_new_record_says_what_it_was_made_with() -> None:
     owner, _ = ends(50)
-    assert bounds_between(owner.read(), owner.read()) == Bounds(50, 50)
-    assert bounds_between(Sums(), owner.read()) == Bounds(0, 50)  # of the time before it nothing is known
+    assert bounds_between(owner.read(), owner.read()) == HeldBounds(50, 50)
+    assert bounds_between(Sums(), owner.read()) == HeldBounds(0, 50)  # of the time before it nothing is known
 
 
 def test_a_map_that_came_and_went_between_two_readings_is_within_the_bounds() -> None:
@@ -38,8 +45,8 @@ def test_a_map_that_came_and_went_between_two_readings_is_within_the_bounds() ->
     writer.set(0, 0)
     writer.set(0, 30)
     writer.set(30, 30)
-    assert bounds_between(before, owner.read()) == Bounds(0, 90)
-    assert bounds_between(owner.read(), owner.read()) == Bounds(30, 30)
+    assert bounds_between(before, owner.read()) == HeldBounds(0, 90)
+    assert bounds_between(owner.read(), owner.read()) == HeldBounds(30, 30)
 
 
 @given(st.integers(0, 50), st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=20), st.data())
@@ -63,8 +70,8 @@ def test_what_was_held_at_any_instant_is_within_the_bounds(
 
 
 def test_nonsense_in_a_record_gives_bounds_all_the_same() -> None:
-    assert bounds_between(Sums(0, 2**64 - 1, 0, 0), Sums(5, 0, 0, 2**64 - 1)) == Bounds(0, 0)
-    assert bounds_between(Sums(0, 0, 2**64 - 1, 0), Sums(7, 0, 0, 0)) == Bounds(7, 7)
+    assert bounds_between(Sums(0, 2**64 - 1, 0, 0), Sums(5, 0, 0, 2**64 - 1)) == HeldBounds(0, 0)
+    assert bounds_between(Sums(0, 0, 2**64 - 1, 0), Sums(7, 0, 0, 0)) == HeldBounds(7, 7)
 
 
 def test_the_size_of_a_record_cannot_be_changed_by_its_engine() -> None:
@@ -83,7 +90,7 @@ def test_the_size_of_a_record_cannot_be_changed_by_its_engine() -> None:
 def test_a_descriptor_that_is_no_record_is_refused_and_closed() -> None:
     fd = os.memfd_create("small")
     with pytest.raises((OSError, ValueError)):
-        RecordWriter(fd)
+        LeaseRecordWriter(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -95,7 +102,7 @@ def test_a_record_that_could_be_cut_short_is_refused_and_closed(is_memfd: bool, 
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING) if is_memfd else os.open(path, os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, RECORD_BYTES)
     with pytest.raises((OSError, ValueError), match="can be cut short" if is_memfd else "Invalid argument"):
-        RecordWriter(fd)
+        LeaseRecordWriter(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -110,12 +117,12 @@ writer.set(5, 25)
 """
     subprocess.run([sys.executable, "-P", "-c", program], pass_fds=[fd], check=True, timeout=60)
     os.close(fd)
-    assert bounds_between(owner.read(), owner.read()) == Bounds(5, 25)
+    assert bounds_between(owner.read(), owner.read()) == HeldBounds(5, 25)
 
 
 def test_the_sums_lie_where_the_picture_says() -> None:
     owner = RecordOwner()
     fd = owner.take_fd()
     memory = mmap.mmap(fd, RECORD_BYTES)
-    RecordWriter(fd).set(3, 9)
+    LeaseRecordWriter(fd).set(3, 9)
     assert list((ctypes.c_uint64 * 4).from_buffer(memory)) == [9, 0, 3, 0]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from pagetide.allocator.lease_record import Bounds, Sums, bounds_between
-from pagetide.allocator.ledger import Ledger, Terms
+from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
+from pagetide.allocator.ledger import LeaseTerms, Ledger
 from pagetide.allocator.policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 
 MS = 1_000_000
@@ -41,7 +41,7 @@ class Device:
         self, lease_id: int, low: int = 0, high: int | None = None, *, weight: float = 1, priority: int = 0,
         granule: int = 10, held: int = 0,
     ) -> None:  # fmt: skip
-        self.ledger.register(lease_id, Terms(f"engine {lease_id}", low, high, weight, priority, granule), held)
+        self.ledger.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
         self.held[lease_id] = held
 
     def ask(self, lease_id: int, target: int, seconds: float = 1e6) -> None:
@@ -50,7 +50,7 @@ class Device:
     def measure(self) -> None:
         """A measurement with no map under way."""
         used = self.stranger + sum(self.held.values())
-        bounds = {lease_id: Bounds(held, held) for lease_id, held in self.held.items()}
+        bounds = {lease_id: HeldBounds(held, held) for lease_id, held in self.held.items()}
         self.ledger.measured(self.capacity, self.capacity - used, bounds, self.now_ns)
 
     def settle(self) -> list[Order]:
@@ -508,7 +508,7 @@ def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -
     with pytest.raises(InvalidLease, match="cannot hold"):
         device.lease(2, held=CAPACITY + 1)
     assert device.grants() == {1: 500}
-    device.ledger.register(3, Terms("liar", 1, None, 1.0, 0, 10), CAPACITY)
+    device.ledger.register(3, LeaseTerms("liar", 1, None, 1.0, 0, 10), CAPACITY)
     assert device.grants() == {1: 500, 3: CAPACITY - 500}
 
 
@@ -643,7 +643,7 @@ def test_an_ordinary_map_does_not_look_like_a_stranger() -> None:
     device.run(1)
     for held in range(0, 880, 44):  # memory comes while it is measured; the record says between which bounds
         device.now_ns += 20 * MS
-        device.ledger.measured(CAPACITY, CAPACITY - held, {1: Bounds(0, 880)}, device.now_ns)
+        device.ledger.measured(CAPACITY, CAPACITY - held, {1: HeldBounds(0, 880)}, device.now_ns)
         assert device.settle() == []
         assert device.ledger.state.foreign_bytes == 0
 
@@ -655,9 +655,9 @@ def test_while_an_engine_maps_the_rest_is_granted_by_the_worst_view() -> None:
     device.ask(1, 500)
     device.settle()
     device.ask(2, 380)
-    device.ledger.measured(CAPACITY, CAPACITY - 300, {1: Bounds(100, 500)}, 0)  # it may be 200 of a stranger's
+    device.ledger.measured(CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0)  # it may be 200 of a stranger's
     assert device.settle() == [Grant(2, 180, 180)]
-    device.ledger.measured(CAPACITY, CAPACITY - 500, {1: Bounds(500, 500)}, 0)
+    device.ledger.measured(CAPACITY, CAPACITY - 500, {1: HeldBounds(500, 500)}, 0)
     assert device.settle() == [Grant(2, 380, 200)]
 
 
@@ -758,7 +758,7 @@ def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() ->
     device.ask(2, 280)
     device.run(3)
     device.held[1] = 0  # its record still says 400
-    device.ledger.measured(CAPACITY, 520, {1: Bounds(400, 400), 2: Bounds(280, 280)}, device.now_ns)
+    device.ledger.measured(CAPACITY, 520, {1: HeldBounds(400, 400), 2: HeldBounds(280, 280)}, device.now_ns)
     device.ledger.end(1, device.now_ns)
     device.ask(2, 5000)
     assert device.tick() == [Grant(2, 680, 400)]
@@ -958,7 +958,7 @@ class World:
     def arrive(self) -> None:
         if len(self.engines) < 4:
             lease_id, r = next(self.ids), self.random
-            terms = Terms(
+            terms = LeaseTerms(
                 f"engine {lease_id}", r.randrange(200), r.choice([None, 500, 800]), r.choice([0.5, 1, 2]),
                 r.choice([0, 0, 1]), r.choice([5, 10, 30]),
             )  # fmt: skip

@@ -96,8 +96,8 @@ def bound(folder: Path, **changes: object) -> Bench:
     return Bench(folder / "broker", quota=Quota(**quota))  # type: ignore[arg-type]
 
 
-def register(name: str = "x", low: int = 0) -> wire.Register:
-    return wire.Register(name, DEVICE, low, None, 1.0, 0, 10, 0)
+def register(name: str = "x", low: int = 0) -> wire.RegisterMessage:
+    return wire.RegisterMessage(name, DEVICE, low, None, 1.0, 0, 10, 0)
 
 
 def test_one_engine_too_many_is_refused_and_the_others_go_on(folder: Path) -> None:
@@ -105,15 +105,17 @@ def test_one_engine_too_many_is_refused_and_the_others_go_on(folder: Path) -> No
         async with bound(folder) as bench:
             engines = [await bench.engine("a") for _ in range(3)]
             person = bench.client()
-            assert await person.say(wire.Reserve(DEVICE, 10)) == [wire.Reserved(10)]
-            for message in (register(), wire.Reserve(DEVICE, 10)):
+            assert await person.say(wire.ReserveMessage(DEVICE, 10)) == [wire.ReservedMessage(10)]
+            for message in (register(), wire.ReserveMessage(DEVICE, 10)):
                 (answer,) = await bench.client().say(message)
-                assert isinstance(answer, wire.Refused) and answer.code == "refused"
+                assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
                 assert (
                     "has 4 engines and reservations at this broker, and one user may have 4: end some" in answer.message
                 )
-            assert [type(message) for message in await engines[0].say(wire.Ask(200, 60_000))] == [wire.Grant]
-            await engines[0].say(wire.Release())
+            assert [type(message) for message in await engines[0].say(wire.AskMessage(200, 60_000))] == [
+                wire.GrantMessage
+            ]
+            await engines[0].say(wire.ReleaseMessage())
             await bench.tick()
             await bench.engine("b")
 
@@ -131,8 +133,10 @@ def test_ended_leases_whose_memory_is_not_back_count_too(folder: Path) -> None:
             before = len(os.listdir("/proc/self/fd"))
             refused = 0
             for _ in range(40):
-                answer, *_ = await client.say(wire.Register("x", DEVICE, 0, None, 1.0, 0, 10, 50), wire.Release())
-                refused += isinstance(answer, wire.Refused)
+                answer, *_ = await client.say(
+                    wire.RegisterMessage("x", DEVICE, 0, None, 1.0, 0, 10, 50), wire.ReleaseMessage()
+                )
+                refused += isinstance(answer, wire.RefusedMessage)
             assert refused == 32
             assert len(bench.broker.leases()) == 8
             assert len(os.listdir("/proc/self/fd")) <= before + 1 + 8 * 3  # of these a third is the client's
@@ -163,16 +167,18 @@ def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(
         async with bound(folder) as bench:
             a = await bench.engine("a", 300)
             person = bench.client()
-            assert await person.say(wire.Reserve(DEVICE, 100)) == [wire.Reserved(100)]
+            assert await person.say(wire.ReserveMessage(DEVICE, 100)) == [wire.ReservedMessage(100)]
             (answer,) = await bench.client().say(register("b", 51))
-            assert isinstance(answer, wire.Refused) and answer.code == "minimums", "an engine waits for those that load"
+            assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums", (
+                "an engine waits for those that load"
+            )
             assert "a min for 'b' of 51 bytes makes 451 bytes" in answer.message
             assert "Ask for 50 bytes or less" in answer.message
-            (answer,) = await bench.client().say(wire.Reserve(DEVICE, 51))
-            assert isinstance(answer, wire.Refused) and answer.code == "refused"
+            (answer,) = await bench.client().say(wire.ReserveMessage(DEVICE, 51))
+            assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
             assert "a reservation of 51 bytes makes 451 bytes" in answer.message
             b = await bench.engine("b", 50)
-            await a.say(wire.LowerMin(100))  # it has loaded
+            await a.say(wire.LowerMinMessage(100))  # it has loaded
             await bench.engine("c", 200)
             person.close()
             b.close()
@@ -190,7 +196,7 @@ def test_each_device_has_a_share_of_its_own(folder: Path) -> None:
             await bench.engine("a", 450)
             await bench.engine("b", 450, device_uuid="GPU-2")
             (answer,) = await bench.client().say(register("c", 1))
-            assert isinstance(answer, wire.Refused)
+            assert isinstance(answer, wire.RefusedMessage)
 
     asyncio.run(within())
 

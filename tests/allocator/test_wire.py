@@ -16,23 +16,48 @@ from hypothesis import strategies as st
 from pagetide.allocator import wire
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, ProtocolViolation
 
-REGISTER = wire.Register("chat", "GPU-1", 1 << 30, None, 1.5, -3, 2 << 20, 0)
+REGISTER = wire.RegisterMessage("chat", "GPU-1", 1 << 30, None, 1.5, -3, 2 << 20, 0)
 VIEW = wire.LeaseView(
     1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40
 )  # fmt: skip
 SAMPLES: list[wire.Message] = [
-    wire.Hello(1), REGISTER, wire.Ask(5, 100), wire.Report({"kv": 1}, 0), wire.Unmapped(7, wire.Generation(1, 2)),
-    wire.LowerMin(4), wire.Withdraw(1, wire.Generation(1, 6)),
-    wire.Release(), wire.ListLeases(), wire.SetLimit("chat", 5), wire.RecallBytes("77", 5), wire.Reserve("GPU-1", 9),
-    wire.Welcome(1, 2, 3), wire.Registered(1, wire.Generation(2**53, 3), 0), wire.Grant(1, wire.Generation(1, 4), 10),
-    wire.Recall(1, wire.Generation(1, 5), 0, 1000), wire.Limit(1, 5, wire.Generation(1, 7)),
-    wire.Refused("unknown", "no engine 'ä'"), VIEW,
-    wire.Done(), wire.LimitSet(5, 1), wire.Recalling(4, 100), wire.Reserved(9),
-]  # fmt: skip
+    wire.HelloMessage(1),
+    REGISTER,
+    wire.AskMessage(5, 100),
+    wire.ReportMessage({"kv": 1}, 0),
+    wire.UnmappedMessage(7, wire.OrderGeneration(1, 2)),
+    wire.LowerMinMessage(4),
+    wire.WithdrawMessage(1, wire.OrderGeneration(1, 6)),
+    wire.ReleaseMessage(),
+    wire.ListLeasesMessage(),
+    wire.SetLimitMessage("chat", 5),
+    wire.RecallBytesMessage("77", 5),
+    wire.ReserveMessage("GPU-1", 9),
+    wire.WelcomeMessage(1, 2, 3),
+    wire.RegisteredMessage(1, wire.OrderGeneration(2**53, 3), 0),
+    wire.GrantMessage(1, wire.OrderGeneration(1, 4), 10),
+    wire.RecallMessage(1, wire.OrderGeneration(1, 5), 0, 1000),
+    wire.LimitMessage(1, 5, wire.OrderGeneration(1, 7)),
+    wire.RefusedMessage("unknown", "no engine 'ä'"),
+    VIEW,
+    wire.DoneMessage(),
+    wire.LimitSetMessage(5, 1),
+    wire.RecallingMessage(4, 100),
+    wire.ReservedMessage(9),
+]
 
 
 def payload(**content: Any) -> bytes:
     return json.dumps(content).encode()
+
+
+def test_the_names_on_the_wire_are_those_of_version_2() -> None:
+    names = [wire.to_frame(message)[4:].split(b'"')[3].decode() for message in SAMPLES]
+    assert sorted(names) == [
+        "ask", "done", "grant", "hello", "lease_view", "limit", "limit_set", "list_leases", "lower_min", "recall",
+        "recall_bytes", "recalling", "refused", "register", "registered", "release", "report", "reserve", "reserved",
+        "set_limit", "unmapped", "welcome", "withdraw",
+    ]  # fmt: skip
 
 
 def test_every_message_is_among_the_samples() -> None:
@@ -60,15 +85,15 @@ def test_frames_may_come_in_any_pieces(pieces: random.Random) -> None:
 
 def test_a_part_of_a_frame_is_noticed() -> None:
     decoder = wire.FrameDecoder()
-    assert list(decoder.feed(wire.to_frame(wire.Done()) + b"\0")) == [wire.Done()]
+    assert list(decoder.feed(wire.to_frame(wire.DoneMessage()) + b"\0")) == [wire.DoneMessage()]
     assert decoder.has_part
 
 
 @pytest.mark.parametrize("length", [wire.MAX_PAYLOAD_BYTES + 1, 1 << 30, 2**32 - 1])
 def test_a_length_beyond_the_bound_is_refused_before_a_byte_of_it_came(length: int) -> None:
     decoder = wire.FrameDecoder()
-    frames = decoder.feed(wire.to_frame(wire.Done()) + struct.pack(">I", length))
-    assert next(frames) == wire.Done()
+    frames = decoder.feed(wire.to_frame(wire.DoneMessage()) + struct.pack(">I", length))
+    assert next(frames) == wire.DoneMessage()
     with pytest.raises(ProtocolViolation, match=f"at most 65,536 bytes, not {length:,}"):
         next(frames)
 
@@ -118,9 +143,9 @@ def test_nonsense_is_refused_with_a_sentence(content: bytes, sentence: str) -> N
 
 def test_a_limit_of_version_1_has_no_generation_and_stays_as_it_was() -> None:
     old = {"type": "limit", "lease_id": 1, "max_bytes": 5}
-    assert json.loads(wire.to_frame(wire.Limit(1, 5))[4:]) == old
-    assert wire.from_payload(payload(**old)) == wire.Limit(1, 5)
-    assert wire.from_payload(payload(**old, generation=[1, 7])) == wire.Limit(1, 5, wire.Generation(1, 7))
+    assert json.loads(wire.to_frame(wire.LimitMessage(1, 5))[4:]) == old
+    assert wire.from_payload(payload(**old)) == wire.LimitMessage(1, 5)
+    assert wire.from_payload(payload(**old, generation=[1, 7])) == wire.LimitMessage(1, 5, wire.OrderGeneration(1, 7))
     for wrong in (None, [1], 7):
         with pytest.raises(ProtocolViolation, match=r"limit.generation must be a pair"):
             wire.from_payload(payload(**old, generation=wrong))
@@ -128,13 +153,13 @@ def test_a_limit_of_version_1_has_no_generation_and_stays_as_it_was() -> None:
 
 def test_a_payload_at_the_bound_is_read_and_one_above_is_not() -> None:
     content = payload(**ASK)
-    assert wire.from_payload(content + b" " * (wire.MAX_PAYLOAD_BYTES - len(content))) == wire.Ask(5, 100)
+    assert wire.from_payload(content + b" " * (wire.MAX_PAYLOAD_BYTES - len(content))) == wire.AskMessage(5, 100)
     with pytest.raises(ProtocolViolation, match="at most"):
         wire.from_payload(content + b" " * (wire.MAX_PAYLOAD_BYTES - len(content) + 1))
 
 
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:
-    for message in (wire.Ask(-1, 1), wire.SetLimit("", 1), wire.Hello(1.5)):  # type: ignore[arg-type]
+    for message in (wire.AskMessage(-1, 1), wire.SetLimitMessage("", 1), wire.HelloMessage(1.5)):  # type: ignore[arg-type]
         with pytest.raises(ProtocolViolation):
             wire.to_frame(message)
 
@@ -185,7 +210,7 @@ def test_a_refusal_comes_out_as_the_same_error() -> None:
         error = wire.error_of(wire.refusal(kind("1 GiB, not 2 GiB")))
         assert type(error) is kind
         assert str(error) == "1 GiB, not 2 GiB"
-    assert type(wire.error_of(wire.Refused("of a later version", "no"))) is LeaseRefused
+    assert type(wire.error_of(wire.RefusedMessage("of a later version", "no"))) is LeaseRefused
     assert len(wire.to_frame(wire.refusal(LeaseRefused("x" * 9000)))) < wire.MAX_PAYLOAD_BYTES
 
 

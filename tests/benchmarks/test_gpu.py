@@ -19,9 +19,9 @@ from benchmarks.figures import Figure
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import attention, bandwidth, decode, parts, profile, report, steps
 from benchmarks.gpu.bench import REAL, TINY, Bench
-from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.parts import BY_NAME, SPECS, Runner, Setting, Spec, items_of, with_needs
-from benchmarks.gpu.report import BOUNDS, Item, Note, Part, Unmeasured
+from benchmarks.gpu.clock import DeviceClock
+from benchmarks.gpu.parts import BY_NAME, SPECS, PartRunner, PartSettings, Spec, items_of, with_needs
+from benchmarks.gpu.report import BOUNDS, Item, Note, PartResult, Unmeasured
 from benchmarks.gpu.stranger import ExternalProcess
 
 CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST: 10.0}
@@ -30,7 +30,7 @@ CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     """The tiny one, with a stranger that stays for half a second."""
-    return Bench(Clock("cpu"), TINY, memory_s=0.5)
+    return Bench(DeviceClock("cpu"), TINY, memory_s=0.5)
 
 
 def of_part(name: str, bench: Bench, **known: float) -> dict[str, Item]:
@@ -196,7 +196,7 @@ def hangs(bench: Bench) -> Iterator[Item]:
     threading.Event().wait()
 
 
-def run(runner: Runner, name: str, box_s: float = 60, **known: float) -> Part:
+def run(runner: PartRunner, name: str, box_s: float = 60, **known: float) -> PartResult:
     """The part as it is at its end."""
     *_, part = runner.run(Spec(name, "test_gpu", 1, function=name), box_s, known)
     return part
@@ -206,7 +206,7 @@ def run(runner: Runner, name: str, box_s: float = 60, **known: float) -> Part:
 def test_a_part_that_breaks_ends_or_hangs_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where the process finds this file
     monkeypatch.setattr(parts, "GRACE_S", 0.0)
-    with Runner(Setting("cpu", tiny=True, seed=0, memory_s=1)) as runner:
+    with PartRunner(PartSettings("cpu", tiny=True, seed=0, memory_s=1)) as runner:
         broken, counted, ended = run(runner, "breaks"), run(runner, "counts", one=4.0), run(runner, "ends")
         hung = run(runner, "hangs", box_s=1)
     assert counted.items == [Figure("one", 5.0, "x")] and counted.error is None and counted.device == {"device": "cpu"}
@@ -220,10 +220,10 @@ def test_a_part_that_breaks_ends_or_hangs_keeps_what_it_gave(monkeypatch: pytest
 
 
 def test_results_of_an_earlier_run_stay_and_bounds_are_told(tmp_path: Path) -> None:
-    first = Part(
+    first = PartResult(
         "recall", [report.bounded("recall_free", 4.0, [4.0]), report.unmeasured("recall_live", "no | host")], {}, 0
     )
-    second = Part(
+    second = PartResult(
         "memory", [Figure("steps", 2.0, "ms"), Note("memory", ("a line",))], {"device": "cpu"}, 0, error="it broke"
     )
     report.write({"recall": first.to_dict()}, tmp_path)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from benchmark_results import read_results
 
-from benchmarks.replay_clock import GPUS, MODELS, Clock, Roofline
-from benchmarks.replay_run import Replay, Settings, Tenant, replay, settings_for
-from benchmarks.replay_stub import Stub
+from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
+from benchmarks.replay_run import PoolShare, Replay, ReplaySettings, replay, settings_for
+from benchmarks.replay_stub import ReplayStub
 from benchmarks.replay_traces import BadTrace, Trace, agentic, azure, mooncake, synthetic
 from pagetide.cache.block_table import BlockCopies
 from pagetide.cache.host_tier import Swaps
@@ -50,12 +50,12 @@ def seconds_by_hand(starts: list[int], lengths: list[int], samples: list[bool]) 
     ],
 )
 def test_the_clock_is_the_roofline(starts: list[int], lengths: list[int], samples: list[bool]) -> None:
-    seconds = Clock(ROOFLINE, 512).step_s(plan(starts, lengths, samples))
+    seconds = ReplayClock(ROOFLINE, 512).step_s(plan(starts, lengths, samples))
     assert seconds == pytest.approx(seconds_by_hand(starts, lengths, samples), rel=1e-12)
 
 
 def test_rows_that_decode_on_cost_what_they_would_alone() -> None:
-    clock, rows = Clock(ROOFLINE, 512), np.array([3, 5])
+    clock, rows = ReplayClock(ROOFLINE, 512), np.array([3, 5])
     for step in range(5):
         starts = [100 + step, 7_000 + step]
         decoding = replace(plan(starts, [1, 1], [True, True]), rows=rows)  # the very same array, as the scheduler's
@@ -64,13 +64,16 @@ def test_rows_that_decode_on_cost_what_they_would_alone() -> None:
 
 
 def test_moves_and_resizes_are_charged() -> None:
-    clock, blocks = Clock(ROOFLINE, 512), np.arange(1, 4, dtype=np.int32)
+    clock, blocks = ReplayClock(ROOFLINE, 512), np.arange(1, 4, dtype=np.int32)
     moving = plan([], [], [], copies=BlockCopies(blocks, blocks + 4), resize=Resize(np.arange(2), np.arange(5)))
     assert clock.step_s(moving) == pytest.approx(1e-3 + 3 * 2 * BLOCK_BYTES / 4.8e12 + 2 * 140e-6 + 5 * 127e-6)
 
 
 def test_host_copies_are_charged_by_the_link() -> None:
-    clock, three = Clock(Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], gpus=2), 512), np.arange(1, 4, dtype=np.int32)
+    clock, three = (
+        ReplayClock(Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], gpus=2), 512),
+        np.arange(1, 4, dtype=np.int32),
+    )
     swaps = Swaps(three, three, three[:1], three[:1], BlockCopies(three[:2], three[1:]), num_before=1)
     before, beside = BLOCK_BYTES / 100e9 + 2 * 2 * BLOCK_BYTES / 9.6e12, 3 * BLOCK_BYTES / 100e9
     assert clock.copy_s(plan([], [], [], swaps=swaps)) == pytest.approx((before, beside))
@@ -82,7 +85,7 @@ def test_host_copies_are_charged_by_the_link() -> None:
 class Plain(Replay):
     """Also keeps every token's time of every request, step by step."""
 
-    def __init__(self, trace: Trace, settings: Settings) -> None:
+    def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         super().__init__(trace, settings)
         self.times: dict[str, list[float]] = {str(number): [] for number in range(len(trace.turns))}
         self.expected_s = self.out_blocks = self.in_blocks = 0.0
@@ -105,7 +108,7 @@ def test_latencies_and_bytes_are_those_of_a_plain_count(host_slots: int) -> None
     """A pool that is far too small, so that sequences are preempted, and a co-tenant who takes from it."""
     trace = synthetic(80, rate=20.0)
     settings = settings_for(trace, Roofline(GPUS["a100"], MODELS["llama-3.1-8b"]), 512)
-    settings = replace(settings, num_blocks=120, host_slots=host_slots, tenant=Tenant.parse("0:0,3:0.8,9:0.1"))
+    settings = replace(settings, num_blocks=120, host_slots=host_slots, tenant=PoolShare.parse("0:0,3:0.8,9:0.1"))
     run = Plain(trace, settings)
     run.serve()
     run.scheduler.check_invariants()
@@ -139,7 +142,7 @@ def test_copies_beside_computing_are_hidden_by_it() -> None:
 
 def test_a_prompt_whose_last_chunk_is_one_token_has_a_first_token() -> None:
     trace = synthetic(1)
-    stub = Stub(trace, 4)
+    stub = ReplayStub(trace, 4)
     stub.execute(plan([], [], []), 0.0)
     stub.execute(plan([5], [1], [True]), trace.turns[0].at_s + 2.0)
     assert stub.ttft_s[0] == pytest.approx(2.0)
@@ -184,7 +187,7 @@ def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, broken: str | N
 @pytest.mark.parametrize("text", ["x", "0:1", "0:-0.1", "-1:0.2", "nan:0.2", "5:0.1,5:0.2", ""])
 def test_a_co_tenant_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="co-tenant"):
-        Tenant.parse(text)
+        PoolShare.parse(text)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pagetide.engine.outputs import Completion
 from pagetide.engine.tickets import RequestGroup, RequestState
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
-from pagetide.scheduler.plan import Scores
+from pagetide.scheduler.plan import ChunkLogprobs
 from pagetide.scheduler.request import Request
 
 PROMPTS = ["Natásha went to the window and", '"What is the matter," said', "CORIOLANUS:\n"]
@@ -82,7 +82,7 @@ def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
     for ticket, (reason, logprobs) in zip(tickets, ends, strict=True):
         for j, logprob in enumerate(logprobs):
             one = np.full((1, 1), 50 + ticket.number, np.int32)
-            ticket.score(Scores(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
+            ticket.score(ChunkLogprobs(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
             ticket.push(50 + ticket.number, 1.0)
         tokens = np.full(len(logprobs), 50 + ticket.number, np.int32)
         ticket.finish(Finished(ticket.request.request_id, reason, tokens, 0), 2.0)

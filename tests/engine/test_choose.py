@@ -17,7 +17,7 @@ from pagetide import LLM
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention import choose as choosing
 from pagetide.engine.attention import trial
-from pagetide.engine.attention.backends import BACKENDS, NAMES, Call, block_multiple, buffer_bytes
+from pagetide.engine.attention.backends import BACKENDS, NAMES, AttentionSpec, block_multiple, buffer_bytes
 from pagetide.engine.attention.choose import Site, WatchedKernel, choose
 from pagetide.engine.attention.flash_kernel import Flash3Kernel, FlashKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
@@ -27,7 +27,7 @@ from pagetide.engine.loaded import loaded_spec
 from pagetide.engine.probe import probe
 
 HALF = torch.bfloat16
-PLAIN = Call(4, 2, 16, 16)
+PLAIN = AttentionSpec(4, 2, 16, 16)
 CALLS = Counter({PLAIN: 3, replace(PLAIN, window=5): 1})
 CPU = Site(torch.device("cpu"), torch.float32, 16, None)
 CARD = Site(torch.device("cpu"), HALF, 256, (9, 0))  # its memory is the host's: kernels really run
@@ -215,7 +215,7 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
         ("triton", CARD, replace(PLAIN, head_dim=576), "up to 512, and a layer has 576; use 'auto', or 'torch'"),
     ],
 )  # fmt: skip
-def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, call: Call, said: str) -> None:
+def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, call: AttentionSpec, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         choose(name, site, Counter([call]), makers=LIBRARIES)
 
@@ -256,10 +256,10 @@ def test_every_backend_has_a_maker_and_buffers_are_those_of_what_may_be_chosen()
 
 def test_the_timed_pool_keeps_within_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    llama = Call(32, 8, 128, 128)
+    llama = AttentionSpec(32, 8, 128, 128)
     assert trial.longest_context(llama, 16, HALF) == 512
     assert trial.longest_context(PLAIN, 16, HALF) == 1024
-    assert trial.longest_context(Call(64, 64, 256, 256), 256, torch.float32) == 256, "one block at least"
+    assert trial.longest_context(AttentionSpec(64, 64, 256, 256), 256, torch.float32) == 256, "one block at least"
 
 
 def test_the_probe_tells_how_layers_attend() -> None:

@@ -15,7 +15,7 @@ import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
 from families import VOCAB, tiny
 
-from pagetide.engine.parts import Part
+from pagetide.engine.parts import ChunkGroup
 from pagetide.scheduler.plan import Admission, Plan
 from pagetide.scheduler.request import Sampling
 
@@ -209,7 +209,7 @@ class EveryPosition:
             self.behind[kind].add((name, start))
         return self._begin(plan)
 
-    def _worked(self, part: Part, recorded: bool = True) -> Any:
+    def _worked(self, part: ChunkGroup, recorded: bool = True) -> Any:
         work = self._work(part, recorded)
         names = self._engine.core.scheduler.rows.request_ids[part.rows]
         self._places = [

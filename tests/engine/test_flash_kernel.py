@@ -12,7 +12,7 @@ import torch
 from attention_fakes import Library
 
 from pagetide.engine.attention import library_base, trial
-from pagetide.engine.attention.backends import BACKENDS, Call
+from pagetide.engine.attention.backends import BACKENDS, AttentionSpec
 from pagetide.engine.attention.choose import MAKERS
 from pagetide.engine.attention.context import LayerCache, lengths_on
 from pagetide.engine.attention.flash_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
@@ -66,7 +66,7 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
     for n in rng.integers(2, 40, rng.integers(not chunks, 4)):
         chunks.append((int(n), int(n + rng.integers(0, longest) * rng.integers(2))))
     needs, (heads, group) = BACKENDS[name], rng.integers(1, 4, 2)
-    call = Call(
+    call = AttentionSpec(
         int(heads * group), int(heads), 16, 16,
         window=[None, 1, 7, 50][rng.integers(4)],
         softcap=3.0 if needs.softcap and rng.integers(2) else None,
@@ -80,7 +80,10 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
     needs = BACKENDS[name]
-    calls = [Call(4, 2, 16, 16), Call(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks)]
+    calls = [
+        AttentionSpec(4, 2, 16, 16),
+        AttentionSpec(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks),
+    ]
     assert trial.fault(kernel_of(name, Library()), calls, needs.block_multiple, dtype, CPU) is None
 
 
@@ -90,7 +93,7 @@ def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(mon
     monkeypatch.setattr(library_base, "_parts", lambda step: made.append(1) or real(step))
     library = Library()
     kernel = kernel_of("flash-attn", library)
-    scratch = trial.build(Call(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU)
+    scratch = trial.build(AttentionSpec(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU)
     scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
     for _ in range(3):
         scratch.attend(kernel)
@@ -103,7 +106,7 @@ def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(mon
 def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
     library = Library()
     kernel = kernel_of("flashinfer", library)
-    scratch = trial.build(Call(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU)
+    scratch = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU)
     scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
     for window in (None, 5, None, 5):
         replace(scratch, call=replace(scratch.call, window=window)).attend(kernel)
@@ -119,7 +122,7 @@ def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
 def test_padding_rows_of_no_tokens_get_zeros() -> None:
     for name in KERNELS:
         block_size = BACKENDS[name].block_multiple
-        scratch = trial.build(Call(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU)
+        scratch = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU)
         scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
         kv_lens = np.array([3, 0], np.int32)
         step = replace(scratch.step, kv_lens=kv_lens, **lengths_on(CPU, scratch.step.q_lens, kv_lens))
@@ -128,7 +131,7 @@ def test_padding_rows_of_no_tokens_get_zeros() -> None:
 
 
 def test_refusals() -> None:
-    scratch = trial.build(Call(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU)
+    scratch = trial.build(AttentionSpec(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU)
     kernel = kernel_of("flash-attn-3", Library())
     with pytest.raises(ValueError, match="at least 1 token"):
         replace(scratch, call=replace(scratch.call, window=0)).attend(kernel)
@@ -180,7 +183,7 @@ class Faulty(FlashKernel):
     ],
 )
 def test_the_trial_sees_faults(fault: str, said: str) -> None:
-    calls = [Call(4, 2, 64, 64, 4096, 50.0)]
+    calls = [AttentionSpec(4, 2, 64, 64, 4096, 50.0)]
     assert trial.fault(FlashKernel(Library().flash2()), calls, 256, torch.bfloat16, CPU) is None
     assert said in str(trial.fault(Faulty(fault), calls, 256, torch.bfloat16, CPU))
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fake_cuda_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeCudaDriver, Fault
 
-from pagetide.allocator.cuda_driver import Device
+from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.errors import DriverError, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.engine.host_extents import HostExtents
@@ -23,7 +23,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.driver = FakeCudaDriver()
-        self.device = Device(self.driver, 0)
+        self.device = CudaDevice(self.driver, 0)
         self.arena = HostArena(8, EXTENT, budget=lambda: self.free_bytes)
         self.free_bytes = 1 << 30
         self.thread = ThreadPoolExecutor(1)

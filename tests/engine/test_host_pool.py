@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_cuda_driver import OUT_OF_MEMORY, FakeCudaDriver, Fault
 
-from pagetide.allocator.cuda_driver import Device
+from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.errors import DriverUnavailable
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
@@ -33,7 +33,7 @@ def ids(*blocks: int) -> np.ndarray:
 class Cuda:
     """What of torch.cuda a host pool uses. `log` says what was asked for, in order."""
 
-    def __init__(self, driver: FakeCudaDriver, context: Device) -> None:
+    def __init__(self, driver: FakeCudaDriver, context: CudaDevice) -> None:
         self.driver = driver
         self.context = context
         self.log: list[str] = []
@@ -102,7 +102,7 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = FakeCudaDriver()
-        self.context = Device(self.driver, 0)
+        self.context = CudaDevice(self.driver, 0)
         self.cuda = Cuda(self.driver, self.context)
         for name in "Stream", "Event", "stream", "current_stream":
             monkeypatch.setattr(torch.cuda, name, getattr(self.cuda, name))

@@ -34,8 +34,8 @@ from transformers.utils import logging as transformers_logging
 from pagetide.engine.errors import (
     CheckpointError,
     ConfigError,
+    DeviceNotFound,
     ModelNotFound,
-    NoSuchDevice,
     NotEnoughMemory,
     UnsupportedModel,
 )
@@ -484,7 +484,7 @@ def test_devices_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device() == choose_device("cpu") == choose_device(CPU) == CPU
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(NoSuchDevice, match=f"device '{name}' was asked for; .*use device='cpu'"):
+        with pytest.raises(DeviceNotFound, match=f"device '{name}' was asked for; .*use device='cpu'"):
             choose_device(name)
     for name in ("gpu", "mps", "meta", "cuda:x", ""):
         with pytest.raises(ConfigError, match="device must be auto, cpu, cuda or cuda:N"):
@@ -499,7 +499,7 @@ def test_devices_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
     assert choose_device("cuda:0") == choose_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
     assert choose_device("cpu") == CPU
-    with pytest.raises(NoSuchDevice, match="'cuda:2' was asked for; torch sees cuda:0, cuda:1 and cpu"):
+    with pytest.raises(DeviceNotFound, match="'cuda:2' was asked for; torch sees cuda:0, cuda:1 and cpu"):
         choose_device("cuda:2")
 
 

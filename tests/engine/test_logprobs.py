@@ -18,7 +18,7 @@ from pagetide import LLM, SamplingParams
 from pagetide.engine import scoring
 from pagetide.engine.outputs import Completion, TokenLogprobs
 from pagetide.engine.score_table import LogprobTable
-from pagetide.scheduler.plan import Scores
+from pagetide.scheduler.plan import ChunkLogprobs
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 2, 17, 33, 64, 99]
@@ -73,7 +73,9 @@ def test_a_table_takes_in_parts_in_any_size_and_again() -> None:
     table, rng = LogprobTable(5), np.random.default_rng(0)
     ids, logprobs = rng.integers(0, 99, (30, 3)).astype(np.int32), -rng.random((30, 3), np.float32)
     for begin, end in ((0, 1), (1, 9), (4, 9), (9, 10), (0, 3), (10, 30)):
-        table.put(Scores(0, 5 + begin, ids[begin:end], logprobs[begin:end], np.arange(begin, end, dtype=np.int32)))
+        table.put(
+            ChunkLogprobs(0, 5 + begin, ids[begin:end], logprobs[begin:end], np.arange(begin, end, dtype=np.int32))
+        )
     told = table.told(0, 99)
     assert told == tuple(
         TokenLogprobs(i[0], p[0], rank, ((i[1], p[1]), (i[2], p[2])))

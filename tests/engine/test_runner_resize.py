@@ -24,7 +24,7 @@ from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
-from pagetide.engine.runner import Runner
+from pagetide.engine.runner import ModelRunner
 from pagetide.engine.sampler import Sampler
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
@@ -82,7 +82,9 @@ class ElasticEngine(TinyEngine):
             blocks_per_extent=geometry.blocks_per_extent, mapped=self.arena.mapped_extents,
         )  # fmt: skip
         sampler = Sampler(bounds.seats, VOCAB, "cpu")
-        runner = Runner(model, storage, TorchKernel(), sampler, num_rows=bounds.seats, max_tokens=200, arena=self.arena)
+        runner = ModelRunner(
+            model, storage, TorchKernel(), sampler, num_rows=bounds.seats, max_tokens=200, arena=self.arena
+        )
         self.core = EngineCore(Scheduler(cache, bounds), runner, clock=itertools.count().__next__)
 
     @property

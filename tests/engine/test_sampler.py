@@ -23,7 +23,7 @@ from transformers import (
 
 from pagetide.engine.noise import uniform
 from pagetide.engine.sampler import Sampler
-from pagetide.engine.treatments import Repetition
+from pagetide.engine.treatments import RepetitionPenalty
 from pagetide.scheduler.request import Sampling
 
 NUM_PROMPT = 4
@@ -406,7 +406,7 @@ def test_histories_are_kept_only_where_asked_for() -> None:
     sampler = Sampler(64, 1000)
 
     def held() -> int:
-        return sum(t.seen.data.numel() for t in sampler._treatments if isinstance(t, Repetition))
+        return sum(t.seen.data.numel() for t in sampler._treatments if isinstance(t, RepetitionPenalty))
 
     for row in range(60):
         sampler.admit(row, _sampling(temperature=1.0, top_k=5), _ids([1]), 1)

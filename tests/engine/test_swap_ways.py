@@ -10,11 +10,18 @@ import pytest
 import torch
 from fake_cuda_driver import NOT_FOUND, FakeCudaDriver, Fault
 
-from pagetide.allocator.cuda_driver import Device
+from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Pieces, Storage
-from pagetide.engine.swap_ways import Batch, ContiguousCopies, FastestSwapMethod, SwapMethod, thresholds, ways_on
+from pagetide.engine.swap_ways import (
+    BatchedCopies,
+    ContiguousCopies,
+    FastestSwapMethod,
+    SwapMethod,
+    thresholds,
+    ways_on,
+)
 
 GEOMETRY = Geometry((LayerShape(3, 5, 7),), 16, "float16").with_extents(8 << 10)  # 1,152 bytes, and padding
 SENTINEL = 0xAB
@@ -26,7 +33,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.driver = FakeCudaDriver()
-        self.context = Device(self.driver, 0)
+        self.context = CudaDevice(self.driver, 0)
         arenas = [HostArena(GEOMETRY.extents_for_blocks(60), GEOMETRY.extent_bytes) for _ in range(2)]
         for arena in arenas:
             arena.map(range(arena.num_extents))
@@ -40,8 +47,8 @@ class Rig:
             for address in self.extents:
                 self.driver.call("cuMemHostRegister", address, GEOMETRY.extent_bytes, 3)
 
-    def batch(self) -> Batch:
-        return Batch(self.driver, lambda: self.stream)
+    def batch(self) -> BatchedCopies:
+        return BatchedCopies(self.driver, lambda: self.stream)
 
     def finish(self) -> None:
         with self.context.current():

@@ -14,7 +14,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.triton_gather import copy_blocks
-from pagetide.engine.swap_ways import Kernel
+from pagetide.engine.swap_ways import CopyKernel
 
 U8, I64 = torch.uint8, torch.int64
 BEYOND = st.sampled_from([0, 1, 3, 8, 64])
@@ -71,7 +71,7 @@ def test_a_swap_by_the_kernel_copies_these_blocks_and_no_others() -> None:
     device.blocks.random_(256)
     for blocks, slots in ([3, 4, 9], [19, 1, 2]), ([1, 2, 3], [5, 6, 7]):
         host.blocks.fill_(0xAB)
-        Kernel(device.device).copy(host, device, host.pieces_from(device, np.array(blocks), np.array(slots)))
+        CopyKernel(device.device).copy(host, device, host.pieces_from(device, np.array(blocks), np.array(slots)))
         expected = torch.full_like(host.blocks, 0xAB)
         expected[slots, : geometry.payload_bytes] = device.blocks[blocks, : geometry.payload_bytes]
         assert torch.equal(host.blocks, expected)

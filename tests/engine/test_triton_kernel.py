@@ -32,8 +32,8 @@ from triton_checks import (
 )
 
 from pagetide.engine.attention import triton_base, triton_decode, triton_kernel, triton_prefill
-from pagetide.engine.attention.context import Kernel, lengths_on
-from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, Scores, Tiling, tiling
+from pagetide.engine.attention.context import AttentionKernel, lengths_on
+from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.engine.graphs import CaptureCheck
 from pagetide.scheduler.request import Sampling
@@ -68,7 +68,7 @@ def decode_in(built: Built, num_splits: int) -> torch.Tensor:
     partials = torch.full((items + 16,), torch.nan)
     partials[items:] = 7
     out = torch.zeros(len(built.query), heads, v_dim, dtype=case.dtype)
-    scores = Scores(0.3, case.softcap, built.sinks, case.window)
+    scores = ScoreTransform(0.3, case.softcap, built.sinks, case.window)
     lens = torch.from_numpy(built.step.kv_lens)
     triton_decode.decode(
         built.query, built.cache, built.step.tables[1], lens, out, partials, num_splits, scores, SMALL
@@ -235,7 +235,7 @@ def test_rows_are_split_until_the_card_is_full(lengths: list[int], kv_heads: int
 
 
 def test_refusals() -> None:
-    kernel: Kernel = small_kernel()
+    kernel: AttentionKernel = small_kernel()
     built = build(Case(((1, 9), (2, 8)), aliased=True))
     arguments = built.query, built.key, built.value, built.cache, built.step
     with pytest.raises(ValueError, match="at least 1 token"):

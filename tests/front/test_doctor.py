@@ -12,7 +12,7 @@ import torch
 
 from pagetide import __version__, doctor
 from pagetide.cli import main
-from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, Outcome, Report
+from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, CheckReport, PartOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = [
@@ -23,13 +23,13 @@ CARDS = [
 class Checks:
     """Self-checks that give these outcomes, and what was asked of them."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: PartOutcome) -> None:
         self.asked: list[tuple[int, bool, bool]] = []
         self._outcomes = outcomes
 
-    def __call__(self, index: int, *, again: bool, tries: bool) -> Report:
+    def __call__(self, index: int, *, again: bool, tries: bool) -> CheckReport:
         self.asked.append((index, again, tries))
-        return Report(f"cuda:{index}", {}, self._outcomes, True, "/cache/x.json")
+        return CheckReport(f"cuda:{index}", {}, self._outcomes, True, "/cache/x.json")
 
 
 def run(
@@ -67,9 +67,9 @@ def test_nothing_is_tried_unless_it_is_asked_for(capsys: pytest.CaptureFixture[s
 
 def test_each_part_is_told_with_what_comes_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     checks = Checks(
-        Outcome("pool", PASSED, None, 0.25, 1e9),
-        Outcome("triton", ABSENT, "no module named triton", 0.0, 1e9),
-        Outcome("graphs", FAILED, "its process was ended by SIGSEGV", 1.5, 1e9),
+        PartOutcome("pool", PASSED, None, 0.25, 1e9),
+        PartOutcome("triton", ABSENT, "no module named triton", 0.0, 1e9),
+        PartOutcome("graphs", FAILED, "its process was ended by SIGSEGV", 1.5, 1e9),
     )
     assert run(checks, "cuda:0") == 1
     lines = capsys.readouterr().out.splitlines()

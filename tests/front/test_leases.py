@@ -299,7 +299,7 @@ def broker_of_another_version(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # until it is shut down
             while True:
                 with listener.accept()[0] as client:
-                    client.sendall(wire.to_frame(wire.Welcome(99, 1, 1)))
+                    client.sendall(wire.to_frame(wire.WelcomeMessage(99, 1, 1)))
                     client.recv(4096)
 
     thread = threading.Thread(target=serve)

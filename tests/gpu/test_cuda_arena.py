@@ -22,7 +22,7 @@ from scripted_lease import ScriptedLease
 
 from pagetide.allocator.arena import Arena
 from pagetide.allocator.cuda_arena import CudaArena, CudaBuffer
-from pagetide.allocator.cuda_driver import CudaBindings, Device
+from pagetide.allocator.cuda_driver import CudaBindings, CudaDevice
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.geometry import Geometry, LayerShape
@@ -481,7 +481,7 @@ def test_what_the_calls_of_one_extent_cost(mib: int, capsys: pytest.CaptureFixtu
     before = free_bytes()
     driver, size = CudaBindings(), mib * MIB
     call = driver.call
-    device = Device(driver, INDEX)
+    device = CudaDevice(driver, INDEX)
     count = max(7, GIB // size)
     names = ("create", "map", "set access", "zero", "unmap", "release")
     costs: dict[str, list[float]] = {name: [] for name in names}
@@ -556,7 +556,7 @@ def test_an_arena_gives_zeros_whether_the_driver_does_or_not(capsys: pytest.Capt
     before = free_bytes()
     driver, size = CudaBindings(), 64 * MIB
     call = driver.call
-    device = Device(driver, INDEX)
+    device = CudaDevice(driver, INDEX)
     found = []
     with device.current():
         (base,) = call("cuMemAddressReserve", size, 0, 0, 0)

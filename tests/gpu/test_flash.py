@@ -16,9 +16,9 @@ from families import tiny
 
 from pagetide import LLM
 from pagetide.engine.attention import trial
-from pagetide.engine.attention.backends import BACKENDS, Call
+from pagetide.engine.attention.backends import BACKENDS, AttentionSpec
 from pagetide.engine.attention.choose import MAKERS, Site, choose
-from pagetide.engine.attention.context import Kernel, LayerCache
+from pagetide.engine.attention.context import AttentionKernel, LayerCache
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def site(dtype: torch.dtype, block_size: int) -> Site:
     return Site(CUDA, dtype, block_size, torch.cuda.get_device_capability(CUDA))
 
 
-def kernel_of(name: str, where: Site, call: Call) -> Kernel:
+def kernel_of(name: str, where: Site, call: AttentionSpec) -> AttentionKernel:
     """Skips where it is not installed, or says itself that it cannot."""
     obstacle = where.obstacle(name, [call])
     if obstacle is not None:
@@ -56,13 +56,13 @@ def test_it_passes_the_trial(name: str, shape: tuple[int, int, int]) -> None:
     needs = BACKENDS[name]
     for dtype in (BRAIN, HALF):
         for block_size in block_sizes(name):
-            plain = Call(heads, kv_heads, dim, dim)
+            plain = AttentionSpec(heads, kv_heads, dim, dim)
             kernel = kernel_of(name, site(dtype, block_size), plain)
-            calls = [plain, Call(heads, kv_heads, dim, dim, 1000)]
+            calls = [plain, AttentionSpec(heads, kv_heads, dim, dim, 1000)]
             if needs.softcap:
-                calls.append(Call(heads, kv_heads, dim, dim, None, 50.0))
+                calls.append(AttentionSpec(heads, kv_heads, dim, dim, None, 50.0))
             if needs.sinks:
-                calls.append(Call(heads, kv_heads, dim, dim, 1000, None, True))
+                calls.append(AttentionSpec(heads, kv_heads, dim, dim, 1000, None, True))
             assert trial.fault(kernel, calls, block_size, dtype, CUDA) is None
 
 
@@ -72,7 +72,7 @@ def test_ragged_batches_of_real_length(name: str) -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)
         window = [None, 1, 100, 1000][seed]
-        call = Call(32, 8, 128, 128, window, 20.0 if BACKENDS[name].softcap and seed == 2 else None)
+        call = AttentionSpec(32, 8, 128, 128, window, 20.0 if BACKENDS[name].softcap and seed == 2 else None)
         block_size = block_sizes(name)[0]
         kernel = kernel_of(name, site(BRAIN, block_size), call)
         chunks = [(1, int(n)) for n in rng.integers(1, 4000, 9)]
@@ -90,7 +90,7 @@ def test_ragged_batches_of_real_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_beyond_two_to_the_31_elements(name: str) -> None:
-    call = Call(4, 2, 64, 64)
+    call = AttentionSpec(4, 2, 64, 64)
     block_size = block_sizes(name)[0]
     kernel = kernel_of(name, site(BRAIN, block_size), call)
     near = trial.build(call, [(1, 9 * block_size + 3), (7, 9 * block_size)], block_size, BRAIN, CUDA)
@@ -115,7 +115,7 @@ def test_the_choice_is_measured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pagetide")
     torch.cuda.empty_cache()
     reserved_bytes = torch.cuda.memory_reserved()
-    kernel = choose("auto", site(BRAIN, 16), Counter([Call(32, 8, 128, 128)]))
+    kernel = choose("auto", site(BRAIN, 16), Counter([AttentionSpec(32, 8, 128, 128)]))
     assert f"attention by {kernel.name}: " in caplog.text
     assert torch.cuda.memory_reserved() - reserved_bytes < trial.POOL_BYTES // 2, "the pool it measured over went back"
 
@@ -124,7 +124,7 @@ def test_the_choice_is_measured(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_engine_attends_by_it(name: str) -> None:
     model = tiny("llama").to(CUDA, BRAIN)
     config = model.config
-    call = Call(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+    call = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
     if name in LIBRARIES:
         kernel_of(name, site(BRAIN, BACKENDS[name].block_multiple * 16), call)
     elif name == "triton":

@@ -25,7 +25,7 @@ from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.graphs import CudaRecorder
-from pagetide.engine.runner import Runner
+from pagetide.engine.runner import ModelRunner
 from pagetide.engine.sampler import Sampler
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
@@ -90,7 +90,7 @@ class Elastic(TinyEngine):
             mapped=self.arena.mapped_extents,
         )  # fmt: skip
         sampler = Sampler(limits.seats, VOCAB, "cuda")
-        runner = Runner(
+        runner = ModelRunner(
             model, storage, TritonKernel(), sampler, num_rows=limits.seats, max_tokens=self.max_model_len, arena=self.arena,
             overlaps=True,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable, MonitorError
-from pagetide.monitor.recording import HEARTBEAT_S, IMPOSSIBLE, STALE, DeviceState, RecordingWriter, read_recording
+from pagetide.monitor.recording import HEARTBEAT_S, IMPOSSIBLE, STALE, RecordedState, RecordingWriter, read_recording
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
@@ -155,7 +155,7 @@ def test_a_device_that_was_not_asked_yet_has_no_figures(tmp_path: Path) -> None:
     never = device(INFOS[0], BEGAN_NS, age_ns=BEGAN_NS)
     path = record(tmp_path / "r", [snapshot(BEGAN_NS, never)])
     assert len(lines(path)) == 1
-    assert read_recording(path).at(0) == {"GPU-a": DeviceState()}
+    assert read_recording(path).at(0) == {"GPU-a": RecordedState()}
 
 
 def test_a_recording_without_devices(tmp_path: Path) -> None:
@@ -246,16 +246,16 @@ def lives(draw: st.DrawFn) -> list[Snapshot]:
     return snapshots
 
 
-def naive(snapshots: Sequence[Snapshot], at_ns: int) -> dict[str, DeviceState]:
+def naive(snapshots: Sequence[Snapshot], at_ns: int) -> dict[str, RecordedState]:
     """What is known at that time: of each device that was there last, the last that was said of it."""
-    states: dict[str, DeviceState] = {}
+    states: dict[str, RecordedState] = {}
     present: tuple[str, ...] = ()
     for each in snapshots:
         if each.at_ns > at_ns:
             break
         present = tuple(device.info.uuid for device in each.devices)
         for told in each.devices:
-            state = states.get(told.info.uuid, DeviceState())
+            state = states.get(told.info.uuid, RecordedState())
             memory, detail = told.memory, told.detail
             if memory.at_ns and (memory.error or memory.is_stale(each.at_ns)):
                 state = replace(state, memory=None, memory_error=memory.error or STALE)
@@ -291,23 +291,23 @@ def test_what_is_read_is_what_was_fed_at_every_time(snapshots: list[Snapshot], t
             assert replayed(source, info) == (shown(expected[info.uuid]) if now_ns <= last_ns else ENDED)
 
 
-ENDED = DeviceState(memory_error="ended", detail_error="ended")
+ENDED = RecordedState(memory_error="ended", detail_error="ended")
 
 
-def shown(state: DeviceState) -> DeviceState:
+def shown(state: RecordedState) -> RecordedState:
     """The state as a source tells it: what is neither known nor failed is an answer without figures."""
     memory = state.memory if state.memory or state.memory_error else MemoryReading(None, None)
     detail = state.detail if state.detail or state.detail_error else DetailReading()
     return replace(state, memory=memory, detail=detail)
 
 
-def replayed(source: ReplaySource, info: DeviceInfo) -> DeviceState:
+def replayed(source: ReplaySource, info: DeviceInfo) -> RecordedState:
     """What the source tells."""
 
     def failure(error: DeviceUnreadable) -> str:
         return "ended" if "the recording ended" in str(error) else str(error)
 
-    state = DeviceState()
+    state = RecordedState()
     try:
         state = replace(state, memory=source.memory(info))
     except DeviceUnreadable as error:

@@ -84,7 +84,7 @@ class Harassment:
         self._thread.join()
 
     def _run(self) -> None:
-        hello = wire.to_frame(wire.Hello(wire.PROTOCOL))
+        hello = wire.to_frame(wire.HelloMessage(wire.PROTOCOL))
         silent: list[socket.socket] = []
         while not self._stop.wait(0.01):
             try:
@@ -100,7 +100,7 @@ class Harassment:
                     case 2:
                         sock.send(hello + hello[:9])
                     case 3:
-                        sock.send(hello + 3000 * wire.to_frame(wire.ListLeases()))
+                        sock.send(hello + 3000 * wire.to_frame(wire.ListLeasesMessage()))
             silent.append(sock)
             if len(silent) > 200:
                 silent.pop(self._random.randrange(200)).close()

@@ -17,22 +17,23 @@ from pagetide.engine.build import Engine, build
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.self_check import check as checking
-from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, Outcome, Report
+from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, CheckReport, PartOutcome
 
 CONFIG = EngineConfig.resolve("demo", device="cpu", kv_memory="16MiB", share=False, host_kv_memory="8MiB")
 
 
-def report(*failed: str) -> Report:
+def report(*failed: str) -> CheckReport:
     outcomes = [
-        Outcome(part, FAILED if part in failed else PASSED, "it crashed" if part in failed else None) for part in PARTS
+        PartOutcome(part, FAILED if part in failed else PASSED, "it crashed" if part in failed else None)
+        for part in PARTS
     ]
-    return Report("cuda:0", {"name": "NVIDIA H200", "driver": "580.82.07"}, tuple(outcomes), True, "/cache/x.json")
+    return CheckReport("cuda:0", {"name": "NVIDIA H200", "driver": "580.82.07"}, tuple(outcomes), True, "/cache/x.json")
 
 
 class PromptInput:
     """What `build` asks for where a device's parts matter."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, checked: Report | None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checked: CheckReport | None) -> None:
         self.pool: dict[str, Any] = {}
         self.host: dict[str, Any] = {}
         self.kernel: dict[str, Any] = {}
@@ -123,7 +124,7 @@ def test_on_cuda_it_runs_before_anything_else_and_is_said(
     asked: list[int] = []
     monkeypatch.setattr(building, "choose_device", lambda device: torch.device("cuda", 1))
 
-    def check(index: int) -> Report:
+    def check(index: int) -> CheckReport:
         asked.append(index)
         found = report("graphs")
         checking.say(found)

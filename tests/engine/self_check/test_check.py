@@ -28,8 +28,8 @@ from pagetide.engine.self_check.report import (
     PARTS,
     PASSED,
     UNTRIED,
-    Outcome,
-    Report,
+    CheckReport,
+    PartOutcome,
     in_order,
     without,
 )
@@ -48,15 +48,15 @@ class Rig:
         self.now = NOW
         self.tried: list[str] = []
 
-    def attempt(self, parts: Sequence[str], identity: Mapping[str, Any]) -> list[Outcome]:
+    def attempt(self, parts: Sequence[str], identity: Mapping[str, Any]) -> list[PartOutcome]:
         assert identity == self.identity
         self.tried += parts
         return [
-            Outcome(part, self.states[part], None if self.states[part] == PASSED else f"no {part}", 0.1, self.now)
+            PartOutcome(part, self.states[part], None if self.states[part] == PASSED else f"no {part}", 0.1, self.now)
             for part in parts
         ]
 
-    def check(self, **options: Any) -> Report:
+    def check(self, **options: Any) -> CheckReport:
         self.tried.clear()
         return self_check(
             3, cache=self.cache, identify=lambda index: self.identity, attempt=self.attempt, clock=lambda: self.now,
@@ -184,7 +184,7 @@ def test_a_check_that_passed_is_said_once_and_warns_of_nothing(rig: Rig, caplog:
 
 
 def test_a_check_that_raises_itself_stops_no_engine(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(index: int) -> Report:
+    def broken(index: int) -> CheckReport:
         raise OSError("the sources cannot be read")
 
     report = at_start(3, broken)
@@ -200,7 +200,7 @@ def test_what_is_known_to_fail_is_not_used_to_try_others(rig: Rig, monkeypatch: 
     rig.check()
     requests: list[dict[str, Any]] = []
 
-    def noting(parts: Sequence[str], command: Any, identity: Mapping[str, Any]) -> list[Outcome]:
+    def noting(parts: Sequence[str], command: Any, identity: Mapping[str, Any]) -> list[PartOutcome]:
         requests.append(json.loads(command(parts, ["triton"])[-1]))
         return rig.attempt(parts, identity)
 
@@ -255,7 +255,9 @@ def test_a_damaged_file_counts_as_none_and_is_replaced(rig: Rig, damage: Any) ->
 
 
 def test_a_part_that_is_no_more_is_forgotten(rig: Rig) -> None:
-    rig.cache.write(IDENTITY, [Outcome("teleport", FAILED, "no", 0.0, NOW), Outcome("pool", PASSED, None, 0.0, NOW)])
+    rig.cache.write(
+        IDENTITY, [PartOutcome("teleport", FAILED, "no", 0.0, NOW), PartOutcome("pool", PASSED, None, 0.0, NOW)]
+    )
     report = rig.check()
     assert [one.part for one in report.outcomes] == list(PARTS)
     assert rig.tried == list(PARTS[1:])
@@ -295,7 +297,7 @@ def test_a_write_that_fails_leaves_the_old_result_and_no_rest(rig: Rig, monkeypa
 
 
 def test_several_processes_at_once_leave_one_whole_result(rig: Rig) -> None:
-    outcomes = [Outcome(part, PASSED, None, 0.0, NOW) for part in PARTS]
+    outcomes = [PartOutcome(part, PASSED, None, 0.0, NOW) for part in PARTS]
     kept = (in_order(outcomes), in_order(outcomes[:2]))
     with ThreadPoolExecutor(4) as threads:
         writes = [threads.submit(rig.cache.write, IDENTITY, kept[i % 2]) for i in range(40)]

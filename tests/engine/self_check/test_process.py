@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from pagetide.engine.self_check.check import _in_processes
-from pagetide.engine.self_check.process import Bounds, Child, try_parts
-from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, UNTRIED, Outcome
+from pagetide.engine.self_check.process import Child, Timeouts, try_parts
+from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, UNTRIED, PartOutcome
 
 IDENTITY = {"device": "GPU-1", "sources": "abc"}
 # What a child does for each part, by its name; `{before}` is done first of all.
@@ -77,14 +77,14 @@ class Children:
 
 
 def try_in(children: Children, *parts: str, **bounds: float) -> list[tuple[str, str, str | None]]:
-    found = try_parts(parts, children, IDENTITY, Bounds(**bounds), clock=lambda: 9.0)
+    found = try_parts(parts, children, IDENTITY, Timeouts(**bounds), clock=lambda: 9.0)
     return [(one.part, one.state, one.reason) for one in found]
 
 
 def test_all_parts_are_tried_in_one_process_and_told_as_they_were(tmp_path: Path) -> None:
     children = Children(tmp_path)
     found = try_parts(["a-passes", "b-passes"], children, IDENTITY)
-    assert found == [Outcome(part, PASSED, None, 0.5, 3.0) for part in ("a-passes", "b-passes")]
+    assert found == [PartOutcome(part, PASSED, None, 0.5, 3.0) for part in ("a-passes", "b-passes")]
     assert len(children.asked) == 1
 
 
