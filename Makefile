@@ -113,7 +113,8 @@ bench:  ## measure; the figures go to build/bench
 
 types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors
 	@rm -rf build/types && mkdir -p build/types/pagetide
-	@ln -s $(addprefix ../../../,$(wildcard pagetide/*.py) pagetide/py.typed $(PACKAGES)) build/types/pagetide/
+	@ln -s $(addprefix ../../../,$(wildcard pagetide/*.py) $(patsubst %/__init__.py,%,$(wildcard pagetide/*/__init__.py)) \
+		pagetide/py.typed $(PACKAGES)) build/types/pagetide/
 
 clean:  ## remove everything that make made, the environment too
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

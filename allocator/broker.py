@@ -25,12 +25,12 @@ from pathlib import Path
 
 from ..monitor.snapshot import DeviceInfo
 from . import wire
-from .broker_books import LeaseAccount, LeaseTable, Readings
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .broker_views import DeviceView, user_name
 from .errors import LeaseRefused
-from .policy import Rules
+from .lease_policy import Rules
+from .lease_table import LeaseAccount, LeaseTable, Readings
 from .quota import Quota
 
 log = logging.getLogger(__name__)

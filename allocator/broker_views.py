@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from . import wire
-from .policy import LeaseState
+from .lease_policy import LeaseState
 
 if TYPE_CHECKING:
-    from .broker_books import Book, LeaseAccount
+    from .lease_table import Book, LeaseAccount
 
 
 @dataclass(frozen=True, slots=True)

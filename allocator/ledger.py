@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from ..monitor.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from .lease_record import HeldBounds
-from .policy import (
+from .lease_policy import (
     Ceiling,
     Grant,
     LeaseDemand,
@@ -31,6 +30,7 @@ from .policy import (
     Withdraw,
     decide,
 )
+from .lease_record import HeldBounds
 
 _SETTLED_NS = 100_000_000  # of a process that is gone: when nothing came back for so long, nothing more does
 _UNAWARE_NS = (

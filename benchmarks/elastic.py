@@ -45,7 +45,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.processes import Worker
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import Channel
-from pagetide.allocator.policy import Rules
+from pagetide.allocator.lease_policy import Rules
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 

@@ -38,7 +38,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.goodput_engine import Job, ServedRequest, Told, serve
 from benchmarks.goodput_load import LoadArrival, load
 from benchmarks.processes import Worker
-from pagetide.allocator.policy import Rules
+from pagetide.allocator.lease_policy import Rules
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 

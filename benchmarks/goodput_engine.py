@@ -25,8 +25,8 @@ from benchmarks.stand_ins import output_of
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
 from pagetide.engine.attention.context import StepContext
+from pagetide.engine.execution.runner import PendingStep
 from pagetide.engine.llm import Stream
-from pagetide.engine.runner import PendingStep
 from pagetide.scheduler.outcome import StepOutputs
 from pagetide.scheduler.plan import Plan
 

@@ -32,7 +32,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.random_batches import CONTEXT, RandomBatches, save_model
 from pagetide import LLM
 from pagetide.allocator.errors import LeaseError
-from pagetide.allocator.policy import Rules
+from pagetide.allocator.lease_policy import Rules
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 

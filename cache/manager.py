@@ -28,8 +28,8 @@ from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .demotion import UNLEARNED
 from .eviction import EvictionPolicy
+from .host_offload import UNLEARNED
 from .host_tier import HostTier, Swaps
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .demotion import HostOffloadPolicy
 from .eviction import EvictionPolicy, Lru
+from .host_offload import HostOffloadPolicy
 from .host_tier import HostTail, HostTier
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .asking import Message, Prompt, PromptInput, check_count, paired
 from .config import EngineConfig
-from .desk import STATS_LOOK_S, STATS_S, RequestManager
 from .errors import ConfigError, EngineClosed
-from .outputs import RequestOutput, StreamChunk, refused
-from .stepper import EngineThread, PendingCall, Waiter
-from .tickets import RequestState
+from .requests.engine_thread import EngineThread, PendingCall, Waiter
+from .requests.inputs import Message, Prompt, PromptInput, check_count, paired
+from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
+from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.states import RequestState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,23 +30,23 @@ from ..scheduler.scheduler import Scheduler
 from .attention.choose import Site, WatchedKernel, check, choose
 from .attention.context import AttentionKernel
 from .attention.interface import NAME, register
-from .checkpoint import Checkpoint
 from .config import EngineConfig
 from .core import EngineCore
-from .encoder import Encoder
 from .errors import ConfigError, NotEnoughMemory
-from .graphs import CudaRecorder, sizes_for
-from .host_pool import HostPool
-from .hub_kernels import no_hub_kernels
-from .linears import bound_primitives, pack_linears
-from .loader import choose_device, choose_dtype, load_model, load_tokenizer
-from .memory import READY_LIMIT_BYTES, EngineMemory
-from .planning import MemoryPlan, plan_memory
-from .probe import probe
-from .process_memory import trim
-from .runner import ModelRunner
-from .sampler import Sampler
-from .sharing import HEAP_BYTES, LeaseHolder, Sharing, join
+from .execution.graphs import CudaRecorder, sizes_for
+from .execution.host_pool import HostPool
+from .execution.runner import ModelRunner
+from .loading.checkpoint import Checkpoint
+from .loading.hub_kernels import no_hub_kernels
+from .loading.linears import bound_primitives, pack_linears
+from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
+from .loading.probe import probe
+from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
+from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, join
+from .memory.planning import MemoryPlan, plan_memory
+from .process.memory_usage import trim
+from .sampling.sampler import Sampler
+from .text.encoder import Encoder
 
 if TYPE_CHECKING:
     from .self_check.report import CheckReport

@@ -13,7 +13,7 @@ from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
 from .attention.backends import block_multiple
 from .errors import ConfigError
-from .models import (
+from .loading.models import (
     DTYPES,
     ModelEntry,
     ModelSpec,
@@ -238,7 +238,7 @@ class EngineConfig:
 def _resolve_source(model: object) -> ModelSpec:
     if isinstance(model, (str, os.PathLike)):
         return resolve_model(model)
-    from .loaded import loaded_spec  # loads torch, which whoever has loaded a model has too
+    from .loading.loaded import loaded_spec  # loads torch, which whoever has loaded a model has too
 
     return loaded_spec(model)
 
@@ -246,7 +246,7 @@ def _resolve_source(model: object) -> ModelSpec:
 def _resolve_tokenizer(tokenizer: object) -> Any:
     if isinstance(tokenizer, (str, os.PathLike)):
         return resolve_tokenizer(tokenizer)
-    from .loaded import checked_tokenizer
+    from .loading.loaded import checked_tokenizer
 
     return checked_tokenizer(tokenizer)
 

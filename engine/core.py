@@ -16,10 +16,10 @@ from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import FinishReason
-from .memory import EngineMemory
+from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
-    from .runner import ModelRunner, PendingStep  # which loads torch; the core has no need of it
+    from .execution.runner import ModelRunner, PendingStep  # which loads torch; the core has no need of it
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..scheduler.request import SamplingParams
-from .asking import Message, Prompt, check_count, paired
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .desk import RequestManager
-from .outputs import RequestOutput, StreamChunk
-from .progress import Bar
-from .tickets import RequestGroup, RequestState
+from .requests.inputs import Message, Prompt, check_count, paired
+from .requests.manager import RequestManager
+from .requests.outputs import RequestOutput, StreamChunk
+from .requests.progress import Bar
+from .requests.states import RequestGroup, RequestState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

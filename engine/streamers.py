@@ -9,7 +9,7 @@ import torch
 
 from ..scheduler.request import SamplingParams
 from .llm import LLM
-from .outputs import RequestOutput
+from .requests.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

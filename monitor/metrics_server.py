@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 
 from .errors import ConfigInvalid, MonitorError
+from .log_throttle import Occurrences
 from .metrics import SnapshotCollector
-from .news import Occurrences
 from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import DeviceUnreadable, MonitorError, NoSuchDevice, RecordError, SourceUnavailable
-from .lanes import PollWorkers
-from .news import QUIET_NS, LogThrottle
+from .log_throttle import QUIET_NS, LogThrottle
+from .poll_workers import PollWorkers
 from .record import RecordWriter
 from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceMemory, MemoryReading
 from .sources import Source

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
-    from .engine.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
-    from .pipelines import pipeline
+    from .engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
+    from .pipelines.text_generation import pipeline
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
 
@@ -43,7 +43,7 @@ _NAMES_OF = {
     ".engine.async_llm": ("AsyncLLM",),
     ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
     ".engine.llm": ("LLM",),
-    ".engine.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
+    ".engine.requests.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
     ".pipelines": ("pipeline",),
     ".scheduler.errors": ("RequestRejected",),
     ".scheduler.request": ("SamplingParams",),

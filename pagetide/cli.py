@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(plan, "as JSON")
     plan.set_defaults(run=_plan)
 
-    from . import doctor, run  # late, as what the other commands need
+    from . import doctor  # late, as what the other commands need
+    from .batch import run
 
     for command in (generate, demo, models, plan, run.add_parser(commands), doctor.add_parser(commands)):
         command.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv with tracebacks")
@@ -355,7 +356,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _models(args: argparse.Namespace) -> int:
     from .engine.errors import EngineError
-    from .engine.models import read_models
+    from .engine.loading.models import read_models
 
     rows = []
     for entry in read_models().values():

@@ -21,8 +21,8 @@ from .monitor.units import MIB
 
 if TYPE_CHECKING:
     from .engine.llm import LLM
-    from .engine.outputs import RequestOutput
-    from .engine.planning import MemoryPlan
+    from .engine.memory.planning import MemoryPlan
+    from .engine.requests.outputs import RequestOutput
     from .pressure import PrivateDevice
     from .scheduler.request import SamplingParams
 
@@ -117,7 +117,7 @@ def _blocks(prompts: list[str], max_new_tokens: int) -> list[int]:
     """Blocks that each prompt comes to hold, if it generates all it may."""
     from .engine.build import plan_only
     from .engine.config import EngineConfig, resolve_model
-    from .engine.loader import load_tokenizer
+    from .engine.loading.loader import load_tokenizer
 
     tokenizer: Any = load_tokenizer(resolve_model("demo"))
     most = plan_only(EngineConfig.resolve("demo", device="cpu")).max_model_len
@@ -202,7 +202,7 @@ class _Pressure:
 
     def _run(self) -> Iterator[str]:
         from .allocator.errors import LeaseRefused
-        from .allocator.policy import Rules
+        from .allocator.lease_policy import Rules
 
         while not self._filled():
             yield "the tide rises"

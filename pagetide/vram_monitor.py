@@ -26,7 +26,7 @@ from .monitor.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from .allocator.broker import Broker, BrokerThread
     from .allocator.broker_client import BrokerClient
-    from .allocator.policy import Rules
+    from .allocator.lease_policy import Rules
     from .allocator.wire import LeaseView
     from .monitor.daemon import Daemon
     from .monitor.record import RecordReader
@@ -267,7 +267,7 @@ class _Leases:
             self._thread.close()
 
     def _rules(self, info: DeviceInfo, capacity_bytes: int) -> Rules:
-        from .allocator.policy import Rules
+        from .allocator.lease_policy import Rules
 
         return Rules.of(capacity_bytes, self._config.headroom)
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from ..cache.manager import NO_HIT, CacheManager
 from ..cache.prefix_index import PrefixHit
+from .block_forecast import ExpectedBlocks
 from .decisions import Decisions
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
-from .expected import ExpectedBlocks
 from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows

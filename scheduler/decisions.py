@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from .policy import ForecastPeak
+from .length_forecast import ForecastPeak
 
 _KEPT = 64
 

@@ -41,16 +41,16 @@ import numpy as np
 from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
 from .admission import AdmissionController, AdmissionPlan, check_request
-from .ahead import PendingPlans, continuation
+from .block_forecast import ExpectedBlocks
 from .cost import SwapCost
 from .decisions import Decision, Decisions
-from .drafts import PlanBuilder
 from .errors import InvalidCallOrder
-from .expected import ExpectedBlocks
+from .length_forecast import LengthForecast
 from .limits import Limits
 from .outcome import BeamMove, Finished, Stats, StepOutputs
+from .pending_plans import PendingPlans, continuation
 from .plan import NO_ROWS, Bool, ChunkLogprobs, Plan, Result
-from .policy import LengthForecast
+from .plan_builder import PlanBuilder
 from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows

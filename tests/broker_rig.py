@@ -30,8 +30,8 @@ from pagetide.allocator.broker_client import Channel
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Granted, Lease, Recalled
+from pagetide.allocator.lease_policy import Rules
 from pagetide.allocator.leased_arena import LeasedArena
-from pagetide.allocator.policy import Rules
 from pagetide.allocator.quota import Quota
 from pagetide.monitor.errors import NoSuchDevice
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory

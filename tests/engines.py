@@ -16,9 +16,9 @@ from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
-from pagetide.engine.host_pool import HostPool
-from pagetide.engine.runner import ModelRunner
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished

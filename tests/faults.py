@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagetide.cache.storage import Storage
-from pagetide.engine import runner as runner_module
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.beams import BeamSearch
 from pagetide.engine.build import Engine
-from pagetide.engine.constraints import Constraints
-from pagetide.engine.host_pool import HostPool
-from pagetide.engine.sampler import Sampler
-from pagetide.engine.text import Detokenizer
-from pagetide.engine.transfers import Upload
+from pagetide.engine.execution import runner as runner_module
+from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.execution.transfers import Upload
+from pagetide.engine.requests.beams import BeamSearch
+from pagetide.engine.sampling.constraints import Constraints
+from pagetide.engine.sampling.sampler import Sampler
+from pagetide.engine.text.detokenizer import Detokenizer
 
 CAUSE = "planted"
 EVERYBODY = "everybody"

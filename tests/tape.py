@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pagetide.engine.graphs import CaptureCheck
+from pagetide.engine.execution.graphs import CaptureCheck
 
 
 class Tape(CaptureCheck):

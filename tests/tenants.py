@@ -35,7 +35,7 @@ from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.engine.core import EngineCore
-from pagetide.engine.memory import EngineMemory
+from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.monitor.host_memory import free_host_bytes
 from pagetide.monitor.runtime_dir import RuntimeDir
 from pagetide.scheduler.limits import Limits
@@ -393,7 +393,7 @@ def _llm(config: str) -> None:
     take seconds to read); that ends at `end`, so that there may be another.
     """
     from pagetide import LLM, SamplingParams
-    from pagetide.engine import sharing
+    from pagetide.engine.memory import lease_holder as sharing
 
     given = json.loads(config)
     rng = random.Random(given.get("seed", 0))

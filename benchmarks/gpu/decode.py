@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.figures import Figure
 from pagetide import LLM, SamplingParams
-from pagetide.engine.runner import ModelRunner
+from pagetide.engine.execution.runner import ModelRunner
 
 from .bandwidth import MEMORY
 from .bench import Bench

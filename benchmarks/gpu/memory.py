@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from benchmarks.figures import Figure
-from pagetide.allocator.policy import Rules
+from pagetide.allocator.lease_policy import Rules
 
 from .bench import Bench
 from .decode import greedy

@@ -22,8 +22,8 @@ from pagetide.allocator.cuda_driver import CudaBindings, CudaDevice
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage, TensorArena
-from pagetide.engine.host_extents import HostExtents
-from pagetide.engine.host_pool import NONE, HostPool
+from pagetide.engine.execution.host_extents import HostExtents
+from pagetide.engine.execution.host_pool import NONE, HostPool
 
 from .bandwidth import FROM_HOST, TO_HOST
 from .bench import MIB, Bench

@@ -260,9 +260,9 @@ def _library(module: str, kernel: str) -> Make:
 MAKERS: dict[str, Make] = {
     "torch": TorchKernel,
     "triton": _triton,
-    "flash-attn": _library("flash_kernel", "FlashKernel"),
-    "flash-attn-3": _library("flash_kernel", "Flash3Kernel"),
-    "flash-attn-4": _library("flash_kernel", "Flash4Kernel"),
-    "flashinfer": _library("library_flashinfer", "FlashInferKernel"),
-    "varlen": _library("library_varlen", "VarlenKernel"),
+    "flash-attn": _library("flash_attn_kernel", "FlashKernel"),
+    "flash-attn-3": _library("flash_attn_kernel", "Flash3Kernel"),
+    "flash-attn-4": _library("flash_attn_kernel", "Flash4Kernel"),
+    "flashinfer": _library("flashinfer_kernel", "FlashInferKernel"),
+    "varlen": _library("varlen_kernel", "VarlenKernel"),
 }

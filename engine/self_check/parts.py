@@ -24,8 +24,8 @@ from ..attention import trial
 from ..attention.backends import BACKENDS, AttentionSpec, block_multiple
 from ..attention.choose import MAKERS, Make, Site
 from ..attention.context import AttentionKernel
-from ..graphs import CudaRecorder, DecodeGraphs, Record, near
-from ..host_pool import NONE, HostPool
+from ..execution.graphs import CudaRecorder, DecodeGraphs, Record, near
+from ..execution.host_pool import NONE, HostPool
 from .report import ABSENT, FAILED, GRAPHS, PASSED, POOL, SWAPS, UNTRIED, PartOutcome
 
 _DTYPE = torch.bfloat16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.segment import Segment
 
 from ..snapshot import Device
-from .facts import (
+from .device_summary import (
     PERCENTAGE_WIDTH,
     DeviceSummary,
     amounts,

@@ -9,7 +9,7 @@ from rich.segment import Segment
 
 from ..snapshot import Device
 from .cards import Group, cards_height, cards_lines
-from .facts import DeviceSummary
+from .device_summary import DeviceSummary
 from .rows import rows_lines
 from .symbols import Symbols
 from .text import DIM, Line, blank, cut, width_of

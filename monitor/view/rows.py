@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.segment import Segment
 
 from ..snapshot import Device
-from .facts import (
+from .device_summary import (
     MOST_LABEL,
     PERCENTAGE_WIDTH,
     DeviceSummary,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
+from pagetide.allocator.lease_policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
 from pagetide.allocator.ledger import LeaseTerms, Ledger
-from pagetide.allocator.policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 
 MS = 1_000_000
 CAPACITY = 1000

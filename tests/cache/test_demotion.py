@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.cache.demotion import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, HostOffloadPolicy
 from pagetide.cache.eviction import Lru
+from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, HostOffloadPolicy
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 

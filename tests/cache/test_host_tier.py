@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.cache.demotion import UNLEARNED
 from pagetide.cache.eviction import Lru
+from pagetide.cache.host_offload import UNLEARNED
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine.background import BackgroundThread
+from pagetide.engine.process.background import BackgroundThread
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), MemoryError(), SystemExit(3)])

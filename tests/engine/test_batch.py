@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pagetide.cache.block_table import TableUpdate
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.batch import ON_ITS_WAY, DeviceRows, pack
-from pagetide.engine.transfers import Upload
+from pagetide.engine.execution.batch import ON_ITS_WAY, DeviceRows, pack
+from pagetide.engine.execution.transfers import Upload
 from pagetide.scheduler.plan import NO_ROWS, Plan
 
 ROWS, TOKENS, BLOCK = 6, 40, 4

@@ -12,9 +12,9 @@ from engines import TinyEngine
 from families import VOCAB, tiny
 
 from pagetide import LLM, RequestRejected, SamplingParams
-from pagetide.engine.beams import BeamRules, BeamSearch, BeamTickets
-from pagetide.engine.outputs import Completion
-from pagetide.engine.tickets import RequestGroup, RequestState
+from pagetide.engine.requests.beams import BeamRules, BeamSearch, BeamTickets
+from pagetide.engine.requests.outputs import Completion
+from pagetide.engine.requests.states import RequestGroup, RequestState
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Candidates
 from pagetide.scheduler.request import Request

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine.outputs import Completion
-from pagetide.engine.tickets import RequestGroup, RequestState
+from pagetide.engine.requests.outputs import Completion
+from pagetide.engine.requests.states import RequestGroup, RequestState
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import ChunkLogprobs

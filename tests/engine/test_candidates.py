@@ -23,8 +23,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagetide.engine.noise import gumbel
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.sampling.noise import gumbel
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
 HISTORY = np.array([1, 2, 3, 4, 1], np.int32)

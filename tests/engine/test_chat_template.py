@@ -14,9 +14,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import pagetide
-from pagetide.engine import template_bounds
-from pagetide.engine.chat_template import options_from_data, rendered
-from pagetide.engine.encoder import Encoder
+from pagetide.engine.text import template_bounds
+from pagetide.engine.text.chat_template import options_from_data, rendered
+from pagetide.engine.text.encoder import Encoder
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model")

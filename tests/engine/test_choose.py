@@ -19,12 +19,12 @@ from pagetide.engine.attention import choose as choosing
 from pagetide.engine.attention import trial
 from pagetide.engine.attention.backends import BACKENDS, NAMES, AttentionSpec, block_multiple, buffer_bytes
 from pagetide.engine.attention.choose import Site, WatchedKernel, choose
-from pagetide.engine.attention.flash_kernel import Flash3Kernel, FlashKernel
+from pagetide.engine.attention.flash_attn_kernel import Flash3Kernel, FlashKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.loaded import loaded_spec
-from pagetide.engine.probe import probe
+from pagetide.engine.loading.loaded import loaded_spec
+from pagetide.engine.loading.probe import probe
 
 HALF = torch.bfloat16
 PLAIN = AttentionSpec(4, 2, 16, 16)
@@ -307,8 +307,8 @@ def test_triton_on_a_cpu_serves_where_it_is_interpreted(monkeypatch: pytest.Monk
 
 
 def test_buffers_count_in_the_working_reserve_of_a_device() -> None:
-    from pagetide.engine.checkpoint import Checkpoint
-    from pagetide.engine.planning import plan_memory
+    from pagetide.engine.loading.checkpoint import Checkpoint
+    from pagetide.engine.memory.planning import plan_memory
 
     model = tiny("llama")
     checkpoint = Checkpoint.open(loaded_spec(model))

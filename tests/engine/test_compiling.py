@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 import pagetide
 from pagetide import LLM, AsyncLLM, RequestRejected, SamplingParams
-from pagetide.engine.constraints import Constraints
 from pagetide.engine.errors import EngineClosed
+from pagetide.engine.sampling.constraints import Constraints
 from pagetide.scheduler.request import Constraint
 
 pytest.importorskip("llguidance")

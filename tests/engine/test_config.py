@@ -21,7 +21,7 @@ from pagetide.engine.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from pagetide.engine.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer
+from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer
 from pagetide.scheduler.request import SamplingParams
 
 

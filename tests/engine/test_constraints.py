@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine.constraints import Constraints
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.sampling.constraints import Constraints
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import Constraint, Sampling
 

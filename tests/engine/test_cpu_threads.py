@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagetide.engine.cpu_threads import CpuThreads, _reduced, own_threads, thread_counts, use_own_threads
+from pagetide.engine.process.cpu_threads import CpuThreads, _reduced, own_threads, thread_counts, use_own_threads
 
 
 class Machine:

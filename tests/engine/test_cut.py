@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.engine.cut import cut
+from pagetide.engine.sampling.top_k_top_p import cut
 
 WAYS = pytest.mark.parametrize("at_hand", [True, False])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pagetide.engine.draw import invert
+from pagetide.engine.sampling.categorical import invert
 
 
 def test_inversion_at_its_edges() -> None:

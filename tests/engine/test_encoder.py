@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pagetide.engine.encoder import Encoder
+from pagetide.engine.text.encoder import Encoder
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import MOST_STOP_IDS, SamplingParams
 

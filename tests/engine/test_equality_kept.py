@@ -15,7 +15,7 @@ import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
 from families import VOCAB, tiny
 
-from pagetide.engine.parts import ChunkGroup
+from pagetide.engine.execution.parts import ChunkGroup
 from pagetide.scheduler.plan import Admission, Plan
 from pagetide.scheduler.request import Sampling
 

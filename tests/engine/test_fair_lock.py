@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from monitors import wait_until
 
-from pagetide.engine.fair_lock import FairLock
+from pagetide.engine.process.fair_lock import FairLock
 
 
 def asking(lock: FairLock, name: int, order: list[int]) -> threading.Thread:

@@ -256,7 +256,7 @@ def test_a_fault_in_a_batch_run(expected, tmp_path: Path, name: str, always: boo
         return engine
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagetide.engine.desk.build", building)
+        patch.setattr("pagetide.engine.requests.manager.build", building)
         status = main(["run", "--model=demo", "--no-share", f"--input={source}", f"--output={target}", *flags])
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert len(records) == len(PLAIN)

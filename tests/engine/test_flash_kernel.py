@@ -11,13 +11,14 @@ import pytest
 import torch
 from attention_fakes import Library
 
-from pagetide.engine.attention import library_base, trial
+from pagetide.engine.attention import library_kernel as library_base
+from pagetide.engine.attention import trial
 from pagetide.engine.attention.backends import BACKENDS, AttentionSpec
 from pagetide.engine.attention.choose import MAKERS
 from pagetide.engine.attention.context import LayerCache, lengths_on
-from pagetide.engine.attention.flash_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
-from pagetide.engine.attention.library_flashinfer import FlashInferKernel
-from pagetide.engine.attention.library_varlen import VarlenKernel
+from pagetide.engine.attention.flash_attn_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
+from pagetide.engine.attention.flashinfer_kernel import FlashInferKernel
+from pagetide.engine.attention.varlen_kernel import VarlenKernel
 
 CPU = torch.device("cpu")
 KERNELS = {
@@ -31,7 +32,7 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagetide.engine.attention.library_flashinfer.WORKSPACE_BYTES", 64)
+    monkeypatch.setattr("pagetide.engine.attention.flashinfer_kernel.WORKSPACE_BYTES", 64)
 
 
 def kernel_of(name: str, library: Library):

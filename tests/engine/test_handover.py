@@ -20,7 +20,7 @@ from families import tiny
 
 from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, SamplingParams
 from pagetide.engine.llm import Stream
-from pagetide.engine.text import TextStream
+from pagetide.engine.text.detokenizer import TextStream
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 PROMPT = "Once upon a time there was a sea"

@@ -15,8 +15,8 @@ from pagetide import LLM, SamplingParams
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.storage import Storage
-from pagetide.engine.host_pool import NONE, HostPool
-from pagetide.engine.memory import UNMAP_SLICE_BYTES, EngineMemory
+from pagetide.engine.execution.host_pool import NONE, HostPool
+from pagetide.engine.memory.engine_memory import UNMAP_SLICE_BYTES, EngineMemory
 from pagetide.scheduler.plan import Plan
 from pagetide.scheduler.request import Sampling
 

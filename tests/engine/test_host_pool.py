@@ -19,8 +19,8 @@ from pagetide.allocator.errors import DriverUnavailable
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
-from pagetide.engine import host_pool
-from pagetide.engine.host_pool import NONE, HostPool
+from pagetide.engine.execution import host_pool
+from pagetide.engine.execution.host_pool import NONE, HostPool
 
 GEOMETRY = Geometry((LayerShape(3, 5, 7),), 16, "float16").with_extents(8 << 10)
 CUDA = torch.device("cuda", 0)

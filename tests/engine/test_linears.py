@@ -12,8 +12,7 @@ from engines import TinyEngine, plain, prompts
 from families import VOCAB, tiny
 from torch import nn
 
-from pagetide.engine.cpu_threads import thread_counts
-from pagetide.engine.linears import (
+from pagetide.engine.loading.linears import (
     LEAST_WEIGHTS,
     SIZES,
     PackedLinear,
@@ -23,6 +22,7 @@ from pagetide.engine.linears import (
     pack_linears,
     primitive_bytes,
 )  # fmt: skip
+from pagetide.engine.process.cpu_threads import thread_counts
 from pagetide.scheduler.request import Sampling
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no packed linear layers")
@@ -64,7 +64,7 @@ def test_no_more_primitives_than_the_sizes_of_each_shape():
     program = """
 import torch
 from torch import nn
-from pagetide.engine.linears import pack_linears
+from pagetide.engine.loading.linears import pack_linears
 model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512), nn.Linear(512, 256)).requires_grad_(False)
 assert pack_linears(model) == 3
 with torch.inference_mode():

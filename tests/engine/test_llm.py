@@ -34,7 +34,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, EngineClosed, NotEnoughMemory
-from pagetide.engine.tickets import RequestState
+from pagetide.engine.requests.states import RequestState
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 
 VOCAB = 320  # more than the tokenizer has, as in many real models

@@ -22,9 +22,9 @@ from transformers import (
 
 import pagetide
 from pagetide import LLM, ConfigError, ModelNotFound, SamplingParams, UnsupportedModel
-from pagetide.engine.linears import LEAST_WEIGHTS, packs
-from pagetide.engine.loaded import Loaded, loaded_spec
-from pagetide.engine.models import resolve_tokenizer
+from pagetide.engine.loading.linears import LEAST_WEIGHTS, packs
+from pagetide.engine.loading.loaded import Loaded, loaded_spec
+from pagetide.engine.loading.models import resolve_tokenizer
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 PROMPT = [5, 17, 99, 4, 63]

@@ -39,8 +39,15 @@ from pagetide.engine.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from pagetide.engine.loader import Checkpoint, choose_device, choose_dtype, free_bytes, load_model, load_tokenizer
-from pagetide.engine.models import ModelSpec
+from pagetide.engine.loading.loader import (
+    Checkpoint,
+    choose_device,
+    choose_dtype,
+    free_bytes,
+    load_model,
+    load_tokenizer,
+)
+from pagetide.engine.loading.models import ModelSpec
 from pagetide.scheduler.request import SamplingParams
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from families import VOCAB, tiny
 from transformers import AutoModelForCausalLM
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine import scoring
-from pagetide.engine.outputs import Completion, TokenLogprobs
-from pagetide.engine.score_table import LogprobTable
+from pagetide.engine.requests.logprob_table import LogprobTable
+from pagetide.engine.requests.outputs import Completion, TokenLogprobs
+from pagetide.engine.sampling import logprobs as scoring
 from pagetide.scheduler.plan import ChunkLogprobs
 from pagetide.scheduler.request import Sampling
 
@@ -247,7 +247,7 @@ def test_scores_that_cannot_be_made_end_only_who_asks_and_nobody_draws_twice(
     def full(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("pagetide.engine.runner.score", full)
+    monkeypatch.setattr("pagetide.engine.execution.runner.score", full)
     engine.add("asks", inputs[0], Sampling(NEW, **{asks: 0}))
     engine.add("r1", inputs[1], drawn)
     ends = engine.run()

@@ -16,7 +16,7 @@ from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena
-from pagetide.engine.memory import SLICE_BYTES, EngineMemory, Slice
+from pagetide.engine.memory.engine_memory import SLICE_BYTES, EngineMemory, Slice
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Request, Sampling
 
@@ -341,8 +341,8 @@ def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> Non
 
 
 def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagetide.engine.memory.SLICE_BYTES", 2 * EXTENT)
-    monkeypatch.setattr("pagetide.engine.memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
+    monkeypatch.setattr("pagetide.engine.memory.engine_memory.SLICE_BYTES", 2 * EXTENT)
+    monkeypatch.setattr("pagetide.engine.memory.engine_memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
     engine = Engine(mapped=EXTENTS)
     engine.add("a", 100, new=60)
     engine.steps(2)
@@ -535,7 +535,7 @@ def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pyte
     engine.add("a", 300)
     engine.steps(4)
     size = engine.size
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
         engine.lease.lose()
         engine.add("b", 600)
         engine.steps(30)
@@ -560,14 +560,14 @@ def test_a_recall_of_a_broker_that_died_is_forgotten() -> None:
 def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.lease.deny()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
         engine.step()
     assert "an answer crossed a grant" in caplog.text
 
 
 def test_a_recall_is_said_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
     engine = grown()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
         engine.lease.recall_to(total(4))
         engine.keep()
     assert "scripted: recalled to 11.00 MiB; " in caplog.text

@@ -29,7 +29,7 @@ from pagetide.allocator.broker_client import BrokerClient
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.leased_arena import LeasedArena
-from pagetide.engine.memory import EngineMemory
+from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.monitor.snapshot import DeviceMemory
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Request, Sampling
@@ -254,7 +254,7 @@ def test_what_the_driver_refuses_in_the_background_is_said_and_stops_nothing(
     engine.steps(20, lambda: engine.num_ready)
     driver._counts.clear()
     driver.faults = [Fault(0, 2, OUT_OF_MEMORY, call)]
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
         engine.run()
     said = [record.getMessage() for record in caplog.records if call in record.getMessage()]
     assert said and all(line.startswith("KV pool: ") for line in said)

@@ -20,14 +20,14 @@ from transformers.integrations import hub_kernels as theirs
 
 import pagetide
 from pagetide import LLM
-from pagetide.engine import model_config
-from pagetide.engine.checkpoint import Checkpoint
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import CheckpointError, EngineError, UnsupportedModel
-from pagetide.engine.hub_kernels import no_hub_kernels
-from pagetide.engine.loader import load_model, load_tokenizer
-from pagetide.engine.models import ModelSpec
-from pagetide.engine.planning import plan_memory
+from pagetide.engine.loading import model_config
+from pagetide.engine.loading.checkpoint import Checkpoint
+from pagetide.engine.loading.hub_kernels import no_hub_kernels
+from pagetide.engine.loading.loader import load_model, load_tokenizer
+from pagetide.engine.loading.models import ModelSpec
+from pagetide.engine.memory.planning import plan_memory
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 CPU = torch.device("cpu")

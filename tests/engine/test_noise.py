@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.engine.noise import gumbel, philox, uniform
+from pagetide.engine.sampling.noise import gumbel, philox, uniform
 
 
 def test_philox_known_answers() -> None:

@@ -12,10 +12,10 @@ from families import VOCAB, tiny
 from tape import recorder
 
 from pagetide import LLM, AsyncLLM, SamplingParams
-from pagetide.engine.batch import ON_ITS_WAY
-from pagetide.engine.graphs import CaptureCheck
-from pagetide.engine.sampler import Sampler
-from pagetide.engine.transfers import Download, Upload
+from pagetide.engine.execution.batch import ON_ITS_WAY
+from pagetide.engine.execution.graphs import CaptureCheck
+from pagetide.engine.execution.transfers import Download, Upload
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.plan import Plan
 from pagetide.scheduler.request import Sampling
 

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConf
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedModel
-from pagetide.engine.loader import Checkpoint, load_model
-from pagetide.engine.models import ModelSpec
-from pagetide.engine.planning import (
+from pagetide.engine.loading.loader import Checkpoint, load_model
+from pagetide.engine.loading.models import ModelSpec
+from pagetide.engine.memory.planning import (
     CUDA_WORKSPACE_BYTES,
     DEFAULT_CONTEXT,
     MemoryPlan,

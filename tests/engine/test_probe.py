@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.errors import UnsupportedModel
-from pagetide.engine.probe import probe
+from pagetide.engine.loading.probe import probe
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
 GATED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}

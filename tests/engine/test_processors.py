@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
 NEW = 16

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pagetide.engine import prompt_length
-from pagetide.engine.encoder import Encoder
-from pagetide.engine.prompt_length import PromptLength
+from pagetide.engine.text import prompt_length
+from pagetide.engine.text.encoder import Encoder
+from pagetide.engine.text.prompt_length import PromptLength
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 from pagetide.scheduler.request import SamplingParams
 
@@ -148,7 +148,9 @@ def test_the_bound_follows_longer_tokens() -> None:
 
 def test_ids_are_counted_before_they_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, _ = _encoder(128)
-    monkeypatch.setattr("pagetide.engine.encoder.np.asarray", lambda *_: pytest.fail("they are an array"))
+    monkeypatch.setattr(
+        "pagetide.engine.text.encoder.np.asarray", lambda *_: pytest.fail("they are an array")
+    )
     with pytest.raises(
         PromptTooLong, match="the prompt has 1,000 tokens; with a context of 128 tokens it may have 127 at most"
     ):

@@ -24,8 +24,8 @@ from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
-from pagetide.engine.runner import ModelRunner
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, Plan, Resize

@@ -21,9 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagetide.engine.noise import uniform
-from pagetide.engine.sampler import Sampler
-from pagetide.engine.treatments import RepetitionPenalty
+from pagetide.engine.sampling.builtin_processors import RepetitionPenalty
+from pagetide.engine.sampling.noise import uniform
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
 NUM_PROMPT = 4

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
 HISTORY = np.array([1, 0, 1], np.int32)

@@ -25,7 +25,7 @@ from pagetide.allocator.lease import Lease
 from pagetide.allocator.wire import LeaseView
 from pagetide.engine import demo_model
 from pagetide.engine.errors import EngineClosed, NotEnoughMemory
-from pagetide.engine.sharing import LeaseHolder
+from pagetide.engine.memory.lease_holder import LeaseHolder
 from pagetide.monitor.record import RecordReader
 from pagetide.monitor.runtime_dir import RuntimeDir, own_dir
 
@@ -96,7 +96,7 @@ def hoard(llm: LLM) -> None:
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Device]:
     """By default larger than any engine needs. This process has its libraries already: its minimum may be smaller."""
     alone()
-    monkeypatch.setattr("pagetide.engine.sharing._LIBRARIES_BYTES", 32 * MIB)
+    monkeypatch.setattr("pagetide.engine.memory.lease_holder._LIBRARIES_BYTES", 32 * MIB)
     monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "run"))
     made = Device(tmp_path / "run", getattr(request, "param", "64GiB"))
     with made.monitor:
@@ -199,7 +199,7 @@ def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Dev
 
 
 def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagetide.engine.sharing.process_bytes", lambda device: 1000 * MIB)
+    monkeypatch.setattr("pagetide.engine.memory.lease_holder.process_bytes", lambda device: 1000 * MIB)
     host, gpu = torch.device("cpu"), torch.device("cuda", 0)
     first, second, elsewhere = LeaseHolder(host, 100 * MIB), LeaseHolder(host, 200 * MIB), LeaseHolder(gpu, 50 * MIB)
     arena = HostArena(4, 4 * MIB)
@@ -240,7 +240,7 @@ def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch
             self.text += record.getMessage()
 
     seen = Seen()
-    logger = logging.getLogger("pagetide.engine.sharing")
+    logger = logging.getLogger("pagetide.engine.memory.lease_holder")
     logger.addHandler(seen)
     monkeypatch.setattr(logger, "level", logging.INFO)
     thread = threading.Thread(target=loaded)
@@ -319,7 +319,7 @@ def test_without_a_place_for_a_broker_it_works_alone(
 ) -> None:
     (tmp_path / "no folder").write_text("")
     monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "no folder"))
-    with caplog.at_level(logging.WARNING, "pagetide.engine.sharing"), LLM("demo") as llm:
+    with caplog.at_level(logging.WARNING, "pagetide.engine.memory.lease_holder"), LLM("demo") as llm:
         assert said(llm, PROMPTS[:2]) == alone()[:2]
         assert memory(llm)["lease"] is None
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

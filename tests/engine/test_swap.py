@@ -22,7 +22,7 @@ from pagetide.cache.geometry import Geometry
 from pagetide.cache.host_tier import Swaps
 from pagetide.cache.storage import Storage
 from pagetide.engine.errors import ConfigError, NotEnoughMemory
-from pagetide.engine.host_pool import NONE, HostPool
+from pagetide.engine.execution.host_pool import NONE, HostPool
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
 from pagetide.scheduler.request import Sampling
 

@@ -14,7 +14,7 @@ from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Pieces, Storage
-from pagetide.engine.swap_ways import (
+from pagetide.engine.execution.swap_methods import (
     BatchedCopies,
     ContiguousCopies,
     FastestSwapMethod,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pagetide.engine.stop_strings import StopPatterns, StopStrings
-from pagetide.engine.text import Detokenizer, TextStream
+from pagetide.engine.text.detokenizer import Detokenizer, TextStream
+from pagetide.engine.text.stop_strings import StopPatterns, StopStrings
 
 CORPUS = [
     "The tide comes in and the tide goes out; pages follow it. Hello, world! def f(x): return x + 1\n\n\tdone",

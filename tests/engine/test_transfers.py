@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.engine.transfers import Download, Stopwatch, Upload
+from pagetide.engine.execution.transfers import Download, Stopwatch, Upload
 
 CPU = torch.device("cpu")
 TYPES = (np.int64, np.int32, np.float64, np.float32, np.bool_)
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_sent_apart_and_what_comes_first_stays_in_its_place
 def test_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Download(torch.tensor([[1.5], [2.0]])).wait().tolist() == [[1.5], [2.0]]
     now = iter([10.0, 12.5, 99.0])
-    monkeypatch.setattr("pagetide.engine.transfers.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("pagetide.engine.execution.transfers.time.perf_counter", lambda: next(now))
     watch = Stopwatch(CPU)
     assert watch.seconds() == 0
     watch.stop()

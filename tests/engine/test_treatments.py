@@ -20,7 +20,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
 Ids = npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.triton_gather import copy_blocks
-from pagetide.engine.swap_ways import CopyKernel
+from pagetide.engine.execution.swap_methods import CopyKernel
 
 U8, I64 = torch.uint8, torch.int64
 BEYOND = st.sampled_from([0, 1, 3, 8, 64])

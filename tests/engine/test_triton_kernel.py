@@ -35,7 +35,7 @@ from pagetide.engine.attention import triton_base, triton_decode, triton_kernel,
 from pagetide.engine.attention.context import AttentionKernel, lengths_on
 from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
 from pagetide.engine.attention.triton_kernel import TritonKernel
-from pagetide.engine.graphs import CaptureCheck
+from pagetide.engine.execution.graphs import CaptureCheck
 from pagetide.scheduler.request import Sampling
 
 SMALL = Tiling(16, 16, 4, 3)

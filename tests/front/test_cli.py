@@ -20,7 +20,7 @@ from pagetide.cli import main
 from pagetide.engine import llm as llm_module
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
-from pagetide.engine.models import BUILT_IN_FILE
+from pagetide.engine.loading.models import BUILT_IN_FILE
 from pagetide.monitor import watch
 
 PROMPTS = ['"What is the matter," said', "Natásha went to the window and", "CORIOLANUS:\n"]

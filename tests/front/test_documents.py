@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pagetide.cli import _parser
-from pagetide.engine.models import BUILT_IN_FILE
+from pagetide.engine.loading.models import BUILT_IN_FILE
 from pagetide.monitor import watch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,9 +31,9 @@ from transformers.utils.chat_template_utils import Chat
 
 import pagetide
 from pagetide import RequestRejected, SamplingParams
-from pagetide.engine.generation import HARMLESS, REFUSED, SERVED, known_to_transformers
-from pagetide.pipeline_arguments import HARMLESS as HARMLESS_ARGUMENTS
-from pagetide.pipelines import TextGenerationPipeline
+from pagetide.engine.loading.generation import HARMLESS, REFUSED, SERVED, known_to_transformers
+from pagetide.pipelines.arguments import HARMLESS as HARMLESS_ARGUMENTS
+from pagetide.pipelines.text_generation import TextGenerationPipeline
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 TEMPLATE = (
@@ -626,7 +626,7 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
 def test_harmless_arguments_are_noted_once(
     ours: TextGenerationPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagetide.pipeline_arguments._noted", set())
+    monkeypatch.setattr("pagetide.pipelines.arguments._noted", set())
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "padding": True, "use_cache": True, **GREEDY}
     with caplog.at_level(logging.WARNING, logger="pagetide"):
         answers = [ours(P, max_new_tokens=2, **options) for _ in range(2)]

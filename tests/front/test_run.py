@@ -23,15 +23,15 @@ from typing import Any
 import pytest
 
 from pagetide import LLM, RequestOutput, SamplingParams
-from pagetide import run as run_module
+from pagetide.batch import run as run_module
+from pagetide.batch.config import KEYS, EngineOptions, RunConfig, add_flags, read_config
+from pagetide.batch.input import read_line
 from pagetide.cli import main
 from pagetide.engine import llm as llm_module
-from pagetide.engine import template_bounds
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.models import BUILT_IN_FILE
+from pagetide.engine.loading.models import BUILT_IN_FILE
+from pagetide.engine.text import template_bounds
 from pagetide.monitor.units import GIB, parse_bytes
-from pagetide.run_config import KEYS, EngineOptions, RunConfig, add_flags, read_config
-from pagetide.run_input import read_line
 
 CONFIGS = BUILT_IN_FILE.parent
 SHORT = ["--max-new-tokens", "6"]
@@ -720,7 +720,7 @@ def test_the_example_for_24_gb_fits() -> None:
     """By the very arithmetic of `pagetide plan`, with the figures of Qwen2-7B's configuration."""
     import torch
 
-    from pagetide.engine.planning import working_reserve_bytes
+    from pagetide.engine.memory.planning import working_reserve_bytes
 
     parser = argparse.ArgumentParser()
     add_flags(parser)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pagetide import run_input
-from pagetide.run_config import InputOptions
-from pagetide.run_input import InputFile, read_line
+from pagetide.batch import input as run_input
+from pagetide.batch.config import InputOptions
+from pagetide.batch.input import InputFile, read_line
 
 BOM = b"\xef\xbb\xbf"
 

@@ -27,7 +27,7 @@ from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
-from pagetide.engine.memory import EngineMemory
+from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.scheduler.request import Request, Sampling
 
 try:

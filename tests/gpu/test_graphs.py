@@ -24,9 +24,9 @@ from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.engine.core import EngineCore
-from pagetide.engine.graphs import CudaRecorder
-from pagetide.engine.runner import ModelRunner
-from pagetide.engine.sampler import Sampler
+from pagetide.engine.execution.graphs import CudaRecorder
+from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Sampling

@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
-from pagetide.engine.host_pool import NONE, HostPool
+from pagetide.engine.execution.host_pool import NONE, HostPool
 
 pytestmark = pytest.mark.gpu
 

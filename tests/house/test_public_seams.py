@@ -66,7 +66,7 @@ def test_what_is_allowed_is_used() -> None:
         ("llm._desk.lock", "llm._desk"),
         ("self.llm._desk", "self.llm._desk"),
         ("core.runner._compute = None", "core.runner._compute"),
-        ("from pagetide.engine.runner import Runner, _Computed", "_Computed"),
+        ("from pagetide.engine.execution.runner import Runner, _Computed", "_Computed"),
         ("from pagetide._inner import a", "_inner"),
         ("import pagetide._inner", "pagetide._inner"),
         ("getattr(llm, '_desk')", "_desk"),

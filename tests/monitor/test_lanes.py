@@ -1,4 +1,4 @@
-"""monitor/lanes.py: real threads, and members that hang until the test lets them go."""
+"""monitor/poll_workers.py: real threads, and members that hang until the test lets them go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.monitor.lanes import QUICK_ANSWERS_TO_RETURN, PollWorkers, next_due_ns
+from pagetide.monitor.poll_workers import QUICK_ANSWERS_TO_RETURN, PollWorkers, next_due_ns
 
 MS = 1_000_000
 

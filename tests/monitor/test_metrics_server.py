@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from pagetide.monitor import metrics_server
+from pagetide.monitor.log_throttle import QUIET_CAUSE_NS
 from pagetide.monitor.metrics_server import MAX_HEAD_BYTES, MetricsServer
-from pagetide.monitor.news import QUIET_CAUSE_NS
 from pagetide.monitor.snapshot import Snapshot
 
 SNAPSHOT = Snapshot(at_ns=10, source="test", monitor_pid=1, started_ns=1, devices=())

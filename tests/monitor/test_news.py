@@ -1,8 +1,8 @@
-"""monitor/news.py, at times that the test says."""
+"""monitor/log_throttle.py, at times that the test says."""
 
 from __future__ import annotations
 
-from pagetide.monitor.news import MAX_CAUSES, QUIET_CAUSE_NS, QUIET_NS, LogThrottle, Occurrences
+from pagetide.monitor.log_throttle import MAX_CAUSES, QUIET_CAUSE_NS, QUIET_NS, LogThrottle, Occurrences
 
 
 def test_what_changes_seldom_is_told_each_time_and_at_once() -> None:

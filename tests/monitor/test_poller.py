@@ -14,7 +14,7 @@ from monitors import wait_until
 
 from pagetide.monitor import record_layout as layout
 from pagetide.monitor.errors import DeviceUnreadable, NoSuchDevice, RecordError, SourceUnavailable
-from pagetide.monitor.news import QUIET_NS
+from pagetide.monitor.log_throttle import QUIET_NS
 from pagetide.monitor.poller import HISTORY_SAMPLES, Poller, select
 from pagetide.monitor.record import MAX_DEVICES, RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse

@@ -19,7 +19,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.backends import BACKENDS
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.host_pool import HostPool
+from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.self_check.parts import check_part
 from pagetide.engine.self_check.report import ABSENT, FAILED, GRAPHS, PARTS, PASSED, POOL, SWAPS, UNTRIED
 

@@ -1,0 +1,121 @@
+"""Paged attention by the flash-attn libraries 2, 3 and 4, straight on the arena's strided views.
+
+What the arguments mean stands in their sources (github.com/Dao-AILab/flash-attention): `flash_attn/flash_attn_interface.py`,
+`hopper/flash_attn_interface.py`, `flash_attn/cute/interface.py`. In all of them a causal mask is aligned to the last key, a
+window is the keys before and after a query's own, and a softcap applies to scaled scores, as ours. What each of them needs
+besides is in `backends.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from .context import LayerCache
+from .library_kernel import LibraryKernel, Scoring, SequenceGroup
+
+
+class FlashKernel(LibraryKernel):
+    """flash-attn 2: blocks of multiples of 256 tokens."""
+
+    name = "flash-attn"
+    captures = True
+
+    @staticmethod
+    def load() -> Any:
+        """See `LibraryKernel.load`."""
+        return library("flash_attn", "flash_attn_with_kvcache", "flash_attn_varlen_func")
+
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `LibraryKernel.attend_part`. The function for a cache splits long rows; the other takes ragged chunks."""
+        options = flash_options(scoring) | {"block_table": part.table(cache.group)}
+        if part.max_q == 1:
+            out = self._library.flash_attn_with_kvcache(
+                query[:, None], cache.key, cache.value, cache_seqlens=part.lens, **options
+            )
+            return out[:, 0]
+        return self._library.flash_attn_varlen_func(
+            query, cache.key, cache.value,
+            cu_seqlens_q=part.q_starts, cu_seqlens_k=part.kv_starts, max_seqlen_q=part.max_q, max_seqlen_k=part.max_kv,
+            **options,
+        )  # fmt: skip
+
+
+class Flash3Kernel(LibraryKernel):
+    """flash-attn 3: blocks of any size."""
+
+    name = "flash-attn-3"
+    captures = True
+
+    @staticmethod
+    def load() -> Any:
+        """See `LibraryKernel.load`."""
+        return library("flash_attn_interface", "flash_attn_with_kvcache")
+
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `LibraryKernel.attend_part`."""
+        return self._library.flash_attn_with_kvcache(
+            query, cache.key, cache.value,
+            cache_seqlens=part.lens, page_table=part.table(cache.group), cu_seqlens_q=part.q_starts,
+            max_seqlen_q=part.max_q, **flash_options(scoring),
+        )  # fmt: skip
+
+
+class Flash4Kernel(LibraryKernel):
+    """flash-attn 4: blocks of any size, whose strides are multiples of 16 bytes; others it would copy, all of them."""
+
+    name = "flash-attn-4"
+
+    @staticmethod
+    def load() -> Any:
+        """See `LibraryKernel.load`."""
+        return library("flash_attn.cute", "flash_attn_varlen_func")
+
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `LibraryKernel.attend_part`. Raises ValueError for K and V that it would copy."""
+        refuse_unaligned(cache, self.name)
+        out, *_ = self._library.flash_attn_varlen_func(
+            query, cache.key, cache.value,
+            cu_seqlens_q=part.q_starts, seqused_k=part.lens, max_seqlen_q=part.max_q, max_seqlen_k=part.max_kv,
+            page_table=part.table(cache.group), softmax_scale=scoring.scaling, causal=True,
+            window_size=(scoring.left, None if scoring.left is None else 0),
+            learnable_sink=scoring.sinks, softcap=scoring.softcap or 0.0,
+        )  # fmt: skip
+        return out
+
+
+def library(module: str, *functions: str) -> Any:
+    """The module. Raises ImportError where it is not there, or is another one than the one that has these functions."""
+    found = importlib.import_module(module)
+    for function in functions:
+        if not hasattr(found, function):
+            raise ImportError(f"{module} has no {function}", name=module)
+    return found
+
+
+def flash_options(scoring: Scoring) -> dict[str, Any]:
+    """How flash-attn 2 and 3 are told of scores."""
+    return {
+        "softmax_scale": scoring.scaling,
+        "causal": True,
+        "window_size": (-1, -1) if scoring.left is None else (scoring.left, 0),
+        "softcap": scoring.softcap or 0.0,
+    }
+
+
+def refuse_unaligned(cache: LayerCache, name: str) -> None:
+    """Raises ValueError unless all rows of K and V begin at multiples of 16 bytes."""
+    for view in (cache.key, cache.value):
+        strides = [stride * view.itemsize for stride in view.stride()[:-1]]
+        if view.data_ptr() % 16 or any(stride % 16 for stride in strides) or view.stride(-1) != 1:
+            raise ValueError(
+                f"{name} takes K and V in rows that begin at multiples of 16 bytes; these have strides of {strides} bytes"
+            )

@@ -1,0 +1,104 @@
+"""Paged attention by FlashInfer: plans made on the host once a step for each kind of layer, then run by every layer.
+
+https://docs.flashinfer.ai: pages of any size, given as flat lists of page ids; K and V as a pair of views with equal strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .context import LayerCache, StepContext
+from .flash_attn_kernel import library
+from .library_kernel import LibraryKernel, Scoring, SequenceGroup
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared by the plans, as no two run at the same time
+
+_Kind = tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Planned:
+    """A wrapper and the step that its plan is of. The kernel plans anew."""
+
+    wrapper: Any
+    step: StepContext | None = None
+
+
+class FlashInferKernel(LibraryKernel):
+    """FlashInfer. Owns a workspace of 128 MiB, and 8 MiB for each kind of layer and of chunk."""
+
+    name = "flashinfer"
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(library)
+        self._workspace: torch.Tensor | None = None
+        self._planned: dict[_Kind, _Planned] = {}
+
+    @staticmethod
+    def load() -> Any:
+        """See `LibraryKernel.load`."""
+        return library("flashinfer", "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+
+    def release_buffers(self) -> None:
+        """Drop the workspaces and plans; the next call makes them anew."""
+        super().release_buffers()
+        self._planned.clear()
+        self._workspace = None
+
+    def attend_part(
+        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `LibraryKernel.attend_part`."""
+        decodes = part.max_q == 1
+        kind = (decodes, cache.group, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(scoring).items())
+        planned = self._planned.get(kind)
+        if planned is None:
+            planned = self._planned[kind] = _Planned(self._wrapper(decodes, query.device))
+        if planned.step is not part.step:
+            _plan(planned.wrapper, decodes, query, cache, part, scoring)
+            planned.step = part.step
+        return planned.wrapper.run(query, (cache.key, cache.value))
+
+    def _wrapper(self, decodes: bool, device: torch.device) -> Any:
+        if self._workspace is None:
+            with torch.inference_mode(False):
+                self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if decodes:  # on matrix units: the query heads of a KV head share its loads
+            return self._library.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True)
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+
+
+def _settings(scoring: Scoring) -> dict[str, Any]:
+    """How plans are told of scores."""
+    return {
+        "sm_scale": scoring.scaling,
+        "window_left": -1 if scoring.left is None else scoring.left,
+        "logits_soft_cap": scoring.softcap or 0.0,
+    }
+
+
+def _plan(
+    wrapper: Any, decodes: bool, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
+) -> None:  # fmt: skip
+    """Tell the wrapper which pages are whose. Index arrays are the host's, which it would fetch otherwise."""
+    block_size, num_kv_heads, head_dim = cache.key.shape[1:]
+    kv_lens = np.asarray(part.kv_lens, np.int64)
+    pages = -(-kv_lens // block_size)
+    starts = np.concatenate(([0], np.cumsum(pages)))
+    last = np.where(pages > 0, kv_lens - (pages - 1) * block_size, block_size)  # of no pages: 0 tokens by its formula
+    rows = np.repeat(np.arange(len(pages)), pages)
+    table = part.table(cache.group)
+    flat = rows * table.shape[1] + np.arange(len(rows)) - starts[rows]
+    ids = table.reshape(-1)[torch.from_numpy(flat).to(table.device, non_blocking=True)]
+    lists = (torch.from_numpy(starts.astype(np.int32)), ids, torch.from_numpy(last.astype(np.int32)))
+    sizes = (query.shape[1], num_kv_heads, head_dim, block_size)
+    options = {"q_data_type": query.dtype, "kv_data_type": cache.key.dtype, **_settings(scoring)}
+    if decodes:
+        wrapper.plan(*lists, *sizes, **options)
+        return
+    q_starts = np.concatenate(([0], np.cumsum(part.q_lens))).astype(np.int32)
+    wrapper.plan(torch.from_numpy(q_starts), *lists, *sizes, causal=True, **options)

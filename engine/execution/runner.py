@@ -1,0 +1,539 @@
+"""The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
+
+It keeps, per row, the tokens (from admissions and from its own samples) and, on the device, the block tables, packs the chunks
+of a plan into one batch without padding, runs the model over it and samples. What a plan says about the pool's memory is done
+before (`moves.py`), and beside the chunks what they do not touch.
+
+On a device that works by itself a plan is queued (`begin`) and its result waited for later (`PendingStep.wait`): its tokens are
+drawn there, and stay there as inputs of the plan behind it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...allocator.arena import Arena
+from ...cache.block_table import Index, Int32
+from ...cache.storage import Storage
+from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, ChunkLogprobs, Failure, Plan, Result
+from ..attention.context import AttentionKernel, StepContext, running
+from ..process.cpu_threads import CpuThreads
+from ..process.memory_usage import trim
+from ..sampling.logprobs import LogprobRequests, TokenSpan, score
+from ..sampling.sampler import Sampler
+from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
+from .graphs import DecodeGraphs, Record
+from .host_pool import HostPool
+from .memory_operations import MemoryExecutor, MemoryOperations, joined
+from .parts import ChunkGroup, Computed, PendingTokens
+from .transfers import Array, Download, Stopwatch, Upload
+
+if TYPE_CHECKING:
+    from ..sampling.transforms import DrawSettings
+
+log = logging.getLogger(__name__)
+
+_UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A part of a plan as it is to be computed."""
+
+    part: ChunkGroup
+    batch: InputBatch
+    sampling: Index  # places of those chunks that sample
+    at: Index  # where the tokens will stand that they sample
+    prompts: list[TokenSpan]  # to be scored
+    keep: Index  # tokens of the batch whose logits are wanted
+    settings: DrawSettings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
+    graph: int | None  # the size of the recorded step that does it
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What it needs on the device; the batch first, so that it lies where recorded steps read it."""
+        draws = () if self.settings is None else self.settings.arrays
+        return [*self.batch.arrays, self.keep, self.part.rows[self.sampling], *draws]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingStep:
+    """A plan that was begun."""
+
+    _runner: ModelRunner
+    _plan: Plan
+    _moves: MemoryOperations
+    _computed: Computed
+    _watch: Stopwatch
+
+    def wait(self) -> Result:
+        """Wait for the plan's result. Call it once; of several plans, in the order they were begun.
+
+        Chunks whose tokens cannot be had from the device are computed again, as in `ModelRunner.begin`.
+        """
+        plan, moves = self._plan, self._moves
+        with self._runner.at_work():
+            try:
+                computed = self._runner._collected(plan, self._computed)
+            finally:
+                swaps = moves.done()
+        failed, deferred = computed.failures, sorted(computed.deferred)
+        counts = plan.samples.astype(np.int64)
+        counts[[*failed, *deferred, *(c.index for c in computed.candidates)]] = 0
+        return Result(
+            plan.step_id,
+            counts,
+            computed.tokens[counts > 0],
+            tuple(Failure(i, message) for i, message in failed.items()),
+            moves.mapped,
+            moves.unmapped,
+            moves.refused,
+            lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in swaps)]),
+            failed_slots=joined(moves.failed_slots),
+            failed_blocks=joined(moves.failed_blocks),
+            deferred=np.array(deferred, np.int64),
+            swapped=sum(swap.num_timed for swap in swaps),
+            swap_s=sum(swap.seconds for swap in swaps),
+            compute_s=self._watch.seconds(),
+            scores=tuple(scores for scores in computed.scores if scores.index not in failed),
+            candidates=tuple(computed.candidates),
+            complete=np.array([i for i in computed.complete if i not in failed], np.int64),
+        )
+
+
+class ModelRunner:
+    """One model on one device, with its rows. Not thread-safe; plans in the order they were made.
+
+    Args:
+        arena: What `storage` was built over; without it no plan may resize the pool.
+        host: Without it none may swap.
+        max_step_tokens: Of a step that is sent at once; larger ones take memory of their own.
+        overlaps: Whether tokens are drawn on the device and left there, so that a plan can be begun behind another one.
+    """
+
+    def __init__(
+        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
+        max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
+    ) -> None:  # fmt: skip
+        self.storage = storage
+        self.arena = arena
+        self.host = host
+        self.kernel = kernel
+        self.sampler = sampler
+        self.overlaps = overlaps
+        self.model = model
+        self._mover = MemoryExecutor(storage, arena, host)
+        self._askers = LogprobRequests(num_rows)
+        self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
+        self._admitted: dict[int, Admission] = {}  # by row, the last one
+        self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
+        self._struck: dict[int, int] = {}  # by row: the start of the chunk that was deferred, and not computed since
+        geometry = storage.geometry
+        self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
+        self._device = self._layers[0].key.device
+        self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self._threads = CpuThreads()
+        self._block_size = geometry.block_size
+        self._max_tokens = max_tokens
+        self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
+        self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
+        self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
+
+    @property
+    def model(self) -> Any:
+        """The callable that computes a step's logits. It may be replaced between steps, for example by a tool that measures
+        the engine without a model's own cost.
+
+        A step calls it in inference mode as
+
+            model(input_ids=ids, position_ids=positions, use_cache=False, step=step, logits_to_keep=keep).logits
+
+        with ids and positions int64 [1, T] and a `StepContext`, which has the block tables and the pool's K and V. `keep` is
+        passed only to a model whose `forward` (or, without one, whose call) names `logits_to_keep`: an int64 tensor of places
+        among the T tokens, or 1 where no logits are needed. The logits are [1, len(keep), vocabulary], of a model without that
+        parameter [1, T, vocabulary]; the sampler overwrites them.
+
+        A new model has no captured decode steps: `graphs` becomes None.
+        """
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        self._keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
+        self.graphs: DecodeGraphs | None = None
+
+    @property
+    def mapped_extents(self) -> frozenset[int] | None:
+        """The pool's extents that have memory; None without an arena."""
+        return None if self.arena is None else self.arena.mapped_extents
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is queued on the device goes to the stream that the runner was made on, whichever is the caller's: so all steps
+        stand in one order. On a CPU torch uses as many threads as there are cores to spare.
+        """
+        on_device = self._threads.for_a_step() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), on_device:
+            yield
+
+    def record(self, sizes: Sequence[int], record: Record) -> None:
+        """Have decode steps of these sizes recorded. Raises what speaks against it; nothing is recorded then."""
+        graphs = DecodeGraphs(self._decode, record)
+        with self.at_work():
+            for size in sorted(sizes, reverse=True):
+                self._upload.put(self._padding(size).arrays)
+                graphs.add(size)
+        self.graphs = graphs
+
+    def begin(self, plan: Plan) -> PendingStep:
+        """Have `plan` executed. A chunk that cannot be computed is a failure in the result; the others have their tokens.
+
+        A step that raises is repeated in halves, down to single tokens: what a chunk writes lies in its own sequence's blocks
+        and is the same however often it is written. A single token that raises is deferred, to be planned again; when that
+        raises too its chunk fails. Copies that raise are repeated once, and reported as failed if they raise again. An arena
+        that refuses to map or unmap stops nothing else. What still raises here is a fault of the bookkeeping, or an interrupt.
+        """
+        with self.at_work():
+            self._follow(plan)
+            moves = MemoryOperations()
+            try:
+                self._mover.begin(plan, moves)
+                watch = Stopwatch(self._device)
+                computed = self._computed(plan)
+                watch.stop()
+                moves.fence()
+            except BaseException:
+                moves.done()
+                raise
+        return PendingStep(self, plan, moves, computed, watch)
+
+    def close(self) -> None:
+        """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
+        Idempotent.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+        if (host := self.__dict__.pop("host", None)) is not None:
+            host.close()
+        for name in ("_model", "storage", "arena", "kernel", "graphs", "_mover", "_layers", "_rows", "_upload"):
+            self.__dict__.pop(name, None)
+
+    def _follow(self, plan: Plan) -> None:
+        """Take in what changed: rows left and taken, tokens given."""
+        if len(plan.released):
+            self.sampler.release(plan.released)
+            self._askers.release(plan.released)
+            self._forget(plan.released.tolist())
+        for new in plan.admitted:
+            self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self._askers.admit(new.row, new.sampling, new.num_prompt)
+            self._steered[new.row] = new.sampling.num_candidates > 0
+            self._forget([new.row])
+            self._admitted[new.row] = new
+            self._start_sampling(new.row, len(new.token_ids))
+        if (given := plan.given) is not None:
+            self._tokens[given.rows, given.positions] = given.tokens
+            try:
+                self.sampler.took(given.rows, given.tokens)
+            except Exception:
+                log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
+                for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
+                    self._start_sampling(row, position + 1)
+
+    def _start_sampling(self, row: int, known: int) -> None:
+        """(Re)start what the sampler keeps of `row`, from its first `known` tokens. Where that raises twice its chunks fail."""
+        new = self._admitted[row]
+        for _ in range(2):
+            try:
+                self.sampler.admit(row, new.sampling, self._tokens[row, :known], new.num_prompt)
+                return
+            except Exception as error:
+                log.exception("request %s: its sampling could not be started", new.request_id)
+                failure = _told(error)
+        self._broken[row] = failure
+
+    def _forget(self, rows: list[int]) -> None:
+        """Nobody runs in `rows`: what went wrong there is over."""
+        for row in rows:
+            self._admitted.pop(row, None)
+            self._broken.pop(row, None)
+            self._struck.pop(row, None)
+
+    def _computed(self, plan: Plan) -> Computed:
+        """What the chunks of `plan` give, some of it perhaps on its way still."""
+        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        if self._broken or self._struck:
+            return self._in_parts(plan, [whole])
+        changes = self._rows.changes(plan)
+        try:
+            work = self._work(whole)
+            there = self._upload.put([*work.arrays, *changes])
+            self._rows.follow(plan, there[len(there) - len(changes) :])
+            return self._compute(work, there)
+        except Exception:
+            log.exception("step %d raised; repeating it in parts", plan.step_id)
+            self._recover(whole)
+            return self._in_parts(plan, list(whole.halves()) or [whole])
+
+    def _collected(self, plan: Plan, computed: Computed) -> Computed:
+        """`computed` with the tokens that were on their way. Where they cannot be had all chunks are computed again."""
+        try:
+            self._take_in(computed)
+            return computed
+        except Exception:
+            log.exception(
+                "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
+            )
+        newest = self._rows.newest.clone()  # of the step behind, which has begun
+        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        self._recover(whole)
+        computed = self._in_parts(plan, [whole])
+        self._rows.newest.copy_(newest)
+        return computed
+
+    def _in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
+        """What the chunks of `plan` give, part by part; a part that raises is divided further."""
+        total = Computed(np.zeros(len(plan.rows), np.int32))
+        self._follow_tables(plan)
+        parts.reverse()
+        while parts:
+            part = self._sound(plan, parts.pop(), total)
+            if not len(part):
+                continue
+            newest = self._rows.newest.clone()
+            try:
+                work = self._work(part, recorded=False)
+                computed = self._compute(work, self._upload.put(work.arrays))
+                self._take_in(computed)
+                total.add(part, computed)
+            except Exception as error:
+                self._rows.newest.copy_(newest)  # inputs of the repetition may still be on their way
+                self._recover(part)
+                if halves := part.halves():
+                    parts += reversed(halves)
+                else:
+                    self._give_up(plan, int(part.chunks[0]), error, total)
+        for chunk, row in enumerate(plan.rows.tolist()):
+            if chunk not in total.deferred:
+                self._struck.pop(row, None)
+        return total
+
+    def _follow_tables(self, plan: Plan) -> None:
+        """Put the plan's new table entries on the device. Where that raises twice, chunks of their rows fail."""
+        for _ in range(2):
+            try:
+                self._rows.follow(plan, self._upload.put(self._rows.changes(plan)))
+                return
+            except Exception as error:
+                log.exception("the block tables of step %d could not be changed", plan.step_id)
+                failure = _told(error)
+        for update in plan.tables:
+            self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
+
+    def _sound(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
+        """`part` without chunks that have failed or are deferred. Chunks of broken rows fail now, and those that were planned
+        behind one that was deferred are deferred too.
+        """
+        for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
+            if row in self._broken:
+                total.failures[chunk] = self._broken[row]
+            elif plan.starts[chunk] > self._struck.get(row, plan.starts[chunk]):
+                total.deferred.add(chunk)
+        given_up = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
+        return part[~np.array(given_up)] if any(given_up) else part
+
+    def _give_up(self, plan: Plan, chunk: int, error: Exception, total: Computed) -> None:
+        """A single token of `chunk` could not be computed: it is deferred the first time, and fails the second time."""
+        row = int(plan.rows[chunk])
+        total.drop(chunk)
+        if row in self._struck:
+            log.error("request %s ends: its smallest step failed twice", self._admitted[row].request_id, exc_info=error)
+            total.failures[chunk] = _told(error)
+        else:
+            self._struck[row] = int(plan.starts[chunk])
+            total.deferred.add(chunk)
+
+    def _recover(self, part: ChunkGroup) -> None:
+        """Before `part` is computed again: free what can be had again, and undo what sampling has advanced."""
+        self.kernel.release_buffers()
+        trim(self._device)
+        ends = part.starts + part.lengths
+        for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
+            self._start_sampling(row, known)
+
+    def _work(self, part: ChunkGroup, recorded: bool = True) -> _Work:
+        """How `part` is computed as one batch; unless `recorded`, without graphs."""
+        rows, starts, lengths = part.rows, part.starts, part.lengths
+        sampling = np.flatnonzero(part.samples)
+        seated, at = rows[sampling], (starts + lengths)[sampling]
+        prompts = self._askers.of_prompts(rows, starts, lengths)
+        settings = self.sampler.settings(seated, at) if self.overlaps and self._plain(seated, at) else None
+        graph = None
+        if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
+            graph = self.graphs.size_for(len(rows))
+        batch = pack(self._tokens, rows, starts, lengths, graph or 0)
+        keep = (batch.q_starts[: len(rows)] + lengths - 1)[sampling]
+        if prompts:
+            behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
+            keep = np.concatenate([keep, *behind])
+        return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
+
+    def _plain(self, rows: Index, at: Index) -> bool:
+        """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
+        if not len(rows) or self._steered[rows].any() or self._askers.of_samples(rows, at):
+            return False
+        return self.sampler.plain(rows, at)
+
+    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> Computed:
+        """Run a batch whose arrays are `there` on the device."""
+        part, computed = work.part, Computed(np.zeros(len(work.part), np.int32))
+        if not len(part):
+            return computed
+        num_sampling = len(work.sampling)
+        if work.graph is not None and self.graphs is not None:
+            logits = self.graphs.logits(work.graph, num_sampling)
+        else:
+            width = -(-int(work.batch.kv_lens.max()) // self._block_size)
+            inputs = there[: len(work.batch.arrays)]
+            step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
+            logits = self._forward(*step, there[len(inputs)] if len(work.keep) else None)
+        if work.prompts:
+            told = np.concatenate(
+                [self._tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
+            )
+            self._score(computed, part.chunks, work.prompts, logits[num_sampling:], told)
+        if num_sampling and work.settings is not None:
+            self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
+        elif num_sampling:
+            self._sample(computed, work, logits[:num_sampling])
+        return computed
+
+    def _draw(self, computed: Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
+        """Have tokens drawn on the device, and wait for none of them. `there` are the rows, and what the draws need."""
+        assert work.settings is not None
+        rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
+        found = self.sampler.draw(logits, work.settings, settings)
+        seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
+        computed.drawn = PendingTokens(work.sampling, chunks, seated, work.at, Download(found.packed))
+        # Last: what raised before it is computed again, with these as inputs.
+        self._rows.newest.index_copy_(0, rows, found.tokens)
+        self._tokens[seated, work.at] = ON_ITS_WAY
+
+    def _take_in(self, computed: Computed) -> None:
+        """Wait for tokens that are on their way."""
+        drawn, computed.drawn = computed.drawn, None
+        if drawn is None:
+            return
+        tokens, bad = self.sampler.drew(drawn.rows, drawn.found.wait())
+        self._tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
+        for i in np.flatnonzero(bad):
+            why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
+            computed.failures.setdefault(int(drawn.chunks[i]), why)
+
+    def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
+        """Draw the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, which may be overwritten, and score it."""
+        chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
+        steered = self._steered[rows[sampling]]
+        if np.count_nonzero(steered):
+            self._tell(
+                computed, chunks, rows, sampling[steered], at[steered], logits[self._to_device(np.flatnonzero(steered))]
+            )
+            logits = logits[self._to_device(np.flatnonzero(~steered))]
+            sampling, at = sampling[~steered], at[~steered]
+            if not len(sampling):
+                return
+        samples = self._askers.of_samples(rows[sampling], at)
+        asked = np.array([s.place for s in samples], np.int64)
+        raw = logits[self._to_device(asked)] if samples else None  # a copy
+        sampled, bad = self.sampler.sample(rows[sampling], at, logits)
+        computed.tokens[sampling] = self._tokens[rows[sampling], at] = sampled
+        if (whole := self.sampler.complete(rows[sampling])) is not None:
+            computed.complete += chunks[sampling[whole]].tolist()
+        if bad is not None:
+            for i in np.flatnonzero(bad):
+                why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
+                computed.failures.setdefault(int(chunks[sampling[i]]), why)
+        if raw is not None:
+            self._score(computed, chunks[sampling], samples, raw, sampled[asked])
+
+    def _tell(
+        self, computed: Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
+    ) -> None:
+        """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, out of `logits[i]`."""
+        whole = self.sampler.complete(rows[sampling])
+        for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
+            chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
+            if whole is not None and whole[i]:
+                computed.candidates.append(Candidates(chunk, NO_TOKENS, NO_LOGPROBS, NO_LOGPROBS))
+            elif found is None:
+                computed.failures[chunk] = self.sampler.trouble(row) or _not_finite(int(at[i]))
+            else:
+                computed.candidates.append(Candidates(chunk, *found))
+
+    def _score(
+        self, computed: Computed, chunks: Index, stretches: list[TokenSpan], logits: torch.Tensor, tokens: Int32
+    ) -> None:
+        """Add the scores of `tokens`, which are those of the stretches one behind the other, like `logits`."""
+        scored = score(logits, tokens, max(s.k for s in stretches))
+        end = 0
+        for s in stretches:
+            begin, end = end, end + s.length
+            bad = np.flatnonzero(scored.bad[begin:end])
+            if len(bad):
+                computed.failures.setdefault(int(chunks[s.place]), _not_finite(s.first + int(bad[0])))
+                continue
+            ids, logprobs = scored.token_ids[begin:end, : 1 + s.k], scored.logprobs[begin:end, : 1 + s.k]
+            computed.scores.append(ChunkLogprobs(int(chunks[s.place]), s.first, ids, logprobs, scored.ranks[begin:end]))
+
+    def _forward(
+        self, step: StepContext, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [len(keep), vocab] behind the batch's tokens `keep`; None: behind the last one, which nobody wants."""
+        with running(step):
+            output = self.model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                step=step,
+                **({"logits_to_keep": 1 if keep is None else keep} if self._keeps else {}),
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps or keep is None else logits[keep]
+
+    def _padding(self, size: int) -> InputBatch:
+        """A batch of decodes that are nobody's."""
+        none = np.empty(0, np.int64)
+        return pack(self._tokens, none, none, none, size)
+
+    def _decode(self, size: int) -> torch.Tensor:
+        """Logits [size, vocab] of the batch of decodes that was put on the device last, whatever rows and lengths it has."""
+        batch = self._padding(size)
+        there = self._upload.like(batch.arrays)
+        batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
+        step, ids, positions = self._rows.context(
+            batch, there, self._rows.num_slots, self._layers, self.kernel, bounded=True
+        )
+        with running(step):
+            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _to_device(self, array: Index) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _not_finite(position: int) -> str:
+    return f"the model's logits behind token {position:,} are not finite numbers"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,324 @@
+"""What a model's files say about it, weights unread: shape, sizes, end ids, sampling defaults, context."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from ...monitor.units import format_bytes
+from ...scheduler.request import SamplingParams
+from ..errors import CheckpointError, ConfigError, UnsupportedModel
+from .loaded import Loaded
+from .log_suppression import quiet_transformers
+from .model_config import check_counts, check_implementations, read_json
+from .models import ModelSpec
+from .weight_files import StoredTensor, WeightFiles, find_weights
+
+log = logging.getLogger(__name__)
+
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # what loading converts; integers and 8-bit floats stay
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
+_CONTEXT_KEYS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "max_seq_length",
+    "seq_length",
+)  # fmt: skip
+_SAMPLING_KEYS = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping",
+)  # fmt: skip
+_WHEN_SAMPLING = ("top_k", "top_p", "min_p")
+# Settings that would change the output and that the engine has not; with the value that means "off".
+_NOT_SERVED: Mapping[str, Any] = {
+    "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None,
+}  # fmt: skip
+# Those that it has, and that a request has to ask for: a model that always searched with beams could tell no
+# log-probabilities, and one with processors of its own could hand no request over.
+_WHEN_ASKED: Mapping[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "sequence_bias": None, "stop_strings": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A model on disk: everything comes from its JSON files and from the headers of its weight files. Or a loaded one."""
+
+    spec: ModelSpec
+    config: PreTrainedConfig
+    weights: WeightFiles
+    tensors: tuple[StoredTensor, ...]  # empty where the weights are no safetensors
+    generation: Mapping[str, Any]  # generation_config.json as it stands there, {} without one
+
+    @classmethod
+    def open(cls, spec: ModelSpec) -> Checkpoint:
+        """Read what the files of `spec` say.
+
+        Raises:
+            ModelNotFound: weights are missing.
+            CheckpointError: a file cannot be read, or is cut off; says which.
+            UnsupportedModel: not a decoder-only language model, or one that this transformers does not know.
+            ConfigError: its code would have to be trusted, and is not.
+        """
+        if spec.loaded is not None:
+            return cls._of_loaded(spec, spec.loaded)
+        weights = find_weights(spec.path)
+        config = _read_config(spec)
+        tensors = weights.tensors() if weights.safetensors else ()
+        generation_file = spec.path / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.is_file() else {}
+        checkpoint = cls(spec, config, weights, tensors, generation)
+        checkpoint._refuse_more_layers_than_tensors()
+        return checkpoint._checked(generation_file)
+
+    @classmethod
+    def _of_loaded(cls, spec: ModelSpec, loaded: Loaded) -> Checkpoint:
+        _refuse_other_kinds(loaded.config, getattr(loaded.config, "auto_map", None) or {})
+        generation = loaded.generation_config.to_diff_dict()
+        where = f"the generation_config of the loaded {spec.name}"
+        return cls(spec, loaded.config, WeightFiles((), safetensors=True), loaded.tensors, generation)._checked(where)
+
+    def _checked(self, where: object) -> Checkpoint:
+        """Itself, once what `where` says of generation makes sense. Says what of it is not served."""
+        _ = self.eos_token_ids, self.default_sampling  # so that their errors come now
+        if not_served := self._asks_for(_NOT_SERVED):
+            log.warning("%s asks for %s, which this engine does not serve", where, not_served)
+        served = {"sequence_bias"} if self._logit_bias() else set()
+        if when_asked := self._asks_for({key: off for key, off in _WHEN_ASKED.items() if key not in served}):
+            log.warning(
+                "%s asks for %s: a pipeline does so, every other request only if its SamplingParams say it",
+                where,
+                when_asked,
+            )
+        return self
+
+    def _refuse_more_layers_than_tensors(self) -> None:
+        """Raises CheckpointError before modules are made for layers that have no weights, which would take long to fail."""
+        layers = getattr(self.text_config, "num_hidden_layers", None)
+        if self.tensors and isinstance(layers, int) and layers > len(self.tensors):
+            raise CheckpointError(
+                f"{self.spec.path / 'config.json'} says that there are {layers:,} layers, and the weights have "
+                f"{len(self.tensors):,} tensors in all: one of them is of another model; fetch or save it again"
+            )
+
+    def _asks_for(self, settings: Mapping[str, Any]) -> str:
+        """Which of `settings`, given with what means "off", the generation config sets, in words."""
+        asked = ((key, self.generation.get(key, off), off) for key, off in settings.items())
+        return ", ".join(f"{key}={value}" for key, value, off in asked if value not in (off, None))
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the language model; the whole one, unless that has other parts too."""
+        return self.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; token ids are below it."""
+        return int(self.text_config.vocab_size)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are stored in a quantised form."""
+        return getattr(self.config, "quantization_config", None) is not None
+
+    @property
+    def dtype(self) -> str:
+        """The type the checkpoint is meant to run in, by name: what its configuration says, else most of its bytes."""
+        said = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None)
+        if said is not None:
+            return str(said).removeprefix("torch.")
+        stored: Counter[str] = Counter()
+        for tensor in self.tensors:
+            stored[tensor.dtype] += tensor.num_bytes if tensor.dtype in _NAMES else 0
+        return _NAMES.get(stored.most_common(1)[0][0], "float32") if stored else "float32"
+
+    def weights_bytes(self, dtype: torch.dtype | str) -> int:
+        """Bytes of the weights once loaded as `dtype`: exact for safetensors, else a KiB a tensor too many.
+
+        Tied weights count once, also where the checkpoint holds both. (transformers ties two that are equal; should
+        they differ it keeps both, which only reading them can tell.)
+        """
+        itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+        if not self.tensors:
+            stored = getattr(getattr(torch, self.dtype, None), "itemsize", 4)
+            return self.weights.file_bytes if self.quantized else self.weights.file_bytes * itemsize // stored
+        twice = self._stored_twice()
+        return sum(
+            tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self.quantized else tensor.num_bytes
+            for tensor in self.tensors
+            if tensor is not twice
+        )
+
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Whether loading as `dtype` changes the type of some weights, so that they need memory of their own."""
+        name = str(dtype).removeprefix("torch.")
+        stored = {_NAMES[tensor.dtype] for tensor in self.tensors if tensor.dtype in _NAMES} or {self.dtype}
+        return not self.quantized and stored != {name}
+
+    def _stored_twice(self) -> StoredTensor | None:
+        """The output head, where it is tied to the embedding and stored beside it."""
+        if not getattr(self.text_config, "tie_word_embeddings", False):
+            return None
+        heads = [tensor for tensor in self.tensors if tensor.name.endswith(_OUTPUT_HEADS)]
+        others = [tensor.shape for tensor in self.tensors if "emb" in tensor.name or "wte" in tensor.name]
+        return heads[0] if heads and heads[0].shape in others else None
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of a sequence, or None where the model sets no limit. Sliding windows are none.
+
+        It is the smallest limit that the configuration names, times what rotary scaling adds as transformers does it:
+
+        - yarn: the longer of that and `original_max_position_embeddings * factor`;
+        - linear: times `factor` (positions are divided by it), unless it is set per layer type (gemma3), where the
+          limit has it already;
+        - dynamic, longrope: the *unscaled* length. Beyond it their frequencies follow the longest sequence of the
+          batch, so that a neighbour would change a request's tokens and cached keys would no longer match;
+        - all others (llama3, ...): the limit has it already.
+        """
+        text = self.text_config
+        limits = [value for key in _CONTEXT_KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
+        if not limits:
+            return None
+        limit = min(limits)
+        rope = getattr(text, "rope_parameters", None) or {}
+        factor = self._above_zero(rope, "factor", 1.0)
+        original = self._above_zero(rope, "original_max_position_embeddings", limit)
+        match rope.get("rope_type"):
+            case "yarn":
+                return max(limit, int(original * factor))
+            case "linear":
+                return int(limit * factor)
+            case "longrope":
+                return min(limit, int(original))
+            case _:
+                return limit
+
+    def _above_zero(self, rope: Mapping[str, Any], key: str, default: float) -> float:
+        """A number of the rotary scaling; `default` where there is none."""
+        value = rope.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(
+                f"{self.spec.path}: the rope parameter {key} must be a number above 0, got {value!r:.80}; correct it in "
+                "config.json"
+            )
+        return value
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a text: the generation config's, or the configuration's where that names none."""
+        return self._ids("eos_token_id")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if there is one."""
+        return next(iter(self._ids("bos_token_id")), None)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of padding, if there is one. The engine itself never pads."""
+        return next(iter(self._ids("pad_token_id")), None)
+
+    def _ids(self, key: str) -> tuple[int, ...]:
+        for value in (self.generation.get(key), getattr(self.text_config, key, None), getattr(self.config, key, None)):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+                raise CheckpointError(f"{self.spec.path}: {key} must be an id or a list of ids, got {value!r}")
+            if ids:
+                # Some write -1 for "none"; an id that no token has can never come.
+                return tuple(dict.fromkeys(token for token in ids if 0 <= token < self.vocab_size))
+        return ()
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """The models file's sampling defaults over those of `generation_config.json`.
+
+        Without `do_sample` that is greedy, and its `top_k`, `top_p` and `min_p` mean nothing. What the file does not
+        say stays unsaid: transformers' own default of `top_k=50` is not applied. `max_length` is not a setting here.
+        `suppress_tokens` are bad words of one token, and a `sequence_bias` of single tokens is a logit bias.
+        """
+        samples = bool(self.generation.get("do_sample"))
+        given = {key: self.generation.get(key) for key in _SAMPLING_KEYS if samples or key not in _WHEN_SAMPLING}
+        temperature = self.generation.get("temperature")
+        given["temperature"] = (1.0 if temperature is None else temperature) if samples else 0.0
+        try:
+            given |= {"bad_words_ids": self._bad_words() or None, "logit_bias": self._logit_bias() or None}
+            own = SamplingParams(**given)  # type: ignore[arg-type]  # it checks them
+        except (ValueError, TypeError) as error:  # TypeError: a number where a list should be, and the like
+            raise CheckpointError(f"{self.spec.path / 'generation_config.json'}: {error}; correct it there") from error
+        return self.spec.sampling.over(own)
+
+    def _bad_words(self) -> list[list[int]]:
+        """Lists of ids not to be generated. One with an id that no token has can never come."""
+        words = [list(ids) for ids in self.generation.get("bad_words_ids") or ()]
+        words += [[token] for token in self.generation.get("suppress_tokens") or ()]
+        return [ids for ids in words if all(token < self.vocab_size for token in ids)]
+
+    def _logit_bias(self) -> dict[int, float]:
+        """The `sequence_bias`, where it is one of single tokens and finite; else nothing."""
+        given = self.generation.get("sequence_bias") or {}
+        pairs = [(list(ids), float(bias)) for ids, bias in (given.items() if isinstance(given, Mapping) else given)]
+        if any(len(ids) != 1 or not math.isfinite(bias) for ids, bias in pairs):
+            return {}
+        return {ids[0]: bias for ids, bias in pairs if ids[0] < self.vocab_size}
+
+    def __str__(self) -> str:
+        stored = format_bytes(self.weights.file_bytes)
+        return f"{self.spec.name}: {self.config.model_type}, {stored} of weights in {self.spec.path}"
+
+
+def _read_config(spec: ModelSpec) -> PreTrainedConfig:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    file = spec.path / "config.json"
+    written = read_json(file)
+    check_counts(file, written)
+    check_implementations(file, written)
+    kind, code = written.get("model_type"), written.get("auto_map") or {}
+    if kind not in CONFIG_MAPPING and not code:
+        what = (
+            f"model_type {kind!r}, which transformers {transformers.__version__} does not know"
+            if kind
+            else "no model_type"
+        )
+        raise UnsupportedModel(f"{file} has {what}; a newer transformers may")
+    if kind not in CONFIG_MAPPING and not spec.trust_remote_code:
+        raise ConfigError(
+            f"{spec.name}: a {kind!r} model runs by Python code in its own folder {spec.path}; read that code, and if "
+            f"you trust it set trust_remote_code to true in the models file or the call"
+        )
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code
+            )
+    except Exception as error:  # transformers raises whatever its own check or the folder's code does; none is lost
+        raise CheckpointError(f"{file} is no configuration that transformers can read: {error}") from error
+    _refuse_other_kinds(config, code)
+    return config
+
+
+def _refuse_other_kinds(config: PreTrainedConfig, code: Mapping[str, Any]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"a {config.model_type} model has an encoder and a decoder; only decoder-only models are served"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
+        raise UnsupportedModel(
+            f"a {config.model_type} model does not continue text: transformers has no causal LM of it"
+        )
+
+
+assert set(_SAMPLING_KEYS) < {f.name for f in fields(SamplingParams)}

@@ -1,0 +1,41 @@
+"""Prevents transformers from downloading compiled kernels while an engine is built."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import UnsupportedModel
+
+
+@contextmanager
+def no_hub_kernels() -> Iterator[None]:
+    """A context in which transformers, in this thread, cannot load a kernel from the hub: it gets an UnsupportedModel instead.
+
+    The `kernels` package downloads compiled code by the name of a repository. transformers calls it for what a model's
+    configuration asks for: attention, experts, some kinds of quantization. Without the package this does nothing. The
+    function that is replaced belongs to the process; calls from other threads are passed on.
+    """
+    from transformers.integrations import hub_kernels
+
+    fetch = getattr(hub_kernels, "get_kernel_hub", None)
+    if fetch is None:
+        yield
+        return
+    owner = threading.get_ident()
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() != owner:
+            return fetch(name, *arguments, **options)
+        raise UnsupportedModel(
+            f"the model needs the kernel {name!r:.80} from the hub, and pagetide never downloads code; use a version of the "
+            "model without it, such as one with another quantization or with none"
+        )
+
+    hub_kernels.get_kernel_hub = refuse
+    try:
+        yield
+    finally:
+        hub_kernels.get_kernel_hub = fetch

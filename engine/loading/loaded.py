@@ -1,0 +1,147 @@
+"""A model that the user has loaded already: served from the same tensors, and left as it is."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import ConfigError, ModelNotFound, UnsupportedModel
+from .linears import packs
+from .models import DTYPES, ModelSpec, resolve_tokenizer
+from .weight_files import StoredTensor
+
+_STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What an engine needs to know of a loaded model. The model itself is its owner's: nothing here keeps it alive."""
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    reference: weakref.ref[PreTrainedModel]
+
+    @classmethod
+    def of(cls, model: object) -> Self:
+        """Of a transformers model that is whole on one device.
+
+        Raises ConfigError for anything else, UnsupportedModel for a model that does not continue text.
+        """
+        if not isinstance(model, PreTrainedModel):
+            peft = "; merge the adapter first: model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
+            raise ConfigError(
+                f"model must be a name, a folder, a hub id or a loaded transformers model, got {model!r:.80}{peft}"
+            )
+        if not model.can_generate() or model.generation_config is None:
+            raise UnsupportedModel(f"a {type(model).__name__} does not continue text: load it as a causal LM")
+        devices = sorted({str(tensor.device) for tensor in model.parameters()})
+        if len(devices) != 1 or devices == ["meta"]:
+            raise ConfigError(
+                f"the loaded model lies on {', '.join(devices)}: an engine needs all of it on one device; load it without "
+                f"device_map, or give its name or folder instead"
+            )
+        return cls(model.config, model.generation_config, weakref.ref(model))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model. Raises ConfigError once its owner has let go of it."""
+        model = self.reference()
+        if model is None:
+            raise ConfigError("the loaded model is gone: keep it until the engine is made of it")
+        return model
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Its parameters as a weight file would list them; shared ones once."""
+        return tuple(
+            StoredTensor(name, _STORED.get(tensor.dtype, "other"), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in self.model.named_parameters()
+        )
+
+    def added_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
+        """What an engine takes on `device` besides the model's own tensors: none of what it shares with the model.
+
+        Converted weights need room of their own; on a CPU so do those of linear layers, which are packed there (`linears`).
+        One that is tied to the embedding is not among them: `planning` counts it.
+        """
+        model, dtype_to = self.model, self._dtype_to(dtype)
+        layers = [m.weight for m in model.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
+        embedding = getattr(model.get_input_embeddings(), "weight", None)
+        own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}
+        return sum(
+            tensor.numel() * (dtype_to.itemsize if dtype_to and tensor.is_floating_point() else tensor.itemsize)
+            for tensor in model.parameters()
+            if id(tensor) in own or _changes(tensor, device, dtype_to)
+        )
+
+    def copied(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """A model of its own over the same tensors, in evaluation mode; those of another device or type are converted.
+
+        Everything else is copied: configuration, modules, settings. What is done to the copy, such as another attention or
+        packed layers, is not seen in the original.
+        """
+        shared: dict[int, Any] = {}
+        dtype_to = self._dtype_to(dtype)
+        for parameter in self.model.parameters():
+            tensor = parameter.detach()
+            if _changes(parameter, device, dtype_to):
+                tensor = tensor.to(device, dtype_to if tensor.is_floating_point() else None)
+            plain = type(parameter) is nn.Parameter  # those of quantised layers know more than their numbers
+            shared[id(parameter)] = nn.Parameter(tensor, requires_grad=False) if plain else parameter
+        for buffer in self.model.buffers():
+            shared[id(buffer)] = buffer.to(device)  # of their own type: rotary frequencies stay float32
+        try:
+            made: PreTrainedModel = copy.deepcopy(self.model, shared)
+        except Exception as error:  # whatever the model's own parts raise; none is lost
+            raise UnsupportedModel(
+                f"the loaded {type(self.model).__name__} cannot be copied ({type(error).__name__}: {error}); give its name "
+                f"or folder instead"
+            ) from error
+        return made.eval()
+
+    def _dtype_to(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What floating-point weights become; None for those of a quantised model, which mean what they are."""
+        return None if getattr(self.config, "quantization_config", None) is not None else dtype
+
+
+def loaded_spec(model: object) -> ModelSpec:
+    """Where a loaded model is found, as `resolve_model` says it of one on disk. Device and type are the model's.
+
+    Raises what `Loaded.of` raises.
+    """
+    loaded = Loaded.of(model)
+    own = loaded.model
+    origin, dtype = str(own.name_or_path), str(own.dtype).removeprefix("torch.")
+    try:
+        tokenizer = resolve_tokenizer(Path(origin) if Path(origin).exists() else origin) if origin else None
+    except ModelNotFound:
+        tokenizer = None  # so nobody has said which is the model's
+    return ModelSpec(
+        name=origin or type(own).__name__,
+        path=Path(origin or type(own).__name__),
+        source="a loaded model",
+        tokenizer_from=tokenizer,
+        dtype=dtype if dtype in DTYPES else None,
+        device=str(own.device),
+        loaded=loaded,
+    )
+
+
+def checked_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:
+    """Itself. Raises ConfigError for what is no tokenizer of transformers."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"tokenizer must be a name, a folder, a hub id or a loaded transformers tokenizer, got {tokenizer!r:.80}"
+        )
+    return tokenizer
+
+
+def _changes(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
+    return tensor.device != device or (dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype)

@@ -1,0 +1,217 @@
+"""Loads models and tokenizers from local files, onto the device and in the type that are decided here.
+
+Nothing of torch's or transformers' global settings is different after a call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...monitor.host_memory import free_host_bytes, host_memory
+from ...monitor.units import format_bytes
+from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
+from .checkpoint import Checkpoint
+from .log_suppression import quiet_transformers
+from .model_config import check_counts, read_json
+from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
+from .weight_files import shorten
+
+__all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(device: str | torch.device = "auto") -> torch.device:
+    """The device to run on: "cpu", "cuda" (torch's current one), "cuda:1"; "auto" is CUDA where there is a device.
+
+    Raises ConfigError for another kind of device, NoSuchDevice (one of its kinds) for one that is not on this machine.
+    """
+    name = check_device(device)
+    count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    index = int(name[5:]) if ":" in name else torch.cuda.current_device() if count else 0
+    if index < count:
+        return torch.device("cuda", index)
+    if torch.version.cuda is None and torch.version.hip is None:
+        there = f"this torch ({torch.__version__}) was built without CUDA; install one with it, or use device='cpu'"
+    elif not count:
+        there = "torch sees no CUDA device here (driver, CUDA_VISIBLE_DEVICES?); use device='cpu'"
+    else:
+        there = f"torch sees {', '.join(f'cuda:{i}' for i in range(count))} and cpu; use one of these"
+    raise DeviceNotFound(f"device {name!r} was asked for; {there}")
+
+
+def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The type of weights and KV cache. Raises ConfigError for an unknown one.
+
+    "auto" is the checkpoint's own, except that float16 becomes float32 on a CPU, whose float16 arithmetic is slow and
+    poor (sums overflow), and that a type which is not served (float64, 8-bit floats) becomes float32.
+    """
+    name = check_dtype(dtype)
+    if name == "auto":
+        name = checkpoint.dtype if checkpoint.dtype in DTYPES else "float32"
+        if name == "float16" and device.type == "cpu":
+            name = "float32"
+            log.info("%s: float16 weights run as float32 on a CPU", checkpoint.spec.name)
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can take on `device` now. On CUDA this makes the context, if there is none yet."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_bytes()
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes that `device` has, whoever holds them now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return host_memory().total_bytes or free_host_bytes()
+
+
+def check_weights_fit(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, free: Callable[[torch.device], int] = free_bytes
+) -> int:
+    """The bytes of the weights. Raises NotEnoughMemory where the device, by `free`, has not so many. Reads headers.
+
+    Weights for CUDA that have to be converted are converted on the host, which must have room for them too. Those of a model
+    that is loaded already count as far as they are needed once more.
+    """
+    loaded = checkpoint.spec.loaded
+    asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
+    there = free(device)
+    if loaded is None and device.type != "cpu" and asked <= there and checkpoint.converts(dtype):
+        device, there = torch.device("cpu"), free(torch.device("cpu"))
+    if asked <= there:
+        return asked
+    half = checkpoint.weights_bytes(torch.bfloat16)
+    remedy = f"dtype='bfloat16' would need {format_bytes(half)}; or " if half < asked and half <= there else ""
+    remedy += f"free {format_bytes(asked - there)} on {device}, or take a smaller model or another device"
+    raise NotEnoughMemory(asked, there, f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}", remedy)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    free: Callable[[torch.device], int] = free_bytes,
+) -> PreTrainedModel:
+    """The model, in evaluation mode, without gradients, with every weight as the checkpoint has it.
+
+    On a CPU, weights that need no conversion stay mapped from their files: they are read when first used, and belong to
+    the page cache, so that free memory falls by less than their size. Whoever sizes something by what is left takes the
+    free bytes before loading and subtracts `weights_bytes`, as `planning` does.
+
+    Raises:
+        NotEnoughMemory: the weights do not fit; nothing was read.
+        CheckpointError: a file is broken, or the weights are not the whole model; says what is missing. (transformers
+            by itself would fill in random numbers.)
+    """
+    check_weights_fit(checkpoint, device, dtype, free)
+    loaded = checkpoint.spec.loaded
+    try:
+        module = _read(checkpoint, dtype) if loaded is None else loaded.copied(device, dtype)
+        return cast(PreTrainedModel, module.to(device))
+    except torch.OutOfMemoryError as error:  # someone else took the bytes since they were counted
+        asked = checkpoint.weights_bytes(dtype)
+        what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
+        raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
+
+
+def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of the checkpoint's files, on the host."""
+    with quiet_transformers() as said, torch.device("cpu"):
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.spec.path),
+                config=checkpoint.config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=checkpoint.spec.trust_remote_code,
+                use_safetensors=checkpoint.weights.safetensors,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                # The configuration may name others, which transformers may download from the hub: repositories, but also
+                # "flash_attention_2" where that package is not installed. The engine replaces both anyway.
+                attn_implementation="eager",
+                experts_implementation=None,
+            )
+        except (MemoryError, EngineError):
+            raise
+        except Exception as error:  # of safetensors, pickle, torch, transformers, the folder's own code; none is lost
+            details = "; ".join([f"{type(error).__name__}: {error}", *said])
+            raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
+    _refuse_holes(checkpoint, loaded[1])
+    module: torch.nn.Module = loaded[0].eval().requires_grad_(False)
+    return module
+
+
+def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    path = checkpoint.spec.path
+    missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"], key=str)
+    if mismatched:
+        shapes = [f"{name} is {list(there)}, the model has {list(wanted)}" for name, there, wanted in mismatched]
+        raise CheckpointError(f"the weights in {path} do not fit its config.json: {shorten(shapes)}")
+    if missing:
+        raise CheckpointError(
+            f"the weights in {path} are not the whole model: {len(missing)} tensors are missing: {shorten(missing)}; "
+            f"fetch or save the model again"
+        )
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
+        log.warning("%s: the model has no place for %d tensors: %s", path, len(names), shorten(names))
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None where the folder has none; or the one that
+    `spec.tokenizer_from` names or is.
+
+    Raises CheckpointError when there is one that cannot be loaded.
+    """
+    given = spec.tokenizer_from
+    if given is not None and not isinstance(given, Path):
+        return given
+    if given is None and spec.loaded is not None:
+        return None
+    folder, options = (spec.path, spec.tokenizer) if given is None else (given, {})
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        return None
+    config = folder / "config.json"  # transformers may read it to find the tokenizer's class
+    if config.is_file():
+        check_counts(config, read_json(config))
+    try:
+        with quiet_transformers():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
+            )
+            usable = len(tokenizer) > len(tokenizer.all_special_tokens)
+    except (
+        Exception
+    ) as error:  # of the tokenizers library, sentencepiece, transformers, the folder's code; none is lost
+        raise CheckpointError(_broken_tokenizer(folder, options, found, f"{type(error).__name__}: {error}")) from error
+    if not usable:
+        raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))
+    return tokenizer
+
+
+def _broken_tokenizer(folder: Path, options: Mapping[str, Any], found: list[str], why: str) -> str:
+    given = f" with the options {dict(options)}" if options else ""
+    return (
+        f"the tokenizer in {folder} ({', '.join(found)}) cannot be loaded{given}: {why}; fetch it again, or "
+        f"remove its files to serve token ids only"
+    )

@@ -1,0 +1,359 @@
+"""From a model's name to its folder: the models file, a path, or a hub id in the local cache. Never the network.
+
+A models file is YAML, `name: path` or `name: {path: ..., dtype: ..., ...}` an entry (`configs/models.yaml` shows both).
+The file that PAGETIDE_CONFIG names is laid over the built-in one, entry by entry, so `demo` is always there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ... import configs
+from ...monitor.yaml_file import InvalidYaml, read_yaml
+from ...scheduler.request import SamplingParams
+from ..attention.backends import NAMES as ATTENTION
+from ..errors import CheckpointError, ConfigError, ModelNotFound
+from .weight_files import find_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .loaded import Loaded
+
+CONFIG_VARIABLE = "PAGETIDE_CONFIG"
+BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
+
+# One of these says that a folder has a tokenizer; which of them belong together is the tokenizer's affair.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
+)  # fmt: skip
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+_ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
+# What SamplingParams cannot tell from "not given", or what belongs to one request, is no default of a model.
+_SAMPLING_KEYS = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("ignore_eos", "seed", "add_special_tokens")
+)
+_NOT_TOKENIZER_OPTIONS = ("local_files_only", "trust_remote_code", "force_download", "cache_dir", "token", "revision")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Where a model lies and how it wants to be loaded. None means: as the checkpoint or the machine says.
+
+    A model that is loaded already is `loaded`, and `path` only what it says of its origin. `tokenizer_from` is another place
+    of the tokenizer, or the tokenizer itself. `sampling` holds the models file's defaults only; those of
+    `generation_config.json` are in `Checkpoint`.
+    """
+
+    name: str  # as the user asked for it
+    path: Path  # a folder with a configuration and weights
+    source: str  # who says so: "configs/models.yaml:3", "a folder", "the local hub cache"
+    dtype: str | None = None
+    device: str | None = None
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tokenizer_from: Path | PreTrainedTokenizerBase | None = None
+    loaded: Loaded | None = None
+    attention: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One entry of a models file, checked but not looked up: its folder need not exist."""
+
+    name: str
+    path: str  # as written
+    file: Path
+    line: int  # from 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelSpec
+
+    @property
+    def where(self) -> str:
+        """File and line of the entry."""
+        return f"{self.file}:{self.line}"
+
+    def resolve(self, cache_dir: Path | None = None) -> ModelSpec:
+        """The entry's model. Raises ModelNotFound when its folder, or the hub id it names, is not on this machine."""
+        written = os.path.expanduser(os.path.expandvars(self.path))
+        try:
+            folder, there = _looked_for(os.path.normpath(self.file.parent / written))
+            if not there and _HUB_ID.fullmatch(self.path):
+                cached = _cached_folder(self.path, cache_dir)
+                if cached is None:
+                    raise ModelNotFound(
+                        f"there is no folder {folder}, and {self.path} is not in the local hub cache either; correct "
+                        f"the path, or fetch it with: {fetch_command(self.path)}"
+                    )
+                folder = cached
+            else:
+                check_folder(folder)
+        except (ModelNotFound, CheckpointError) as error:
+            raise type(error)(f"model {self.name!r} ({self.where}): {error}") from error
+        return ModelSpec(self.name, folder, self.where, **self.options)
+
+
+def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> ModelSpec:
+    """The model that `reference` means: a name of the models files, else a folder, else a hub id in the local cache.
+
+    A `Path`, and a text that starts like one (`/`, `./`, `~`), is a folder and nothing else. `cache_dir` stands in for
+    the hub cache that HF_HOME and HF_HUB_CACHE name.
+
+    Raises:
+        ModelNotFound: nothing of that name is here; says which names are known, and the command that would fetch it.
+        ConfigError: a models file is wrong.
+        CheckpointError: an index of weights cannot be read.
+    """
+    text = os.fspath(reference)
+    if not text:
+        raise ModelNotFound(f"the model's name is empty; {_known_names(read_models())}")
+    path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
+    entries = {} if path_only else read_models()
+    if text in entries:
+        return entries[text].resolve(cache_dir)
+    folder, there = _looked_for(text)
+    if there:
+        check_folder(folder)
+        return ModelSpec(text, folder.absolute(), "a folder")
+    if path_only:
+        raise ModelNotFound(
+            f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json"
+        )
+    is_hub_id = _HUB_ID.fullmatch(text) is not None
+    cached = _cached_folder(text, cache_dir) if is_hub_id else None
+    if cached is not None:
+        return ModelSpec(text, cached, "the local hub cache")
+    fetch = (
+        f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)}" if is_hub_id else ""
+    )
+    looked = "a known name, a folder or a hub id in the local cache" if is_hub_id else "a known name or a folder"
+    raise ModelNotFound(f"{text!r:.200} is not {looked}; {_known_names(entries)}{fetch}")
+
+
+def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
+    """The folder of the tokenizer that `reference` means, which is looked for as `resolve_model` looks for a model.
+
+    Raises ModelNotFound when there is none of that name; ConfigError, CheckpointError as `resolve_model` does.
+    """
+    text = os.fspath(reference)
+    path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
+    entries = {} if path_only else read_models()
+    folder, there = (entries[text].resolve(cache_dir).path, True) if text in entries else _looked_for(text)
+    if not there and not path_only and _HUB_ID.fullmatch(text):
+        folder = _cached_tokenizer(text, cache_dir) or folder
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelNotFound(
+            f"there is no tokenizer {text!r:.200}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
+            f"model, the folder that holds the tokenizer, or a hub id in the local cache"
+        )
+    return folder
+
+
+def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
+    """All named models: the built-in ones, and over them those of `file` (default: the one PAGETIDE_CONFIG names).
+
+    Raises ConfigError, which names file and line, for anything that is not as the file's form demands.
+    """
+    entries = _read_file(BUILT_IN_FILE)
+    own = file or os.environ.get(CONFIG_VARIABLE)
+    if own:
+        path = Path(own).expanduser().absolute()
+        if not path.is_file():
+            said = "" if file else f" {CONFIG_VARIABLE} names it:"
+            raise ConfigError(f"there is no models file {path};{said} correct the path, or unset it")
+        entries |= _read_file(path)
+    return entries
+
+
+def _looked_for(text: str) -> tuple[Path, bool]:
+    """`text` as a path, and whether it exists. Raises ModelNotFound where the system cannot tell."""
+    try:
+        folder = Path(text).expanduser()
+        return folder, folder.exists()
+    except (OSError, RuntimeError) as error:  # too long, not allowed; the home of a user that does not exist
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFound(
+            f"{text!r:.200} cannot be looked for as a folder: {why}; name a known model, a folder or a hub id"
+        ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelNotFound unless `folder` has a configuration and all its weight files. Read-only."""
+    if not folder.exists():
+        raise ModelNotFound(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is a file; name the folder that holds it, its config.json and its tokenizer")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"{folder} has no config.json, so it is no model saved by transformers; name the folder that has it"
+        )
+    find_weights(folder)
+
+
+def fetch_command(hub_id: str) -> str:
+    """What a user would type to fetch `hub_id` into the local cache (the `hf` of huggingface_hub >= 0.34)."""
+    return f"hf download {hub_id}"
+
+
+def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
+    """The snapshot of `hub_id`'s main branch in the hub cache, or None. Looks at files only.
+
+    `snapshot_download(local_files_only=True)` would do too, but calls a snapshot incomplete that lacks a README.
+    Raises ModelNotFound when it is there without its weights.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(hub_id, "config.json", cache_dir=cache_dir)
+    except HFValidationError:
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    try:
+        check_folder(folder)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} "
+            f"({error})"
+        ) from error
+    return folder
+
+
+def _cached_tokenizer(hub_id: str, cache_dir: Path | None) -> Path | None:
+    """The snapshot of `hub_id`'s main branch that has a tokenizer, or None. Looks at files only."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(hub_id, name, cache_dir=cache_dir) for name in TOKENIZER_FILES]
+    except HFValidationError:
+        return None
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+
+
+def _known_names(entries: Mapping[str, ModelEntry]) -> str:
+    by_file: dict[Path, list[str]] = {}
+    for entry in entries.values():
+        by_file.setdefault(entry.file, []).append(entry.name)
+    known = "; ".join(f"{file} names {', '.join(sorted(names))}" for file, names in by_file.items())
+    more = "" if os.environ.get(CONFIG_VARIABLE) else f" (set {CONFIG_VARIABLE} to add a file of your own)"
+    return known + more
+
+
+def _read_file(file: Path) -> dict[str, ModelEntry]:
+    try:
+        document, content = read_yaml(file)
+    except InvalidYaml as error:
+        raise ConfigError(str(error)) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{file}: must hold `name: path` entries, got a {type(content).__name__}")
+    return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
+
+
+def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
+    """The keys of a mapping and their lines; here and below all must be text, and none be there twice.
+
+    YAML readers take the last of two equal keys and say nothing.
+    """
+    keys: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag != "tag:yaml.org,2002:str" or not key.value:
+            raise ConfigError(f"{file}:{line}: a name must be text, got {key.value!r:.80}; put it in quotes")
+        if key.value in keys:
+            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {keys[key.value]}")
+        keys[key.value] = line
+        if isinstance(value, yaml.MappingNode):
+            _keys(file, value)
+    return list(keys.items())
+
+
+def _entry(name: str, value: object, file: Path, line: int) -> ModelEntry:
+    where = f"{file}:{line}"
+    if isinstance(value, str) and value:
+        return ModelEntry(name, value, file, line)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{where}: model {name!r} must be a path, or a mapping of {', '.join(_ENTRY_KEYS)}; got {value!r:.80}"
+        )
+    _refuse_unknown(value, _ENTRY_KEYS, f"{where}: model {name!r}")
+    path = value.get("path")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r:.80}"
+        )
+    try:
+        return ModelEntry(name, path, file, line, _options(value))
+    except ValueError as error:
+        raise ConfigError(f"{where}: model {name!r}: {error}") from error
+
+
+def _options(value: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if value.get("dtype") is not None:
+        options["dtype"] = check_dtype(value["dtype"])
+    if value.get("device") is not None:
+        options["device"] = check_device(value["device"])
+    if value.get("attention") is not None:
+        options["attention"] = check_attention(value["attention"])
+    trust = value.get("trust_remote_code", False)
+    if not isinstance(trust, bool):
+        raise ValueError(f"trust_remote_code must be true or false, got {trust!r:.80}")
+    tokenizer, sampling = value.get("tokenizer") or {}, value.get("sampling") or {}
+    if not isinstance(tokenizer, dict) or any(not isinstance(key, str) for key in tokenizer):
+        raise ValueError(
+            f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r:.80}"
+        )
+    fixed = [key for key in _NOT_TOKENIZER_OPTIONS if key in tokenizer]
+    if fixed:
+        raise ValueError(
+            f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's"
+        )
+    if not isinstance(sampling, dict):
+        raise ValueError(f"sampling must map {', '.join(_SAMPLING_KEYS)} to values, got {sampling!r:.80}")
+    _refuse_unknown(sampling, _SAMPLING_KEYS, "sampling")
+    given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in sampling.items()}
+    return options | {"trust_remote_code": trust, "tokenizer": dict(tokenizer), "sampling": SamplingParams(**given)}
+
+
+def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"{what}: unknown key {unknown[0]!r:.80}; the known ones are {', '.join(known)}")
+
+
+def check_dtype(dtype: object) -> str:
+    """The name of `dtype`, a name or a torch dtype. Raises ConfigError for one that is not served."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    return name
+
+
+def check_attention(attention: object) -> str:
+    """The name of an attention backend, or "auto". Raises ConfigError for one that is not known."""
+    if attention not in ATTENTION:
+        raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r:.80}")
+    return str(attention)
+
+
+def check_device(device: object) -> str:
+    """The name of `device`, a name or a torch device. Raises ConfigError for one that no machine has."""
+    name = str(device)
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N (cuda:0, cuda:1, ...), got {device!r:.80}")
+    return name

@@ -1,0 +1,435 @@
+"""Whether a model can be served out of paged blocks, found by watching it at load and not by a list of names.
+
+Four looks, each over a few random tokens:
+
+1. the plain model with transformers' own eager attention: what is right;
+2. the same while attention and mask functions are replaced by ones that write down each call. Does every layer with K
+   and V call once, with the shapes of the geometry, causally, and without wishes that paged attention does not know? A
+   mask comes with the rule it was made by, so the rule is held against causality and the `sliding_window` keyword, at
+   positions far beyond the few tokens. Attention answers zero here, which shows how much it matters;
+3. our attention over blocks full of NaN, in chunks, packed with a second sequence: are the logits the same? What a
+   layer remembers by other means than K and V, or takes from a token's place in the batch, shows here;
+4. the same with the second sequence at the far end of the context: do its positions change the first one's logits?
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ...cache.geometry import PAGE_BYTES, Geometry
+from ...cache.storage import Storage, TensorArena
+from ..attention.context import AttentionKernel, StepContext, lengths_on, running
+from ..attention.interface import register
+from ..attention.torch_kernel import TorchKernel
+from ..errors import UnsupportedModel
+from .log_suppression import quiet_transformers
+
+# Two sequences over a few steps, as (sequence, tokens) per chunk. Sequence 0 is the one whose logits are compared; its
+# parts are judged one by one: from nothing, on top of earlier blocks, and as decodes.
+STEPS = (((0, 10), (1, 5)), ((1, 1), (0, 6)), ((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 1),))
+PARTS = (slice(0, 10), slice(10, 16), slice(16, 19))
+NUM_TOKENS, OTHER_TOKENS = 19, 8
+BLOCK_SIZE = 4
+NUM_BLOCKS = 12
+FARTHEST = 1 << 20  # how far mask rules are compared in a model that names no limit
+
+# Bounds on an error: relative to what attention contributes to the logits, plus relative to the logits.
+TOLERANCES = {torch.float32: (1e-2, 2e-5), torch.float16: (0.1, 1e-2), torch.bfloat16: (0.2, 4e-2)}
+
+# Keywords that attention functions are handed and that change nothing about causal attention.
+HARMLESS = {"cache_position", "layer_idx", "output_attentions", "output_hidden_states", "output_router_logits"}
+HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values"}
+
+_registries = threading.Lock()  # transformers' are the process's
+
+
+def probe(
+    model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: AttentionKernel | None = None
+) -> None:
+    """Return if `model` gives the same logits out of paged blocks as by itself.
+
+    Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. The
+    model's attention implementation is put back as it was.
+
+    Args:
+        model: A causal language model of transformers, in eval mode, on its device.
+        geometry: What the engine takes it for. Only its layers and its dtype matter here.
+        max_length: Most tokens of a sequence; what the model does beyond is of no matter. None: its own limit.
+        kernel: What attends, in blocks of 4 tokens. None: a new TorchKernel.
+
+    Raises:
+        UnsupportedModel: it does not, or nobody can tell; the reason names the model, the layer and what to do.
+    """
+    with quiet_transformers(), _registries, _implementation_kept(model), torch.inference_mode():
+        _Probe(model, geometry, max_length, kernel or TorchKernel()).run()
+
+
+class _Probe:
+    """One probing of one model."""
+
+    def __init__(self, model: Any, geometry: Geometry, max_length: int | None, kernel: AttentionKernel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.shapes = geometry.layers
+        self.kernel = kernel
+        self.device = next(model.parameters()).device
+        lengths = (getattr(self.config, "max_position_embeddings", None), max_length)
+        self.limit = min((n for n in lengths if isinstance(n, int) and n > 0), default=FARTHEST)
+        few = replace(geometry, block_size=BLOCK_SIZE, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
+        arena = TensorArena(few.extents_for_blocks(NUM_BLOCKS), few.extent_bytes, self.device)
+        self.storage = Storage(few, arena, self.device)
+        self.tokens = _random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
+
+    def run(self) -> None:
+        """Raises UnsupportedModel."""
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise self.refusal("it is an encoder-decoder, and only decoders can be served")
+        right = self.plain("eager")
+        if not right.isfinite().all():
+            raise self.refusal("a plain forward pass of it gives logits that are not finite")
+        calls, without = self.watch()
+        self.judge(calls)
+        self.model.set_attn_implementation(register())
+        part, excess = _worst(right, without, self.paged(), self.storage.layer(0).key.dtype)
+        if excess > 1:
+            where = ("a prompt's first tokens", "a prompt's later chunk", "decoded tokens")[part]
+            raise self.refusal(
+                f"the logits of {where} differ from those of a plain forward pass (by {excess:.3g} times what rounding"
+                " explains), so it keeps a state besides K and V, or ignores position_ids"
+            )
+        if self.limit > NUM_TOKENS + OTHER_TOKENS:
+            first = self.paged(shift=self.limit - OTHER_TOKENS, num_steps=1)
+            if _worst(right[: len(first)], without, first, self.storage.layer(0).key.dtype)[1] > 1:
+                raise self.refusal(
+                    "its rotary embeddings change with the longest sequence of a batch, so requests would change each"
+                    f" other's results; set max_model_len to at most {self.unscaled_length()}"
+                )
+
+    def refusal(self, why: str) -> UnsupportedModel:
+        """The error: which model, why, what to do."""
+        kind = f"{type(self.model).__name__} (model type {getattr(self.config, 'model_type', '?')!r})"
+        remedy = "Use transformers' generate for this model, or serve another"
+        return UnsupportedModel(f"{kind} cannot be served out of paged blocks: {why}. {remedy}")
+
+    # --- looks
+
+    def plain(self, implementation: str) -> torch.Tensor:
+        """float32 [19, vocabulary]: the first sequence's logits without us."""
+        try:
+            self.model.set_attn_implementation(implementation)
+            return _logits(self.model(input_ids=self.tokens[None, :NUM_TOKENS], use_cache=False))
+        except Exception as error:
+            raise self.refusal(f"a plain forward pass of it fails ({type(error).__name__}: {error})") from error
+
+    def watch(self) -> tuple[list[_Call], torch.Tensor]:
+        """The calls of a forward pass, and its logits with every attention answering zero.
+
+        Models may do things of their own under eager attention (sparse masks), so that is what is watched; code that
+        does not ask the interface for "eager" is watched under another name.
+        """
+        for name in ("eager", "pagetide_watch"):
+            watch = _Watch()
+            with watch.installed(name):
+                logits = self.plain(name)
+            if watch.calls:
+                break
+        return watch.calls, logits
+
+    def paged(self, shift: int = 0, num_steps: int = len(STEPS)) -> torch.Tensor:
+        """float32 [tokens, vocabulary]: the first sequence's logits by paged attention.
+
+        The second sequence's positions are `shift` further on.
+        """
+        self.storage.blocks.view(self.storage.layer(0).key.dtype).fill_(math.nan)
+        self.storage.clear([0])
+        done, rows = [0, 0], []
+        for chunks in STEPS[:num_steps]:
+            step, tokens, positions = self.pack(chunks, done, shift)
+            try:
+                with running(step):
+                    output = self.model(input_ids=tokens, position_ids=positions, use_cache=False, step=step)
+                logits = _logits(output)
+            except Exception as error:
+                raise self.refusal(f"a paged forward pass of it fails ({type(error).__name__}: {error})") from error
+            starts = np.cumsum([0, *(n for _, n in chunks)])
+            for (sequence, n), start in zip(chunks, starts, strict=False):
+                done[sequence] += n
+                if sequence == 0:
+                    rows.append(logits[start : start + n])
+        return torch.cat(rows)
+
+    def pack(
+        self, chunks: tuple[tuple[int, int], ...], done: list[int], shift: int
+    ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
+        """A step, its input ids and its position ids [1, T]."""
+        ids = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
+        tables = (ids[:5], np.append(ids[5:7], [0, 0, 0]))  # by sequence, scattered
+        q_lens = np.array([n for _, n in chunks], np.int32)
+        kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
+        places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token
+        step = StepContext(
+            layers=tuple(self.storage.layer(i) for i in range(len(self.shapes))),
+            kernel=self.kernel,
+            q_starts=(np.cumsum(q_lens) - q_lens).astype(np.int32),
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_decodes=int((q_lens == 1).sum()),
+            **lengths_on(self.device, q_lens, kv_lens),
+            tables=self.by_group(np.stack([tables[s] for s, _ in chunks])),
+            write_blocks=self.by_group(np.array([tables[s][p // BLOCK_SIZE] for s, p in places])),
+            write_offsets=self.tensor(np.array([p % BLOCK_SIZE for _, p in places])),
+            block_size=BLOCK_SIZE,
+        )
+        tokens = self.tokens[[s * NUM_TOKENS + p for s, p in places]]
+        return step, tokens[None], self.tensor(np.array([p + s * shift for s, p in places]))[None]
+
+    def tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        """`array` as int64 on the model's device."""
+        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+    def by_group(self, array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
+        """The same block ids for every group: a block holds all layers' pieces."""
+        return (self.tensor(array),) * (1 + max(shape.group for shape in self.shapes))
+
+    # --- judging
+
+    def judge(self, calls: list[_Call]) -> None:
+        """Raises UnsupportedModel for the first call that paged attention could not honour, and for missing ones."""
+        if not calls:
+            raise self.refusal("its attention is code of its own that never calls transformers' attention interface")
+        types = getattr(self.config, "layer_types", None) or ()
+        counts: dict[int | None, int] = {}
+        for call in calls:
+            if call.layer is None or not 0 <= call.layer < len(self.shapes):
+                raise self.refusal(f"{call.name} says it is layer {call.layer}, of {len(self.shapes)}")
+            counts[call.layer] = counts.get(call.layer, 0) + 1
+        for layer, shape in enumerate(self.shapes):
+            kind = f" (of type {types[layer]!r})" if layer < len(types) else ""
+            count, expected = counts.get(layer, 0), int(shape.num_kv_heads > 0)
+            if count != expected:
+                times = "never calls" if count == 0 else f"calls {count} times"
+                raise self.refusal(
+                    f"layer {layer}{kind} {times} transformers' attention interface in a forward pass; {expected} was"
+                    " expected" + (": its state is of another kind than K and V" if count == 0 else "")
+                )
+        for call in calls:
+            why = self.complaint(call)
+            if why is not None:
+                raise self.refusal(f"layer {call.layer} ({call.name}) {why}")
+        floor_scale = getattr(self.config, "floor_scale", None)
+        if getattr(self.config, "attn_temperature_tuning", False) and floor_scale and self.limit > floor_scale:
+            raise self.refusal(  # of what llama 4 does, only this cannot be seen on few tokens
+                "it scales queries by their place in the batch, as if that were their position; set max_model_len to"
+                f" at most {floor_scale:,}, where the scale is 1"
+            )
+
+    def complaint(self, call: _Call) -> str | None:
+        """What is wrong with one call."""
+        assert call.layer is not None
+        shape = self.shapes[call.layer]
+        expected = [(1, shape.num_kv_heads, NUM_TOKENS, dim) for dim in (shape.k_dim, shape.v_dim)]
+        if [call.key_shape, call.value_shape] != expected or call.num_queries != NUM_TOKENS:
+            return (
+                f"attends over K and V of shapes {call.key_shape} and {call.value_shape} with {call.num_queries}"
+                f" queries; its configuration promises {expected[0]} and {expected[1]} with {NUM_TOKENS}"
+            )
+        if call.unknown:
+            return f"hands its attention what paged attention does not know: {', '.join(call.unknown)}"
+        if not call.is_causal or call.mask is None:
+            return "lets a token see later ones"
+        if call.rule is None:
+            return "makes an attention mask of its own, by a rule that nobody can see from outside"
+        return self.mask_complaint(call)
+
+    def mask_complaint(self, call: _Call) -> str | None:
+        """Where the layer's mask differs from causality and the sliding window that the layer names."""
+        assert call.rule is not None
+        query, key = _position_pairs(self.limit, call.sliding_window, self.device)
+        ours = (key <= query) if call.sliding_window is None else (key <= query) & (key > query - call.sliding_window)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        try:
+            theirs = torch.as_tensor(call.rule(zero, zero, query, key), device=self.device).bool().expand_as(ours)
+        except Exception as error:
+            return f"has a mask that depends on more than positions ({type(error).__name__}: {error})"
+        different = (ours != theirs).nonzero()[:, 0]
+        if not len(different):
+            return None
+        q, k = int(query[different[0]]), int(key[different[0]])
+        sees = "lets" if theirs[different[0]] else "does not let"
+        return (
+            f"has a mask that {sees} token {q:,} see token {k:,}, where its sliding_window keyword is"
+            f" {call.sliding_window}; up to {int(query[different].min()):,} tokens no difference was seen"
+        )
+
+    def unscaled_length(self) -> str:
+        """How long sequences may be before rotary embeddings scale, as far as the config tells."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        known = rope.get("original_max_position_embeddings") or getattr(
+            self.config, "original_max_position_embeddings", None
+        )
+        return f"{known:,}" if known else "the length it was trained for"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What a layer handed to its attention function."""
+
+    layer: int | None
+    name: str  # of its class
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    num_queries: int
+    is_causal: bool
+    sliding_window: int | None
+    unknown: tuple[str, ...]  # keywords with a value that paged attention does not know
+    mask: torch.Tensor | None
+    rule: Callable[..., Any] | None  # (batch, head, query position, key position) -> visible; None if unknown
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Stands in for attention and mask functions in one thread, and writes down what they are given."""
+
+    calls: list[_Call] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
+    owner: int = field(default_factory=threading.get_ident)
+
+    @contextmanager
+    def installed(self, name: str) -> Iterator[None]:
+        """Within, models whose attention implementation is `name` attend through this watch."""
+        registries = (
+            (AttentionInterface._global_mapping, self.attend),
+            (AttentionMaskInterface._global_mapping, self.make_mask),
+        )
+        before = [mapping.get(name) for mapping, _ in registries]
+        for mapping, function in registries:
+            mapping[name] = function
+        try:
+            yield
+        finally:
+            for (mapping, _), function in zip(registries, before, strict=True):
+                if function is None:
+                    mapping.pop(name, None)
+                else:
+                    mapping[name] = function
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """transformers' eager mask, remembered with its rule."""
+        mask: torch.Tensor = eager_mask(*args, **kwargs)
+        padding = kwargs.get("attention_mask")
+        if threading.get_ident() == self.owner and "mask_function" in kwargs and (padding is None or padding.all()):
+            self.masks.append((mask, kwargs["mask_function"]))
+        return mask
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Zeros. A call from another thread, of an eager model that is none of our business, gets the real thing."""
+        if threading.get_ident() != self.owner:
+            eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            return eager(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        is_causal = kwargs.get("is_causal")
+        known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", *HARMLESS}
+        rules = [rule for mask, rule in self.masks if attention_mask is not None and _same_memory(mask, attention_mask)]
+        self.calls.append(
+            _Call(
+                layer=getattr(module, "layer_idx", None),
+                name=type(module).__name__,
+                key_shape=tuple(key.shape),
+                value_shape=tuple(value.shape),
+                num_queries=query.shape[2],
+                is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+                sliding_window=kwargs.get("sliding_window"),
+                unknown=tuple(name for name, value in kwargs.items() if value is not None and name not in known),
+                mask=attention_mask,
+                rule=rules[0] if rules else None,
+            )
+        )
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
+
+
+@contextmanager
+def _implementation_kept(model: Any) -> Iterator[None]:
+    """Puts the attention implementation of the model and all its parts back as it was."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    todo = list(configs.values())
+    while todo:
+        config = todo.pop()
+        for name in getattr(config, "sub_configs", ()):
+            part = getattr(config, name, None)
+            if part is not None and id(part) not in configs:
+                configs[id(part)] = part
+                todo.append(part)
+    before = [
+        (c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")
+    ]
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _random_tokens(config: Any, count: int) -> torch.Tensor:
+    """int64 [count], without those that the config names (padding, images) as far as the vocabulary allows."""
+    named = {v for k, v in vars(config).items() if k.endswith(("_id", "_index", "_ids")) and isinstance(v, int)}
+    usual = [t for t in range(config.vocab_size) if t not in named] or list(range(config.vocab_size))
+    return torch.from_numpy(np.random.default_rng(1).choice(usual, count).astype(np.int64))
+
+
+def _logits(output: Any) -> torch.Tensor:
+    """float32 [T, vocabulary] of a batch of one."""
+    logits: torch.Tensor = output.logits[0]
+    return logits.float()
+
+
+def _worst(right: torch.Tensor, without: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> tuple[int, float]:
+    """(part, excess): the worst part of PARTS, and its error over the tolerance.
+
+    All [tokens, vocabulary]. Excess is infinite for NaN. In 16-bit types a part's median token counts, since a mixture
+    of experts may send one token elsewhere for a rounding error; in float32 its worst.
+    """
+    share, noise = TOLERANCES[dtype]
+    bound = share * (right - without[: len(right)]).norm(dim=-1) + noise * right.norm(dim=-1)
+    excess = ((got - right).norm(dim=-1) / bound).nan_to_num(nan=math.inf)
+    parts = [excess[part] for part in PARTS if len(excess[part])]
+    found = [float(p.max() if dtype == torch.float32 else p.median()) for p in parts]
+    worst = int(np.argmax(found))
+    return worst, found[worst]
+
+
+def _position_pairs(limit: int, window: int | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [pairs] each: query and key positions below `limit`, near and far apart, around powers of two and windows.
+
+    Whatever the size of a chunk or a window, some pair is as far apart and some is not.
+    """
+    random = np.random.default_rng(2)
+    powers = 2 ** np.arange(0, limit.bit_length())
+    near = {int(p) + d for p in [*powers, window or 1] for d in (-1, 0, 1)}
+    apart = np.array(sorted({*near, -1, -2, -7, 0, 3, 5, 7, *random.integers(0, limit, 16).tolist()}))
+    query = np.unique([*range(min(limit, 64)), *near, limit - 1, *random.integers(0, limit, 400).tolist()])
+    pairs = query[:, None], query[:, None] - apart
+    inside = (pairs[0] < limit) & (pairs[0] >= 0) & (pairs[1] >= 0) & (pairs[1] < limit)
+    queries, keys = (np.broadcast_to(p, inside.shape)[inside].astype(np.int64) for p in pairs)
+    return torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device)

@@ -1,0 +1,137 @@
+"""The files that hold a model's weights: which ones they are, whether all are there, and what their headers say.
+
+Nothing here reads a weight. A safetensors file is
+
+    8 bytes, little endian: n | n bytes of JSON: {name: {dtype, shape, data_offsets: [begin, end]}} | the tensors' bytes
+
+(https://github.com/huggingface/safetensors, "Format"), so shapes and a truncated file show in its first kilobytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ModelNotFound
+
+# In the order in which transformers looks for them; (file, is it an index of shards).
+_CANDIDATES = (
+    ("model.safetensors", False),
+    ("model.safetensors.index.json", True),
+    ("pytorch_model.bin", False),
+    ("pytorch_model.bin.index.json", True),
+)
+LOOKED_FOR = tuple(name for name, _ in _CANDIDATES)
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file; `dtype` as the format spells it: F32, BF16, I64, ..."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The weights of one model: a single file, or all shards of its index. Every one of them exists."""
+
+    paths: tuple[Path, ...]
+    safetensors: bool
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """What the headers list. Read-only; safetensors only. Raises CheckpointError naming a broken file."""
+        found = {tensor.name: tensor for path in self.paths for tensor in read_header(path)}
+        return tuple(found.values())
+
+
+def find_weights(folder: Path) -> WeightFiles:
+    """The weight files that transformers would load from `folder`; safetensors go first.
+
+    Raises:
+        ModelNotFound: there are none, or shards that the index names are missing.
+        CheckpointError: the index cannot be read.
+    """
+    for name, is_index in _CANDIDATES:
+        path = folder / name
+        if path.is_file():
+            paths = _shards(path) if is_index else (path,)
+            return WeightFiles(paths, safetensors=name.startswith("model."))
+    raise ModelNotFound(
+        f"{folder} has no weights; looked for {', '.join(LOOKED_FOR)}, found {_listing(folder)}. "
+        f"Save the model there with save_pretrained(), or name the folder that holds it"
+    )
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, from its header. Raises CheckpointError when the file cannot be whole."""
+    file_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+                raise ValueError(f"{file_bytes:,} bytes cannot hold a header of {header_bytes:,}")
+            entries: dict[str, Any] = json.loads(file.read(header_bytes))
+        entries.pop("__metadata__", None)
+        tensors, data_bytes = [], 0
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            tensors.append(StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), end - begin))
+            data_bytes = max(data_bytes, end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is no whole safetensors file ({error}); fetch or save it again, it was probably cut off"
+        ) from error
+    expected = 8 + header_bytes + data_bytes
+    if file_bytes != expected:
+        raise CheckpointError(
+            f"{path} has {file_bytes:,} bytes, its header promises {expected:,}; fetch or save it again, "
+            f"it was {'cut off while copied' if file_bytes < expected else 'written over'}"
+        )
+    return tensors
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names files outside of its folder")
+        paths = tuple(index.parent / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is no index of shards ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ModelNotFound(
+            f"{index.parent} is incomplete: {len(missing)} of the {len(paths)} files that {index.name} lists are "
+            f"missing: {shorten(missing)}. Fetch them into the same folder"
+        )
+    return paths
+
+
+def shorten(names: list[str], most: int = 6) -> str:
+    """`names` in one line, cut after `most` of them."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return shorten(names) if names else "nothing"

@@ -1,0 +1,179 @@
+"""Joins the engines of a device: the monitor that watches it, and a lease from its broker, taken before weights are read."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ...allocator.arena import Arena
+from ...allocator.broker_client import BrokerClient
+from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
+from ...allocator.lease import Lease
+from ...monitor.cuda_devices import find_device
+from ...monitor.errors import MonitorError
+from ...monitor.snapshot import DeviceInfo, DeviceKind
+from ...monitor.units import MIB, format_bytes
+from ...monitor.watching import Watch, watch
+from ..config import EngineConfig
+from ..errors import NotEnoughMemory
+from ..execution.host_pool import HostPool
+from ..process.memory_usage import process_bytes
+from .planning import MemoryPlan
+
+log = logging.getLogger(__name__)
+_numbers = itertools.count(1)  # of the engines of this process
+
+GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us, or load
+_LOADING_LOOK_S = 0.25
+_LONGEST_NAME = 80
+HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides the reserve
+_LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code that is read late, heaps with holes
+
+
+class LeaseHolder:
+    """One engine's part of what its process holds of a device, so that no engine counts another's memory for its own.
+
+    What all need, such as libraries, counts with each. `arena` and `host`, the host tier's memory, are set once they are there.
+    """
+
+    _all: ClassVar[list[LeaseHolder]] = []  # those of this process
+
+    def __init__(self, device: torch.device, weights_bytes: int) -> None:
+        self.device = device
+        self.arena: Arena | None = None
+        self.host: HostPool | None = None
+        self._weights_bytes = weights_bytes
+        self._all.append(self)
+
+    @property
+    def base_bytes(self) -> int:
+        """What the process holds now for this engine besides its KV, in the pool and in the host tier."""
+        others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
+        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes)
+
+    @property
+    def _own_bytes(self) -> int:
+        return self._weights_bytes + self._resident_kv_bytes
+
+    @property
+    def _resident_kv_bytes(self) -> int:
+        """Of `process_bytes`: on CUDA the arena is none of torch's, and the host tier is elsewhere."""
+        if self.device.type != "cpu":
+            return 0
+        return sum(pool.mapped_bytes for pool in (self.arena, self.host) if pool is not None)
+
+    def close(self) -> None:
+        """The engine has given everything back. Idempotent."""
+        if self in self._all:
+            self._all.remove(self)
+
+
+@dataclass(slots=True, eq=False)
+class Sharing:
+    """A place among the engines of one device."""
+
+    watched: Watch
+    lease: Lease
+
+    def close(self) -> None:
+        """Leave. Everything must be unmapped. Idempotent."""
+        self.lease.close()
+        self.watched.close()
+
+
+def join(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
+    """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
+
+    Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.
+    """
+    if not config.share:
+        return None
+    try:
+        watched = watch()
+    except (MonitorError, OSError) as error:
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
+    held = occupant.base_bytes
+    base = held + plan.weights_bytes + plan.primitives_bytes + plan.reserve_bytes + HEAP_BYTES + _LIBRARIES_BYTES
+    try:
+        return Sharing(watched, _lease(config, plan, watched, _device(watched, occupant.device), base, held))
+    except LeaseRefused as error:
+        watched.close()
+        needed = base + plan.min_kv_bytes
+        what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
+        raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker of the device says: {error}") from error
+    except (MonitorError, LeaseError, OSError) as error:
+        watched.close()
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
+    except BaseException:
+        watched.close()
+        raise
+
+
+def _lease(
+    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int
+) -> Lease:
+    min_bytes = base_bytes + plan.min_kv_bytes
+    lease = _registered(
+        watched,
+        name=_new_name(plan.model),
+        device_uuid=info.uuid,
+        min_bytes=min_bytes,
+        max_bytes=base_bytes + plan.kv_bytes,
+        weight=config.kv_memory.weight,
+        priority=config.kv_memory.priority,
+        granule_bytes=plan.geometry.extent_bytes,
+        held_bytes=held_bytes,
+    )
+    try:
+        if not lease.wait_granted(min_bytes, GRANT_TIMEOUT_S):
+            what = f"{plan.model} on {plan.device}, of which {format_bytes(lease.granted_bytes)} are granted"
+            raise NotEnoughMemory(
+                min_bytes, plan.free_bytes, what, "other processes hold the rest and do not return it"
+            )
+    except BaseException:
+        lease.close()
+        raise
+    return lease
+
+
+def _registered(watched: Watch, **terms: Any) -> Lease:
+    """A lease. Where minimums are in the way of it, those who load are waited for: they need less once they have.
+
+    Raises MinimumsExceedCapacity, and what else `Lease.register` raises.
+    """
+    deadline = time.monotonic() + GRANT_TIMEOUT_S
+    while True:
+        try:
+            return Lease.register(watched.directory.socket, **terms)
+        except MinimumsExceedCapacity:
+            others = BrokerClient(watched.directory.socket).leases()
+            loading = [one.name for one in others if one.device_uuid == terms["device_uuid"] and not one.held.get("kv")]
+            if not loading or time.monotonic() > deadline:
+                raise
+            log.info("waiting for %s, which load and may need less then", ", ".join(loading))
+            time.sleep(_LOADING_LOOK_S)
+
+
+def _new_name(model: str) -> str:
+    """What people call the engine in `vram-monitor limit` and `recall`: "demo-4711", the next in this process "demo-4711-2"."""
+    number = next(_numbers)
+    name = "".join(c if c.isprintable() else "_" for c in os.path.basename(model) or model)[:_LONGEST_NAME]
+    return f"{name}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+
+
+def _device(watched: Watch, device: torch.device) -> DeviceInfo:
+    """What the monitor calls torch's device. Raises NoSuchDevice."""
+    infos = watched.devices()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return find_device(infos, uuid=str(properties.uuid))
+    hosts = [info for info in infos if info.kind is DeviceKind.HOST]
+    return hosts[0] if hosts else find_device(infos, uuid="host")

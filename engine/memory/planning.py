@@ -1,0 +1,344 @@
+"""How a device's memory is divided up: weights, primitives, a working reserve, the KV pool. For `pagetide plan` and the start.
+
+Both call `plan_memory` with the bytes that are free *before* the weights are read, so both come to the same numbers:
+
+    |<------------------------------ free before the weights -------------------------------->|
+    | weights, primitives | working reserve |       KV pool       | left to others           |
+
+Nothing here reads a weight or takes memory (on CUDA, asking what is free makes the process's context).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...allocator.host_arena import preferred_granule
+from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
+from ...monitor.units import GIB, MIB, format_bytes
+from ..attention.backends import buffer_bytes
+from ..config import EngineConfig, KvMemory
+from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
+from ..execution.graphs import sizes_for
+from ..loading.checkpoint import Checkpoint
+from ..loading.linears import held_twice_bytes, primitive_bytes
+from ..loading.loader import check_weights_fit, free_bytes, total_bytes
+
+DEFAULT_CONTEXT = 4096  # tokens, of a model that sets no limit itself
+CUDA_GRANULE_BYTES = 2 * MIB
+CUDA_WORKSPACE_BYTES = 256 * MIB  # of cuBLAS, kernels, and what torch's allocator cannot reuse
+_CUDA_SHARE = 0.9
+_HOST_MOST_BYTES = GIB
+_HOST_SHARE = 1 / 4
+_LEAST_EXTENTS = 32  # of a pool, so that rounding it to whole extents costs little
+_LEAST_BLOCKS = 2  # the null block, and one to use
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The numbers of one engine on one device. Bytes, tokens and blocks; the null block counts among the blocks."""
+
+    model: str
+    device: str
+    dtype: str
+    free_bytes: int  # before anything is loaded
+    weights_bytes: int
+    primitives_bytes: int  # oneDNN's, for products with the weights on a CPU
+    reserve_bytes: int  # for the activations of a step
+    kv_bytes: int  # the pool at its largest: whole extents
+    num_blocks: int
+    min_extents: int  # which the pool never falls below
+    geometry: Geometry  # with extents that suit the pool
+    max_model_len: int
+    context: int  # tokens of the sequences counted in `sequences_that_fit`
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.geometry.kv_bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.geometry.block_size
+
+    @property
+    def num_extents(self) -> int:
+        """Extents of the pool."""
+        return self.geometry.extents_for_blocks(self.num_blocks)
+
+    @property
+    def min_kv_bytes(self) -> int:
+        """The pool at its smallest."""
+        return self.min_extents * self.geometry.extent_bytes
+
+    @property
+    def tokens_that_fit(self) -> int:
+        """Tokens that the pool holds."""
+        return self.geometry.usable_blocks(self.num_blocks) * self.block_size
+
+    @property
+    def sequences_that_fit(self) -> int:
+        """Sequences of `context` tokens that the pool holds at the same time. 0: not even one."""
+        return self.geometry.usable_blocks(self.num_blocks) // self.geometry.blocks_for_tokens(self.context)
+
+    @property
+    def left_bytes(self) -> int:
+        """What stays free on the device once all is taken."""
+        return self.free_bytes - self.weights_bytes - self.primitives_bytes - self.reserve_bytes - self.kv_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        names = (
+            "model", "device", "dtype", "free_bytes", "weights_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes",
+            "min_kv_bytes", "num_blocks",
+            "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
+            "left_bytes",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self) -> str:
+        """The plan as lines of text."""
+        lines = (
+            ("model", f"{self.model} as {self.dtype} on {self.device}"),
+            ("free now", format_bytes(self.free_bytes)),
+            ("weights", format_bytes(self.weights_bytes)),
+            *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
+            ("working reserve", format_bytes(self.reserve_bytes)),
+            ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
+            ("... at least", format_bytes(self.min_kv_bytes)),
+            ("KV per token", f"{self.kv_bytes_per_token:,} bytes"),
+            ("tokens that fit", f"{self.tokens_that_fit:,}"),
+            (f"sequences of {self.context:,}", f"{self.sequences_that_fit:,} at the same time"),
+        )
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def plan_memory(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    context: int | None = None,
+    free: Callable[[torch.device], int] = free_bytes,
+    total: Callable[[torch.device], int] = total_bytes,
+) -> MemoryPlan:
+    """Divide up what is free on `device` now, before the weights are read. Takes nothing.
+
+    Args:
+        context: Tokens of the sequences to count; None is the longest that the engine takes. Does not change the pool.
+        free: Where the free bytes of a device come from.
+        total: Where the bytes come from that it has at all. A pool that may grow is planned within these: it starts with its
+            minimum, and what is not free now may be later.
+
+    Raises:
+        NotEnoughMemory: the weights, or the least KV memory asked for besides them, do not fit.
+        ConfigError: `max_model_len` or `context` is beyond the model's; a pool too small for a block.
+        UnsupportedModel: the shape of its KV cannot be told.
+    """
+    length = model_length(config, checkpoint)
+    if context is not None and not 1 <= context <= length:
+        raise ConfigError(
+            f"context must be 1 to {length:,} tokens, which {checkpoint.spec.name} takes; got {context:,}"
+        )
+    there = free(device)
+    weights = check_weights_fit(checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
+    if device.type == "cpu":
+        weights += held_twice_bytes(checkpoint.text_config, dtype)
+    primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
+    reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
+    if device.type == "cuda":
+        reserve += buffer_bytes(config.attention)
+        if config.cuda_graphs:
+            reserve += graph_bytes(checkpoint.text_config, config.max_seqs, dtype)
+    base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
+    asked = config.kv_memory
+    if asked.max_bytes is None:
+        geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
+        if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
+            geometry, num_blocks = _pool_of(base, asked.min_bytes)
+    else:
+        geometry, num_blocks = _pool_of(base, _most_bytes(asked, max(total(device), there) - weights - primitives))
+    plan = MemoryPlan(
+        model=checkpoint.spec.name,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        free_bytes=there,
+        weights_bytes=weights,
+        primitives_bytes=primitives,
+        reserve_bytes=reserve,
+        kv_bytes=geometry.bytes_for_blocks(num_blocks),
+        num_blocks=num_blocks,
+        min_extents=_least_extents(geometry, num_blocks, length, asked.min_bytes),
+        geometry=geometry,
+        max_model_len=length,
+        context=context or length,
+    )
+    _refuse_bad_pool(plan, asked)
+    return plan
+
+
+def _pool_of(base: Geometry, num_bytes: int) -> tuple[Geometry, int]:
+    """(geometry with fitting extents, blocks) of a pool of so many bytes."""
+    geometry = pool_geometry(base, num_bytes)
+    return geometry, geometry.blocks_for_bytes(num_bytes)
+
+
+def _most_bytes(asked: KvMemory, room_bytes: int) -> int:
+    """What a pool may come to: the maximum asked for; a bound, which is no demand, ends at what the device has."""
+    assert asked.max_bytes is not None
+    if asked.max_bytes == asked.min_bytes:
+        return asked.max_bytes
+    return min(asked.max_bytes, max(room_bytes, asked.min_bytes or 0))
+
+
+def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Most tokens of a sequence: `max_model_len`, else the model's context, else DEFAULT_CONTEXT.
+
+    Raises ConfigError when more is asked for than the model's positions reach.
+    """
+    limit = checkpoint.context_length
+    if config.max_model_len is None:
+        return limit or DEFAULT_CONTEXT
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len:,} is beyond the {limit:,} positions of {checkpoint.spec.name}; "
+            f"ask for {limit:,} or less"
+        )
+    return config.max_model_len
+
+
+def auto_kv_bytes(
+    geometry: Geometry,
+    device: torch.device,
+    free_after_weights: int,
+    reserve_bytes: int,
+    max_seqs: int,
+    max_model_len: int,
+) -> int:
+    """The size of a KV pool that nobody asked for, in whole extents of `pool_geometry`.
+
+    On CUDA 90 % of what weights and reserve leave free: the device is there for this. On the host, which others work
+    on, a quarter of what the weights leave free, and at most 1 GiB. On both
+
+    - never more extents than `max_seqs` sequences of `max_model_len` and the null block can use;
+    - at least one sequence of `max_model_len` and the null block, where weights and reserve leave that much.
+    """
+    fitted, num_blocks = _auto_pool(geometry, device, free_after_weights, reserve_bytes, max_seqs, max_model_len)
+    return fitted.bytes_for_blocks(num_blocks)
+
+
+def _auto_pool(
+    geometry: Geometry,
+    device: torch.device,
+    free_after_weights: int,
+    reserve_bytes: int,
+    max_seqs: int,
+    max_model_len: int,
+) -> tuple[Geometry, int]:
+    """(geometry with fitting extents, blocks) of the pool that `auto_kv_bytes` describes."""
+    per_sequence = geometry.blocks_for_tokens(max_model_len)
+    room = max(0, free_after_weights - reserve_bytes)
+    if device.type == "cpu":
+        wanted = min(int(max(0, free_after_weights) * _HOST_SHARE), _HOST_MOST_BYTES)
+    else:
+        wanted = int(room * _CUDA_SHARE)
+    least, most = 1 + per_sequence, 1 + max_seqs * per_sequence
+    about = min(most * geometry.block_stride, max(wanted, least * geometry.block_stride))
+    fitted = pool_geometry(geometry, about)
+    num_blocks = min(most, fitted.blocks_for_bytes(wanted))
+    if num_blocks < least and fitted.bytes_for_blocks(least) <= room:
+        num_blocks = least
+    return fitted, fitted.blocks_for_bytes(fitted.bytes_for_blocks(num_blocks))  # extents are whole: use all of them
+
+
+def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_bytes: int | None) -> int:
+    """Extents that the pool keeps: of `min_bytes`, or else of one sequence, but no more than a quarter of the pool."""
+    most = geometry.extents_for_blocks(num_blocks)
+    if min_bytes is not None:
+        return min(most, max(1, -(-min_bytes // geometry.extent_bytes)))
+    sequence = geometry.extents_for_blocks(1 + geometry.blocks_for_tokens(max_model_len))
+    return max(1, min(sequence, -(-most // 4)))
+
+
+def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
+    """`geometry` with extents that suit a pool of `kv_bytes`: the usual ones, or smaller, so that there are 32. Those of a
+    large pool are whole huge pages, which go back ten times faster.
+    """
+    granule = max(geometry.granule_bytes, preferred_granule(kv_bytes))
+    target = min(EXTENT_TARGET_BYTES, max(granule, kv_bytes // _LEAST_EXTENTS))
+    return replace(geometry, granule_bytes=granule).with_extents(target)
+
+
+def working_reserve_bytes(
+    text_config: Any, max_step_tokens: int, max_seqs: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes that the activations of the largest step take, besides weights and KV.
+
+        max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element
+      + max_seqs x vocabulary x (bytes per element + 8)
+      + 256 MiB of workspaces on CUDA
+
+    Of a layer live at a time: residual, its norm, the attention's and the MLP's output; gate, up and their product
+    (of all experts that a token goes to); query, key and value, before and after the rotation. Logits are computed for
+    the sequences that sample, and the sampler needs them as float32 twice.
+    """
+    hidden = int(getattr(text_config, "hidden_size", 0) or 0)
+    head_dim = getattr(text_config, "head_dim", None) or hidden // (getattr(text_config, "num_attention_heads", 0) or 1)
+    heads = getattr(text_config, "num_attention_heads", 0) or 0
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    experts = getattr(text_config, "num_experts_per_tok", 0) or 0
+    one_expert = getattr(text_config, "moe_intermediate_size", None) or 0
+    dense = getattr(text_config, "intermediate_size", None) or 4 * hidden
+    widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
+    intermediate = max(widest, experts * (one_expert or widest))
+    per_token = 4 * hidden + 3 * intermediate + 2 * head_dim * (heads + 2 * kv_heads)
+    logits = max_seqs * int(text_config.vocab_size) * (dtype.itemsize + 8)
+    workspaces = 0 if device.type == "cpu" else CUDA_WORKSPACE_BYTES
+    return int(max_step_tokens * per_token * dtype.itemsize) + logits + workspaces
+
+
+def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
+    """Bytes that captured decode steps keep: the activations of the largest, which the others share, and its logits."""
+    rows = sizes_for(max_seqs)[-1]
+    return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # without the usual workspaces
+
+
+def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:
+    granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return Geometry.from_config(checkpoint.config, block_size=block_size, dtype=name, granule_bytes=granule)
+    except GeometryError as error:
+        raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error
+
+
+def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
+    room, asked_bytes = plan.free_bytes - plan.weights_bytes - plan.primitives_bytes, asked.max_bytes
+    if asked_bytes is not None and asked.min_bytes != asked.max_bytes:  # it may grow into what is not free yet
+        now_bytes, asked_bytes = plan.min_kv_bytes, asked.min_bytes
+    else:
+        now_bytes = plan.kv_bytes
+    least = pool_geometry(plan.geometry, 0).bytes_for_blocks(_LEAST_BLOCKS)
+    if asked.max_bytes is not None and plan.num_blocks < _LEAST_BLOCKS:
+        raise ConfigError(
+            f"kv_memory {format_bytes(asked.max_bytes)} is no pool: the least is {_LEAST_BLOCKS} blocks, one of them the "
+            f"null block, and one of {plan.block_size} tokens takes {format_bytes(plan.geometry.block_stride)}; ask "
+            f"for {least:,} bytes or more, or for smaller blocks"
+        )
+    if plan.num_blocks < _LEAST_BLOCKS or now_bytes > room:
+        needed, besides = max(now_bytes, least), f"{format_bytes(plan.weights_bytes)} of weights"
+        if plan.primitives_bytes:
+            besides += f" and {format_bytes(plan.primitives_bytes)} of oneDNN's primitives"
+        less = f"ask for at most {format_bytes(room)} of kv_memory, or " if asked_bytes and room >= least else ""
+        raise NotEnoughMemory(
+            needed,
+            max(0, room),
+            f"the KV pool of {plan.model} on {plan.device}, besides {besides}",
+            f"{less}free {format_bytes(needed - room)} on {plan.device}",
+        )

@@ -1,0 +1,28 @@
+"""What this process holds of a device, and what its libraries can give back of it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import psutil
+import torch
+
+from ...monitor.units import MIB
+
+_CUDA_CONTEXT_BYTES = 512 * MIB
+
+
+def trim(device: torch.device) -> None:
+    """Give back what is kept for later: torch's free segments, or the free pages of the heap (malloc_trim, glibc)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)
+
+
+def process_bytes(device: torch.device) -> int:
+    """What this process holds of the device: its resident set, or torch's segments and the context."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0
+        return reserved + _CUDA_CONTEXT_BYTES
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,286 @@
+"""Beam search: with which of the candidates that its beams tell a prompt goes on. The algorithm is that of transformers 5.23
+(`_beam_search`), with its numbers in float32 and its rules for ending; who computes the beams, and when, is the scheduler's
+business: docs/decisions/0024-beams.md.
+
+Each step chooses among the candidates of all beams those with the highest sum of log-probabilities. The best that do not end go
+on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty. Where
+there are fewer candidates than beams, some requests are spare, until a later step has a use for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ...scheduler.outcome import BeamMove, Finished
+from ...scheduler.plan import Candidates, Float32
+from ...scheduler.request import Request, SamplingParams
+from ...scheduler.sequence import FinishReason
+from .states import RequestState
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LENGTH_PENALTY = 1.0
+_FLOAT32 = np.finfo(np.float32)
+
+
+class Hypothesis(NamedTuple):
+    """A continuation that has ended."""
+
+    score: np.float32  # the sum of its log-probabilities, over its length to the power of the penalty
+    token_ids: list[int]
+    reason: FinishReason
+    logprob: float  # the sum
+
+
+class _Beam(NamedTuple):
+    """A continuation that goes on."""
+
+    request_id: str
+    token_ids: list[int]
+    logprob: np.float32
+
+
+class _Next(NamedTuple):
+    """A beam's candidate: one of those that the beams go on with, or end by."""
+
+    beam: int
+    token: int
+    logprob: np.float32
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """What a search goes by. `longest` is in generated tokens; there are `num_candidates` to be told by each beam."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    end_ids: frozenset[int]
+    longest: int
+
+    @classmethod
+    def resolve(cls, params: SamplingParams, end_ids: Sequence[int], longest: int) -> BeamRules:
+        """From parameters in which nothing is to be filled in any more but by defaults."""
+        penalty = DEFAULT_LENGTH_PENALTY if params.length_penalty is None else float(params.length_penalty)
+        return cls(params.num_beams or 1, penalty, params.early_stopping or False, frozenset(end_ids), longest)
+
+    @property
+    def num_candidates(self) -> int:
+        """So many that `num_beams` are left if each end id is among the best of each beam."""
+        return num_candidates(self.num_beams, len(self.end_ids))
+
+
+def num_candidates(num_beams: int, num_end_ids: int) -> int:
+    """Candidates that each of so many beams tells."""
+    return max(2, 1 + num_end_ids) * num_beams
+
+
+class BeamSearch:
+    """The beams of one prompt. `tell` it candidates; `choose` once all have told. Mutable, not thread-safe.
+
+    Args:
+        rules: What it goes by.
+        request_ids: Of the beams. All have the prompt alone at first, and the first one speaks for them.
+    """
+
+    def __init__(self, rules: BeamRules, request_ids: Sequence[str]) -> None:
+        self.rules = rules
+        self.over = False
+        self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
+        self._spare: list[str] = []  # requests that no beam goes on in
+        self._told: dict[str, Candidates] = {}
+        self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
+
+    @property
+    def ready(self) -> bool:
+        """Whether all have told that there are to choose from."""
+        speak = self._beams if self._length else self._beams[:1]
+        return not self.over and all(beam.request_id in self._told for beam in speak)
+
+    @property
+    def best(self) -> list[Hypothesis]:
+        """What was found so far, best first: whole ones, and where they are too few, beams as they are."""
+        missing = self.rules.num_beams - len(self._ended)
+        left = [self._hypothesis(b.token_ids, b.logprob) for b in self._beams] if missing and self._length else []
+        return self._ended + left[:missing]
+
+    def tell(self, request_id: str, candidates: Candidates) -> None:
+        """What a beam could go on with. A spare request has no say."""
+        if request_id not in self._spare:
+            self._told[request_id] = candidates
+
+    def choose(self) -> list[BeamMove]:
+        """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
+        the search is `over`.
+        """
+        taken = self._taken()
+        length = self._length + 1
+        self._keep_ended(taken)
+        going = [one for one in taken if not one.ends][: self.rules.num_beams]
+        if not going or self._is_over(going[0].logprob, length):
+            self.over = True
+            return []
+        return self._go_on(going)
+
+    @property
+    def _length(self) -> int:
+        """Generated tokens of each beam."""
+        return len(self._beams[0].token_ids)
+
+    def _taken(self) -> list[_Next]:
+        """The best candidates of all beams, best first."""
+        rules, beams = self.rules, self._beams if self._length else self._beams[:1]
+        told = [self._told[beam.request_id] for beam in beams]
+        owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in told])
+        before = np.array([beam.logprob for beam in beams], np.float32)[owners]
+        tokens = np.concatenate([c.token_ids for c in told])
+        logprobs: Float32 = np.concatenate([c.logprobs for c in told]) + before
+        keys: Float32 = np.concatenate([c.keys for c in told]) + before
+        order = np.lexsort((tokens, owners, -keys))[: rules.num_candidates]
+        last = self._length + 1 >= rules.longest
+        return [
+            _Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order
+        ]
+
+    def _keep_ended(self, taken: list[_Next]) -> None:
+        """Those that end, of the first `num_beams`, are whole, and beams that nothing can follow; the best of all stay."""
+        for beam in self._beams if self._length else ():
+            if not len(self._told[beam.request_id].token_ids):
+                self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
+        for one in taken[: self.rules.num_beams]:
+            if one.ends:
+                tokens = [*self._beams[one.beam].token_ids, one.token]
+                self._ended.append(self._hypothesis(tokens, one.logprob))
+        self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of equal ones the older is better
+        del self._ended[self.rules.num_beams :]
+
+    def _is_over(self, best: np.float32, length: int) -> bool:
+        """Whether there are enough whole ones, and going on, with `best` as the highest sum, makes none that is better."""
+        rules = self.rules
+        if len(self._ended) < rules.num_beams:
+            return False
+        if rules.early_stopping is True:
+            return True
+        reaches = rules.longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length
+        return not self._score(best, reaches) > self._ended[-1].score
+
+    def _go_on(self, going: list[_Next]) -> list[BeamMove]:
+        """Each beam keeps its place with the first that continues it; the others take the places of beams that end, and those
+        that are spare.
+        """
+        first = not self._length
+        names = [beam.request_id for beam in self._beams]
+        kept = {} if first else {one.beam: None for one in going}
+        spare = [name for place, name in enumerate(names) if place not in kept] + self._spare
+        spare.reverse()
+        beams, moves = [], []
+        for one in going:
+            stays = kept.pop(one.beam, 0) is None
+            name = names[one.beam] if stays else spare.pop()
+            source = name if first else names[one.beam]
+            moves.append(BeamMove(name, source, one.token))
+            beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
+        self._beams, self._told, self._spare = beams, {}, spare[::-1]
+        return moves
+
+    def _hypothesis(self, tokens: list[int], logprob: np.float32) -> Hypothesis:
+        score = self._score(logprob, len(tokens))
+        return Hypothesis(score, tokens, "stop" if tokens[-1] in self.rules.end_ids else "length", float(logprob))
+
+    def _score(self, logprob: np.float32, length: int) -> np.float32:
+        """The sum `logprob` over `length` to the power of the penalty, both within what a float32 can say."""
+        try:
+            divisor = length**self.rules.length_penalty
+        except OverflowError:
+            divisor = math.inf
+        divisor = min(max(divisor, float(_FLOAT32.tiny)), float(_FLOAT32.max))
+        with np.errstate(over="ignore"):
+            return np.float32(logprob / np.float32(divisor))
+
+
+class BeamTickets:
+    """A search, and whoever waits for it: tells it what its beams' requests give, and its tickets what came of it.
+
+    Args:
+        search: Over the beams that `requests` are.
+        requests: All begin with the same prompt.
+        tickets: Of the best that it finds.
+    """
+
+    def __init__(self, search: BeamSearch, requests: Sequence[Request], tickets: Sequence[RequestState]) -> None:
+        self.search = search
+        self.tickets = tickets
+        self._running = {request.request_id for request in requests}
+        self._preemptions = 0
+        self._num_cached_tokens: int | None = None
+        self._end: FinishReason | None = None  # why it ended before the search was over
+        self._error: str | None = None
+
+    @property
+    def running(self) -> list[str]:
+        """Its requests that have not ended; none once it is settled what comes of it."""
+        return [] if self._end is not None or self.search.over else list(self._running)
+
+    @property
+    def left(self) -> list[str]:
+        """Its requests that have not ended, whatever comes of it."""
+        return list(self._running)
+
+    def take(self, request_id: str, candidates: Candidates) -> tuple[list[BeamMove], list[str]]:
+        """What a beam tells. Returns how the beams go on, once all have told, and the requests that no move names.
+
+        These are spare; or, where there is no move, none of them is needed any more.
+        """
+        if self._end is not None or self.search.over:
+            return [], []
+        self.search.tell(request_id, candidates)
+        if not self.search.ready:
+            return [], []
+        moves = self.search.choose()
+        return moves, sorted(self._running - {move.request_id for move in moves})
+
+    def fail(self, error: BaseException) -> list[str]:
+        """It cannot go on. Returns the requests to be ended."""
+        self._end, self._error = "error", f"{type(error).__name__}: {error}"
+        return list(self._running)
+
+    def finish(self, finished: Finished, now: float) -> list[str]:
+        """One of its requests has ended: with the last one the tickets have their outputs. Returns the others, where they
+        are to end too: all of them, unless it was the search's own doing.
+        """
+        self._running.discard(finished.request_id)
+        self._preemptions += finished.num_preemptions
+        if finished.num_cached_tokens is not None:  # the same of all
+            self._num_cached_tokens = finished.num_cached_tokens
+        dropped = finished.reason == "stop"  # its place was needed no more
+        if not dropped and not self.search.over and self._end is None:
+            self._end, self._error = finished.reason, finished.error
+        if not self._running:
+            self._tell(now)
+        return [] if dropped else list(self._running)
+
+    def _tell(self, now: float) -> None:
+        best: list[Hypothesis] = []
+        try:
+            best = self.search.best
+        except Exception as error:
+            log.exception("a beam search cannot say what it found")
+            self.fail(error)
+        for place, ticket in enumerate(self.tickets):
+            found = best[place] if place < len(best) else None
+            tokens = found.token_ids if found is not None else []
+            for token in tokens:
+                ticket.push(token, now)
+            reason: FinishReason = self._end or (found.reason if found is not None else "length")
+            end = Finished(
+                ticket.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
+                self._num_cached_tokens,
+            )  # fmt: skip
+            ticket.finish(end, now)

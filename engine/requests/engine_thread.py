@@ -1,0 +1,438 @@
+"""The thread that makes an engine's steps for callers who wait on event loops.
+
+Whatever they ask is a message to it, handled between two steps, so that no event loop ever waits for a step or a lock. What
+comes of it goes to each loop in one call a step.
+
+    caller's loop          a thread for the tokenizer      the stepper's thread
+    begin ───────────────► what was asked, as ids ───────► _arrive, _submit, where there is room
+                             └► constraints compiled ────►   (in other threads: it may take seconds)
+    want, forget, ask ───────────────────────────────────► handled between steps
+    _settle ◄───────────── one call per loop and step ──── _hand_out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from ..build import Engine
+from ..errors import EngineClosed
+from ..process.cpu_threads import own_threads, use_own_threads
+from .inputs import PromptInput
+from .manager import RequestManager, ready_chunk
+from .outputs import RequestOutput, StreamChunk
+from .states import RequestGroup, RequestState
+
+log = logging.getLogger(__name__)
+
+Waiter = asyncio.Future[Any]
+EXIT_WAIT_S = 10.0
+COMPILE_THREADS = 4
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+class PendingCall:
+    """What one caller asked for. Mutated by the stepper's thread, but for `forgotten`, which the caller sets.
+
+    Args:
+        waiter: A future of the caller's loop. Its result is what there is: the outputs, once all are there; or, of a stream,
+            the chunks that are ready, at least one; then `EngineThread.want` names the next one. An error is raised.
+        interval: Tokens of a stream's chunk, at least; None for no stream.
+    """
+
+    def __init__(self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None) -> None:
+        self.loop = waiter.get_loop()
+        self.waiter: Waiter | None = waiter
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.interval = interval
+        self.asked: list[PromptInput] = []  # until it is queued
+        self.tickets: list[RequestState] = []  # of a stream those whose last chunk was not given
+        self.answers: tuple[RequestGroup, ...] = ()  # of all, once it is queued
+        self.num_running = 0  # tickets that have not ended
+        self.forgotten = False  # its caller is gone
+        self.over = False  # nothing more comes of it
+
+    def collect(self) -> list[RequestOutput] | list[StreamChunk]:
+        """What is ready for the caller, perhaps nothing. Under the engine's lock."""
+        if self.interval is None:
+            if self.num_running:
+                return []
+            self.over = True
+            return [ticket.answer.output for ticket in self.tickets if ticket.number == 0]
+        chunks = []
+        while (chunk := ready_chunk(self.tickets, self.interval)) is not None:
+            chunks.append(chunk)
+        self.over = not self.tickets
+        return chunks
+
+
+class EngineThread(threading.Thread):
+    """Makes the steps of `desk` while there is work, and sleeps otherwise. Closes it at its end.
+
+    The methods without an underscore may be called by any thread and wait for nothing; those that end a call (`forget`,
+    `end`) by the garbage collector too, in the middle of anything else.
+    """
+
+    def __init__(self, desk: RequestManager, max_waiting: int) -> None:
+        super().__init__(name="pagetide-steps", daemon=True)
+        self.ended = False
+        self._failure: BaseException | None = None  # what broke the engine
+        self._desk = desk
+        self._max_waiting = max_waiting
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
+        self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
+        self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
+        self._compiled: list[
+            Future[None]
+        ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
+        self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come first served
+        self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
+        self._calls: dict[RequestState, PendingCall] = {}  # of tickets that have not ended
+        self._ready: dict[PendingCall, None] = {}  # that may have something for who waits
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
+        self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
+        self._draining = self._ending = False
+        self._drained: list[Waiter] = []  # told when nothing is in flight
+        self._joining: list[Waiter] = []  # told when this thread ends
+        self._num_threads = own_threads()
+        desk.on_news = lambda tickets: self._inbox.put(partial(self._note, tickets))  # perhaps of the memory's keeper
+        self.start()
+        _running.add(self)
+
+    # -- from any thread -----------------------------------------------------------------------------------------
+
+    def begin(self, call: PendingCall, asked: Callable[[], list[PromptInput]]) -> None:
+        """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
+
+        Constraints are compiled in other threads, so that later calls do not wait for them.
+        """
+
+        def encode() -> None:
+            if call.forgotten:
+                return
+            what = self._tried(asked)
+            if isinstance(what, BaseException) or all(one.prepared.ready for one in what):
+                self._inbox.put(partial(self._arrive, call, what))
+                return
+            self._compiled = [future for future in self._compiled if not future.done()]
+            self._compiled.append(self._compiling.submit(compile_all, what))
+
+        def compile_all(what: list[PromptInput]) -> None:
+            if not call.forgotten:
+                self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, what))))
+
+        self._encode(encode)
+
+    def want(self, waiter: Waiter, call: PendingCall) -> None:
+        """Settle `waiter` with what comes next of a stream; with nothing where it was forgotten, or the thread has ended."""
+        self._inbox.put(partial(self._want, waiter, call))
+        if self.ended and not waiter.done():
+            waiter.set_result([])
+
+    def forget(self, call: PendingCall) -> None:
+        """Abort what has not ended of `call`; whoever waits for it is told nothing."""
+        call.forgotten = True
+        self._inbox.put(partial(self._forget, call))
+
+    def ask(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
+        """Settle `waiter` with the answer, between two steps. Raises EngineClosed."""
+        self._tell(partial(self._answer, waiter, question))
+
+    def compute(self, waiter: Waiter, question: Callable[[], Any]) -> None:
+        """Settle `waiter` with the answer, found on the tokenizer's thread. Raises EngineClosed."""
+
+        def answer() -> None:
+            value = self._tried(question)
+            self._inbox.put(partial(self._settle, waiter, value))
+
+        self._encode(answer)
+
+    def pause(self, waiter: Waiter) -> None:
+        """Make no step until `resume`; settle `waiter` when none runs any more. Raises EngineClosed."""
+        self._tell(partial(self._pause, waiter))
+
+    def resume(self, of: Waiter | None = None) -> None:
+        """End the pause that `of` asked for, or the oldest. Steps are made again when none lasts. Raises EngineClosed."""
+        self._tell(partial(self._resume, of))
+
+    def drain(self, waiter: Waiter) -> None:
+        """Refuse calls from now on; settle `waiter` when all before have ended. Raises EngineClosed."""
+
+        def behind_all() -> None:
+            # Calls that came before are tokenised by now; some may still be compiling.
+            wait(self._compiled)
+            self._inbox.put(partial(self._drain, waiter))
+
+        self._encode(behind_all)
+
+    def end(self, waiter: Waiter | None = None) -> None:
+        """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent.
+
+        Raises EngineClosed in a forked child.
+        """
+        self._desk.check_process()
+        self._inbox.put(partial(self._end, waiter))
+        if self.ended and waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def closed(self) -> EngineClosed:
+        """What whoever comes too late is told; its cause is what broke the engine, if that is why."""
+        error = EngineClosed("this AsyncLLM is stopped: make a new one")
+        error.__cause__ = self._failure
+        return error
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        self._desk.check_process()
+        self._inbox.put(message)
+        if self.ended:  # perhaps nobody reads it
+            raise self.closed()
+
+    def _encode(self, work: Callable[[], None]) -> None:
+        self._desk.check_process()
+        if self._desk.engine is None:
+            raise self.closed()
+        try:
+            self._encoding.submit(work)
+        except RuntimeError:  # it was shut down meanwhile
+            raise self.closed() from self._failure
+
+    def _tried(self, question: Callable[[], Any]) -> Any:
+        """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
+        try:
+            return question()
+        except EngineClosed:  # the desk does not know why
+            return self.closed()
+        except BaseException as error:
+            return error
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            use_own_threads(self._num_threads)
+            while not self._ending:
+                self._receive()
+                self._let_in()
+                self._hand_out()
+                if self._may_step:
+                    self._step()
+                elif not self._ending:
+                    self._inbox.get()()  # asleep
+        except BaseException as error:
+            log.exception("the engine's thread broke; all requests end")
+            self._failure = error
+        self._finish()
+
+    @property
+    def _may_step(self) -> bool:
+        return self._desk.has_work and not self._pauses and not self._ending
+
+    def _step(self) -> None:
+        try:
+            self._desk.step()
+        except Exception:
+            raise
+        except BaseException:  # such as SystemExit: the next step tells whose requests it ended (EngineCore.step)
+            log.exception("a step was interrupted; its requests end")
+
+    def _receive(self) -> None:
+        """Handle the messages that are there."""
+        for _ in range(self._inbox.qsize()):  # those that come meanwhile are for the next time
+            self._inbox.get()()
+
+    def _let_in(self) -> None:
+        """Queue who waits for room, as far as there is some. The ended loops' callers leave first."""
+        for loop in [loop for loop in self._open if loop.is_closed()]:
+            for call in list(self._open[loop]):
+                self._forget(call)
+        engine = self._desk.engine
+        while self._arrived and engine is not None and engine.core.scheduler.num_waiting < self._max_waiting:
+            self._submit(self._arrived.popitem(last=False)[0])
+
+    def _hand_out(self) -> None:
+        """Settle the waiters for whom there is something: one call to each of their loops."""
+        if self._ready:
+            ready, self._ready = self._ready, {}
+            with self._desk.lock:
+                news = [(call, call.collect()) for call in ready if call.waiter is not None]
+            for call, what in news:
+                if what:
+                    self._give(call, what)
+        if self._drained and not (self._arrived or self._desk.has_work):
+            for waiter in self._drained:
+                self._settle(waiter, None)
+            self._drained.clear()
+        outbox, self._outbox = self._outbox, {}
+        for loop, settled in outbox.items():
+            with suppress(RuntimeError):  # a closed loop: its calls are aborted before the next step
+                loop.call_soon_threadsafe(_settle, settled)
+
+    def _finish(self) -> None:
+        """Everybody is told: aborted, or what broke the engine. Then nothing is read any more."""
+        try:
+            while self._arrived and self._failure is None:
+                self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
+            self._desk.close(self._failure)
+        except BaseException as trouble:
+            log.exception("the engine could not be closed in order")
+            self._failure = self._failure or trouble
+        # After these two, all calls that began have arrived.
+        self._encoding.shutdown()
+        self._compiling.shutdown()
+        self._receive()
+        self._hand_out()
+        self.ended = True
+        while not self._inbox.empty():
+            self._receive()
+        for call in [call for calls in self._open.values() for call in calls]:
+            if call.waiter is not None:
+                self._settle(call.waiter, self.closed())
+        for waiter in (*self._drained, *self._joining):
+            self._settle(waiter, None)
+        for held in (self._open, self._calls, self._ready, self._drained):  # a stream's rest is taken by its reader
+            held.clear()
+        self._desk.on_news = None
+        self._hand_out()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: PendingCall, asked: list[PromptInput] | BaseException) -> None:
+        if call.forgotten:
+            return
+        if isinstance(asked, BaseException):
+            self._give(call, asked)
+        elif self._draining:
+            self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
+        else:
+            call.asked = asked
+            self._open.setdefault(call.loop, {})[call] = None
+            self._arrived[call] = None
+
+    def _submit(self, call: PendingCall) -> None:
+        asked, call.asked = call.asked, []
+        try:
+            call.tickets = self._desk.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
+        except Exception as error:
+            self._give(call, error)
+            return
+        call.answers = tuple(ticket.answer for ticket in call.tickets if ticket.number == 0)
+        call.num_running = len(call.tickets)
+        self._calls.update((ticket, call) for ticket in call.tickets)
+
+    def _note(self, tickets: Iterable[RequestState]) -> None:
+        """These have news; a ticket may be named several times."""
+        for ticket in tickets:
+            call = self._calls.get(ticket)
+            if call is None:
+                continue
+            if ticket.completion is not None:
+                del self._calls[ticket]
+                call.num_running -= 1
+            if call.interval is not None or not call.num_running:
+                self._ready[call] = None
+
+    def _want(self, waiter: Waiter, call: PendingCall) -> None:
+        if call.forgotten or self.ended:
+            self._settle(waiter, [])
+            return
+        call.waiter = waiter
+        self._ready[call] = None
+
+    def _forget(self, call: PendingCall) -> None:
+        call.forgotten = True
+        self._arrived.pop(call, None)
+        self._desk.abandon(call.tickets)
+        for ticket in call.tickets:
+            self._calls.pop(ticket, None)
+        self._give(call, [])
+
+    def _give(self, call: PendingCall, what: Any) -> None:
+        """Settle who waits for `call`. Its last if it is over, or an error."""
+        call.over |= isinstance(what, BaseException)
+        waiter, call.waiter = call.waiter, None
+        if waiter is not None:
+            self._settle(waiter, what)
+        if call.over or call.forgotten:
+            self._ready.pop(call, None)
+            calls = self._open.get(call.loop, {})
+            calls.pop(call, None)
+            if not calls:
+                self._open.pop(call.loop, None)
+
+    def _answer(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
+        def answer() -> Any:
+            with self._desk.lock:
+                return question(self._desk.open())
+
+        self._settle(waiter, self._tried(answer))
+
+    def _pause(self, waiter: Waiter) -> None:
+        if self._desk.engine is None:
+            self._settle(waiter, self.closed())
+            return
+        self._pauses[waiter] = None
+        self._apply_pauses()
+        self._settle(waiter, None)
+
+    def _resume(self, of: Waiter | None) -> None:
+        if of is None:
+            of = next(iter(self._pauses), None)
+        if of in self._pauses:
+            del self._pauses[of]
+            self._apply_pauses()
+
+    def _apply_pauses(self) -> None:
+        with self._desk.lock:  # a step for the memory's sake may be running
+            self._desk.paused = bool(self._pauses)
+            if self._pauses and self._desk.engine is not None:
+                self._desk.settle(self._desk.engine)  # nor does the device do anything then
+
+    def _drain(self, waiter: Waiter) -> None:
+        self._draining = True
+        self._pauses.clear()  # what is paused would never end
+        self._apply_pauses()
+        self._drained.append(waiter)
+
+    def _end(self, waiter: Waiter | None) -> None:
+        self._ending = True
+        if waiter is not None:
+            self._joining.append(waiter)
+
+    def _settle(self, waiter: Waiter, what: Any) -> None:
+        self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
+
+
+def _compiled(asked: list[PromptInput]) -> list[PromptInput]:
+    """`asked`, with its constraints compiled. Raises RequestRejected."""
+    for one in asked:
+        one.prepared.compile()
+    return asked
+
+
+def _settle(settled: list[tuple[Waiter, Any]]) -> None:
+    """On the waiters' loop."""
+    for waiter, what in settled:
+        if not waiter.done():  # by a cancellation, which its caller has told of
+            waiter.set_result(what)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is in the middle of a step while the interpreter goes down may take the process with it."""
+    steppers = [stepper for stepper in _running if stepper.is_alive()]
+    for stepper in steppers:
+        stepper.end()
+    for stepper in steppers:
+        stepper.join(EXIT_WAIT_S)

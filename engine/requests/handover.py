@@ -1,0 +1,325 @@
+"""A request that goes on in another process: what that has to know, as plain data, and checked where it comes in.
+
+The settings are those that the request was resolved to, with its seed and end ids, so that nothing of the other engine's own
+defaults comes in: docs/decisions/0022-hand-over.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from ...cache.block_table import Int32
+from ...scheduler.errors import RequestRejected
+from ...scheduler.plan import ChunkLogprobs
+from ...scheduler.request import MOST_FORKS, Request, Sampling, SamplingParams
+from .outputs import TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+VERSION = 2
+_NEW = {2: ("num_cached_tokens",)}  # keys that came with a version; what is older is read without them
+_KEYS = (
+    "version", "model", "vocab_size", "prompt", "prompt_token_ids", "token_ids", "sampling", "index", "priority", "cache_salt",
+    "num_told_tokens", "num_told_characters", "num_preemptions", "num_cached_tokens", "first_token_s", "total_s", "logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
+_SETTINGS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "bad_words_ids", "logit_bias", "json_schema", "regex", "grammar", "stop", "stop_token_ids", "seed",
+    "logprobs", "prompt_logprobs", "n", "num_beams", "length_penalty", "early_stopping",
+)  # fmt: skip
+_SCORES = ("token_ids", "logprobs", "ranks")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handover:
+    """A request as it is between two steps. `params` say all that is to be known: see `settled`.
+
+    Of `token_ids` the first `num_told_tokens` were given to whoever reads the stream, of their text `num_told_characters`.
+    Seconds and preemptions are those so far. `num_cached_tokens` (`Finished`) is None where the prompt was not admitted yet, or
+    the data are of a version that does not say. The log-probabilities are those of `token_ids`, and of the prompt's from the
+    second on, as far as they were computed; None where nobody asked.
+    """
+
+    prompt: str | None
+    prompt_token_ids: Int32
+    token_ids: Int32
+    params: SamplingParams
+    index: int
+    priority: int
+    cache_salt: str | None
+    num_told_tokens: int
+    num_told_characters: int
+    num_preemptions: int
+    num_cached_tokens: int | None
+    first_token_s: float | None
+    total_s: float
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+    def request(self, fresh: Request) -> Request:
+        """`fresh`, which has this one's prompt and settings, at the point that this one came to. The seconds so far count as if
+        they had been spent here.
+        """
+        whole = self.prompt_logprobs is not None and len(self.prompt_logprobs) == len(self.prompt_token_ids) - 1
+        of_prompt = None if whole else fresh.sampling.prompt_logprobs
+        return replace(
+            fresh,
+            sampling=replace(fresh.sampling, index=self.index, prompt_logprobs=of_prompt),
+            arrival=fresh.arrival - self.total_s,
+            generated=self.token_ids,
+        )
+
+    def to_dict(self, model: str, vocab_size: int) -> dict[str, Any]:
+        """Plain data, for JSON, of a request that was computed by that model."""
+        settings = {name: _plain(value) for name in _SETTINGS if (value := getattr(self.params, name)) is not None}
+        if self.params.logit_bias is not None:
+            settings["logit_bias"] = [[int(i), float(bias)] for i, bias in self.params.logit_bias.items()]
+        values = (
+            VERSION, model, vocab_size, self.prompt, self.prompt_token_ids.tolist(), self.token_ids.tolist(), settings,
+            self.index, self.priority, self.cache_salt, self.num_told_tokens, self.num_told_characters, self.num_preemptions,
+            self.num_cached_tokens, self.first_token_s, self.total_s, _told(self.logprobs), _told(self.prompt_logprobs),
+        )  # fmt: skip
+        return dict(zip(_KEYS, values, strict=True))
+
+    @classmethod
+    def from_dict(cls, data: object, model: str, vocab_size: int) -> Self:
+        """What `to_dict` gave, for an engine with that model. Another model of the same vocabulary size is logged, no more.
+
+        Raises:
+            RequestRejected: it is of another version or another vocabulary, or no such data at all.
+        """
+        if not isinstance(data, Mapping):
+            raise RequestRejected(
+                f"what was handed over must be a mapping, as export gives it, got {type(data).__name__}"
+            )
+        version = data.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
+            raise RequestRejected(
+                f"what was handed over has the version {version!r}, and this process reads versions 1 to {VERSION}: let both "
+                f"have the same release of pagetide"
+            )
+        newer = [key for since, keys in _NEW.items() if since > version for key in keys]
+        _check_keys("what was handed over", data, [key for key in _KEYS if key not in newer], every=True)
+        data = {**dict.fromkeys(newer), **data}
+        _check_model(data, model, vocab_size)
+        _check(data, "prompt", str, optional=True)
+        _check(data, "cache_salt", str, optional=True)
+        _check_count(data, "index", MOST_FORKS - 1)
+        _check(data, "priority", int)
+        token_ids, prompt_token_ids = (_ids(name, data[name], vocab_size) for name in ("token_ids", "prompt_token_ids"))
+        for name, most in (
+            ("num_told_tokens", len(token_ids)),
+            ("num_told_characters", None),
+            ("num_preemptions", None),
+        ):
+            _check_count(data, name, most)
+        if data["num_cached_tokens"] is not None:
+            _check_count(data, "num_cached_tokens", len(prompt_token_ids))
+        _check_seconds(data, "total_s")
+        if data["first_token_s"] is not None:
+            _check_seconds(data, "first_token_s")
+        params = _params(data["sampling"])
+        if (params.num_beams or 1) > 1 and len(token_ids):
+            raise RequestRejected(
+                "a beam search is handed over from its beginning: token_ids must be empty with num_beams"
+            )
+        return cls(
+            prompt=data["prompt"],
+            prompt_token_ids=prompt_token_ids,
+            token_ids=token_ids,
+            params=params,
+            index=data["index"],
+            priority=data["priority"],
+            cache_salt=data["cache_salt"],
+            num_told_tokens=data["num_told_tokens"],
+            num_told_characters=data["num_told_characters"],
+            num_preemptions=data["num_preemptions"],
+            num_cached_tokens=data["num_cached_tokens"],
+            first_token_s=data["first_token_s"],
+            total_s=data["total_s"],
+            logprobs=_read(data, "logprobs", params.logprobs, token_ids, vocab_size),
+            prompt_logprobs=_read(data, "prompt_logprobs", params.prompt_logprobs, prompt_token_ids[1:], vocab_size),
+        )
+
+
+def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
+    """`params`, which were resolved to `sampling`, as what they resolve to again, whatever the engine's own defaults are: of
+    one continuation, or one beam search.
+    """
+    searches = (params.num_beams or 1) > 1
+    form = {} if sampling.constraint is None else dict([sampling.constraint])
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        bad_words_ids=sampling.bad_words or None,
+        logit_bias=dict(sampling.logit_bias) or None,
+        stop=params.stop_strings or None,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=True,  # they are among these
+        seed=sampling.seed,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        n=params.n if searches else None,
+        num_beams=params.num_beams if searches else None,
+        length_penalty=params.length_penalty if searches else None,
+        early_stopping=params.early_stopping if searches else None,
+        **form,  # type: ignore[arg-type]
+    )
+
+
+def scores_of(entries: Sequence[TokenLogprobs], first: int) -> ChunkLogprobs:
+    """Log-probabilities, at least one, of the tokens from position `first` on, as a step would tell them."""
+    return ChunkLogprobs(
+        0,
+        first,
+        np.array([[e.token_id, *(i for i, _ in e.top)] for e in entries], np.int32),
+        np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in entries], np.float32),
+        np.array([e.rank for e in entries], np.int32),
+    )
+
+
+# -- out -----------------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def _told(entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    if not entries:
+        return {name: [] for name in _SCORES}
+    scores = scores_of(entries, 0)
+    return {name: getattr(scores, name).tolist() for name in _SCORES}
+
+
+# -- in ------------------------------------------------------------------------------------------------------------------
+
+
+def _check_keys(what: str, data: Mapping[Any, Any], known: Sequence[str], every: bool) -> None:
+    missing = [name for name in known if name not in data] if every else []
+    unknown = [name for name in data if name not in known]
+    if missing or unknown:
+        said = [f"lacks {', '.join(missing)}"] if missing else []
+        said += [f"has the unknown {', '.join(map(repr, unknown))}"] if unknown else []
+        raise RequestRejected(f"{what} {' and '.join(said)}: pass on what export gave, as a whole")
+
+
+def _check_model(data: Mapping[str, Any], model: str, vocab_size: int) -> None:
+    _check(data, "model", str)
+    _check(data, "vocab_size", int)
+    if data["vocab_size"] != vocab_size:
+        raise RequestRejected(
+            f"the request is of the model {data['model']!r} with {data['vocab_size']:,} tokens in its vocabulary; {model!r} "
+            f"has {vocab_size:,}: tokens mean something else here"
+        )
+    if data["model"] != model:
+        log.info("a request of the model %r goes on with %r, whose vocabulary has the same size", data["model"], model)
+
+
+def _check(data: Mapping[str, Any], name: str, kind: type, optional: bool = False) -> None:
+    value = data[name]
+    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, bool)):
+        return
+    article = {str: "a text", int: "an integer"}[kind]
+    raise RequestRejected(f"{name} must be {article}{' or None' if optional else ''}, got {value!r:.80}")
+
+
+def _check_count(data: Mapping[str, Any], name: str, most: int | None) -> None:
+    _check(data, name, int)
+    if data[name] < 0 or (most is not None and data[name] > most):
+        raise RequestRejected(f"{name} must be from 0 {'on' if most is None else f'to {most:,}'}, got {data[name]}")
+
+
+def _check_seconds(data: Mapping[str, Any], name: str) -> None:
+    value = data[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RequestRejected(f"{name} must be a number of seconds, got {value!r:.80}")
+
+
+def _ids(name: str, value: object, vocab_size: int) -> Int32:
+    if not isinstance(value, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise RequestRejected(f"{name} must be a list of token ids, got {value!r:.80}")
+    wrong = [i for i in value if not 0 <= i < vocab_size]
+    if wrong:
+        raise RequestRejected(f"{name} {wrong[:5]} are outside the vocabulary, which has 0 .. {vocab_size - 1:,}")
+    return np.array(value, np.int32)
+
+
+def _params(settings: object) -> SamplingParams:
+    if not isinstance(settings, Mapping):
+        raise RequestRejected(f"sampling must be a mapping, got {settings!r:.80}")
+    _check_keys("sampling", settings, _SETTINGS, every=False)
+    given = dict(settings)
+    for name in ("seed", "max_new_tokens", "stop_token_ids"):
+        if given.get(name) is None:  # another seed, limit or end would do, and change the tokens
+            raise RequestRejected(f"sampling has no {name}, without which the tokens could be others")
+    try:
+        if given.get("logit_bias") is not None:
+            given["logit_bias"] = dict(given["logit_bias"])
+        params = SamplingParams(**given, ignore_eos=True)
+    except (TypeError, ValueError) as error:
+        raise RequestRejected(f"sampling cannot be used: {error}") from error
+    if (params.num_beams or 1) == 1 and (params.n or 1) > 1:
+        raise RequestRejected(f"sampling has n {params.n}: each continuation is handed over by itself")
+    return params
+
+
+def _read(
+    data: Mapping[str, Any], name: str, asked: int | None, token_ids: Int32, vocab_size: int
+) -> tuple[TokenLogprobs, ...] | None:
+    """The log-probabilities of `token_ids`; of a prompt's those that are there. None where they are not `asked` for."""
+    value = data[name]
+    if (value is None) != (asked is None):
+        raise RequestRejected(f"{name} must be there if sampling asks for them, and None if not")
+    if value is None or asked is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestRejected(f"{name} must be a mapping of {', '.join(_SCORES)}, got {value!r:.80}")
+    _check_keys(name, value, _SCORES, every=True)
+    try:
+        ids, logprobs, ranks = (np.array(value[key]) for key in _SCORES)
+    except ValueError as error:
+        raise RequestRejected(f"{name} must be of lists of the same length: {error}") from error
+    count = len(ranks) if ranks.ndim else 0
+    shape = (count, 1 + min(asked, vocab_size))
+    whole = count <= len(token_ids) if name == "prompt_logprobs" else count == len(token_ids)
+    if not whole or (count and not (ids.shape == logprobs.shape == shape and ranks.shape == shape[:1])):
+        raise RequestRejected(
+            f"{name} must be of {len(token_ids)} tokens and {asked} more each, got {ids.shape} token_ids, {logprobs.shape} "
+            f"logprobs and {ranks.shape} ranks"
+        )
+    if not count:
+        return ()
+    if (
+        ids.dtype.kind != "i"
+        or ranks.dtype.kind != "i"
+        or logprobs.dtype.kind not in "if"
+        or not np.isfinite(logprobs).all()
+    ):
+        raise RequestRejected(f"{name} must be of integers and finite numbers")
+    if ranks.min() < 1 or ranks.max() > vocab_size:
+        raise RequestRejected(f"{name} must have ranks from 1 to {vocab_size:,}")
+    if ids.min() < 0 or ids.max() >= vocab_size or (ids[:, 0] != token_ids[:count]).any():
+        raise RequestRejected(f"{name} are of other tokens than the request's")
+    return tuple(
+        TokenLogprobs(one[0], numbers[0], rank, tuple(zip(one[1:], numbers[1:], strict=True)))
+        for one, numbers, rank in zip(ids.tolist(), logprobs.astype(float).tolist(), ranks.tolist(), strict=True)
+    )

@@ -1,0 +1,554 @@
+"""The desk that every door of the engine leads to: it takes requests in, makes steps, and hands out what came of them.
+
+Whoever waits for something makes the next step, under one lock; or somebody does it for all (`AsyncLLM`). What a step gives
+goes to the tickets of those it belongs to: docs/decisions/0023-doors.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...allocator.errors import LeaseClosed
+from ...scheduler.errors import RequestRejected
+from ...scheduler.outcome import Finished
+from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
+from ...scheduler.request import Request, SamplingParams
+from ..build import Engine, build
+from ..config import EngineConfig
+from ..errors import EngineClosed
+from ..process.background import BackgroundThread
+from ..process.fair_lock import FairLock
+from ..process.fork import MakerProcess
+from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
+from .handover import Handover
+from .inputs import Prompt, PromptInput, checked_priority, conversations, encoded, together
+from .outputs import RequestOutput, StreamChunk, refused
+from .states import RequestGroup, RequestState
+
+log = logging.getLogger(__name__)
+
+Event = int | ChunkLogprobs | Finished | Candidates  # what a step gave a request; an int is a token
+
+STARVING_WAIT_S = 0.02
+KEEPER_WAIT_S = 0.25
+KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
+STATS_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
+STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
+
+
+class RequestManager:
+    """One engine, and everybody who waits for it. Safe for use from several threads.
+
+    Raises what `build` raises; then nothing stays allocated.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._maker = MakerProcess()
+        self.engine: Engine | None = build(config)
+        self.lock = FairLock()
+        self.paused = False  # nobody is to make a step, not even for the memory's sake
+        self.tickets: dict[str, RequestState] = {}
+        self.searches: dict[str, BeamTickets] = {}  # by the request of each beam
+        # Told after a step, under the lock, whose tickets have news.
+        self.on_news: Callable[[list[RequestState]], None] | None = None
+        # What came of the last step: empty, but for an interrupt.
+        self._undelivered: deque[tuple[str, Event]] = deque()
+        self._abandoned: deque[RequestState] = deque()  # of streams that were forgotten; ended by the next step
+        self._numbers = itertools.count()
+        self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
+        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
+        self._keeper.start()
+
+    def open(self) -> Engine:
+        """The engine. Raises EngineClosed once it is closed, and in a forked child."""
+        self._maker.check()
+        if self.engine is None:
+            raise EngineClosed("this LLM is closed: make a new one")
+        return self.engine
+
+    def check_process(self) -> None:
+        """Raise EngineClosed in a forked child."""
+        self._maker.check()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child, whose parent has the engine."""
+        return self._maker.is_current
+
+    def close(self, cause: BaseException | None = None) -> None:
+        """End what runs, as aborted, or with the error `cause`; give all memory back. Idempotent.
+
+        Raises EngineClosed in a forked child: the engine is its parent's.
+        """
+        with self.lock:
+            engine, self.engine = self.engine, None
+            if engine is None:
+                return
+            try:
+                self._end_all(engine, cause)
+            finally:
+                engine.close()
+        self._keeper.join()
+
+    def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
+        """Every ticket ends, whatever the engine raises meanwhile."""
+        if cause is not None:
+            for ticket in self.tickets.values():
+                ticket.fail(cause)
+            for search in self.searches.values():
+                search.fail(cause)
+        try:
+            for request_id in [*self.tickets, *self.searches]:
+                engine.core.abort(request_id, "aborted" if cause is None else "error")
+            while engine.core.has_work or self._undelivered:
+                self._advance(engine)
+        finally:
+            self._end_lost(engine, [*self.tickets.values(), *(t for s in self.searches.values() for t in s.tickets)])
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine holds and did. While a step runs, as it was when that began, or STATS_S before, at most."""
+        until = time.monotonic() + STATS_S
+        while (stats := self.stats_now()) is None and time.monotonic() < until:
+            time.sleep(STATS_LOOK_S)
+        return stats or self.last_stats()
+
+    def stats_now(self) -> dict[str, Any] | None:
+        """As `stats`, without waiting; None while somebody has the lock for what mostly takes a moment."""
+        self.open()
+        if not self.lock.acquire(blocking=False):
+            return (
+                None if self.lock.barred is None else self.last_stats()
+            )  # a step is running, or a tool has the engine
+        try:
+            self._stats = self._counted(self.open())
+        finally:
+            self.lock.release()
+        return self.last_stats()
+
+    def last_stats(self) -> dict[str, Any]:
+        """As they were counted last."""
+        return copy.deepcopy(self._stats)
+
+    def _counted(self, engine: Engine) -> dict[str, Any]:
+        return {**engine.stats(), "threads": {self._keeper.name: self._keeper.to_dict()}}
+
+    # -- requests in ---------------------------------------------------------------------------------------------
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[PromptInput]:
+        """Prompts and parameters as users give them. Raises RequestRejected."""
+        engine = self.open()
+        return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
+
+    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
+        """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
+        if not isinstance(prompt, str):
+            try:
+                prompt = list(prompt)
+            except Exception as error:  # no iterable, or one that fails
+                raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
+        return self.encode([prompt], params)
+
+    def handed_over(self, data: Any) -> list[PromptInput]:
+        """What `export` gave, one or several. Raises RequestRejected."""
+        engine = self.open()
+        many = [data] if isinstance(data, Mapping) else data
+        if not isinstance(many, list | tuple) or not many:
+            raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
+        each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
+        prepare = engine.encoder.prepare  # their end ids are among their stop ids
+        return [PromptInput(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
+
+    def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
+        """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
+        encoder = self.open().encoder
+        return [encoder.render(conversation, options) for conversation in conversations(messages)]
+
+    def submit(
+        self,
+        asked: Sequence[PromptInput],
+        priority: int | None,
+        cache_salt: str | None,
+        streams: bool = False,
+    ) -> list[RequestState]:
+        """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority.
+
+        Compiles constraints first, before it takes the lock.
+        """
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
+        for one in asked:
+            one.prepared.compile()
+        with self.lock:
+            engine = self.open()
+            answers: list[tuple[list[Request], RequestGroup]] = []
+            for index, (prompt, ids, params, prepared, before) in enumerate(asked):
+                salt = cache_salt if before is None else before.cache_salt
+                own_priority = before.priority if before is not None and priority is None else priority
+                if streams and params.num_started > (params.n or 1):
+                    raise RequestRejected(
+                        f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
+                        "when all have ended; use generate, or leave best_of out"
+                    )
+                request = Request(
+                    request_id=f"r{next(self._numbers)}",
+                    prompt_token_ids=ids,
+                    sampling=params.resolve(engine.eos_token_ids, prepared.bad_words),
+                    priority=checked_priority(own_priority),
+                    arrival=engine.core.clock(),
+                    cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
+                )
+                if before is not None:
+                    request = before.request(request)
+                engine.core.scheduler.check(request)
+                answer = RequestGroup(index, prompt, params, prepared)
+                requests = self._requests(engine, request, params)
+                answer.tickets = [
+                    RequestState(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
+                    for number, one in enumerate(requests[: params.num_started])
+                ]
+                if before is not None:
+                    for ticket in answer.tickets:
+                        ticket.take_over(before)
+                answers.append((requests, answer))
+            for requests, answer in answers:
+                self._queue(engine, requests, answer)
+        return [ticket for _, answer in answers for ticket in answer.tickets]
+
+    def _requests(self, engine: Engine, request: Request, params: SamplingParams) -> list[Request]:
+        """`request` and its forks: one for each continuation that is made, or for each beam."""
+        if (params.num_beams or 1) == 1:
+            return request.forked(params.num_started)
+        sampling = request.sampling
+        count = num_candidates(params.num_beams or 1, len(sampling.stop_token_ids))
+        return replace(request, sampling=replace(sampling, num_candidates=count)).forked(params.num_beams or 1)
+
+    def _queue(self, engine: Engine, requests: Sequence[Request], answer: RequestGroup) -> None:
+        for request in requests:
+            engine.core.add(request)
+        if (answer.params.num_beams or 1) == 1:
+            self.tickets.update((ticket.request.request_id, ticket) for ticket in answer.tickets)
+            return
+        first = requests[0]
+        longest = engine.core.scheduler.limit_of(first) - len(first.prompt_token_ids)
+        rules = BeamRules.resolve(answer.params, first.sampling.stop_token_ids, longest)
+        names = [request.request_id for request in requests]
+        self.searches.update(dict.fromkeys(names, BeamTickets(BeamSearch(rules, names), requests, answer.tickets)))
+
+    def export(self, ticket: RequestState) -> dict[str, Any]:
+        """See `RequestHandle.export`."""
+        with self.lock:
+            engine = self.open()
+            self.settle(engine)
+            _check_exportable(ticket)
+            tickets, end = self._withdraw(engine, ticket)
+            now = engine.core.clock()
+            first, *_ = [one.hand_over(end, now) for one in tickets]
+            if self.on_news is not None:
+                self.on_news(tickets)
+            return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
+
+    def _withdraw(self, engine: Engine, ticket: RequestState) -> tuple[list[RequestState], Finished]:
+        """Take a ticket's request, or its beam search, out of the engine. Returns all tickets of it, and what it came to."""
+        name, search, names = ticket.request.request_id, self._search_of(ticket), self._names(ticket)
+        withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
+        if not withdrawn:
+            raise RequestRejected(
+                f"request {name} is at its end, which the next step tells: there is nothing left to hand over"
+            )
+        for one in names:
+            self.tickets.pop(one, None)
+            self.searches.pop(one, None)
+        if search is None:
+            return [ticket], withdrawn[0]
+        preemptions, found = sum(end.num_preemptions for end in withdrawn), withdrawn[0].num_cached_tokens
+        end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)  # it begins anew
+        return list(search.tickets), end
+
+    def each(
+        self,
+        given: Iterator[tuple[Prompt, SamplingParams | None]],
+        look_ahead: int,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Iterator[RequestOutput]:
+        """The outputs of prompts as they are taken from `given`, in its order; see `LLM.generate_each`."""
+        taken: deque[RequestOutput | list[RequestState]] = deque()
+        try:
+            while True:
+                for prompt, params in itertools.islice(given, look_ahead - len(taken)):
+                    taken.append(self._queue_or_refuse(prompt, params, priority, cache_salt))
+                if not taken:
+                    return
+                first = taken[0]
+                if isinstance(first, list):
+                    for ticket in first:
+                        while ticket.completion is None:
+                            self.step_for(ticket)
+                    first = first[0].answer.output
+                taken.popleft()
+                yield first
+        finally:  # perhaps by the garbage collector, in the middle of a step
+            self.forget([ticket for tickets in taken if isinstance(tickets, list) for ticket in tickets])
+
+    def _queue_or_refuse(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
+    ) -> RequestOutput | list[RequestState]:
+        try:
+            return self.submit(self.encode_one(prompt, params), priority, cache_salt)
+        except RequestRejected as error:
+            return refused(prompt if isinstance(prompt, str) else None, str(error))
+
+    # -- steps, and what comes of them -----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. False once closed."""
+        return self.engine is not None and bool(self.engine.core.has_work or self._undelivered or self._abandoned)
+
+    def step(self) -> None:
+        """One step of the engine, for all who wait. Raises EngineClosed."""
+        with self.lock:
+            engine = self.open()
+            self._advance(engine)
+        self._wait_if_starving(engine)
+
+    def step_for(self, ticket: RequestState) -> None:
+        """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
+        with self.lock:
+            engine = self.open() if ticket.completion is None else None
+            if engine is None or self._end_lost(engine, [ticket]):
+                return
+            self._advance(engine)
+        self._wait_if_starving(engine)
+
+    def next_chunk(self, tickets: list[RequestState], interval: int) -> StreamChunk | None:
+        """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
+        when none had one, after a step.
+        """
+        with self.lock:
+            if (chunk := ready_chunk(tickets, interval)) is not None:
+                return chunk
+            engine = self.open()
+            if self._end_lost(engine, tickets):
+                return None
+            self._advance(engine)
+        self._wait_if_starving(engine)
+        return None
+
+    def _end_lost(self, engine: Engine, tickets: Iterable[RequestState]) -> bool:
+        """Whether nothing is left that could end these: an interrupt came between their end and them. They end here, then.
+
+        Under the lock.
+        """
+        if self.engine is not None and (engine.core.has_work or self._undelivered or self._abandoned):
+            return False
+        for ticket in tickets:
+            if ticket.completion is None:
+                name = ticket.request.request_id
+                self.tickets.pop(name, None)
+                self.searches.pop(name, None)
+                what = "the request's end was lost, as a step was interrupted or broke"
+                ticket.finish(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
+        return True
+
+    def settle(self, engine: Engine) -> None:
+        """Have nothing under way, and all that came of steps with whom it belongs to. Under the lock."""
+        while self._undelivered or engine.core.is_ahead:
+            self._advance(engine, ahead=False)
+
+    def drop(self, tickets: Iterable[RequestState]) -> None:
+        """Abort what has not ended: its caller is gone."""
+        with self.lock:
+            left = [t for t in tickets if t.completion is None]
+            if self.engine is None or not left:
+                return
+            for ticket in left:
+                self._abort(self.engine, ticket)
+            while any(t.completion is None for t in left) and not self._end_lost(self.engine, left):
+                self._advance(self.engine)
+
+    def abandon(self, tickets: Iterable[RequestState]) -> None:
+        """Let the next step abort what has not ended. Waits for nothing."""
+        self._abandoned.extend(t for t in tickets if t.completion is None)
+
+    def forget(self, tickets: list[RequestState]) -> None:
+        """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
+        self.abandon(tickets)
+        if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
+            try:
+                while self.engine is not None and self._abandoned:
+                    self._advance(self.engine)
+            finally:
+                self.lock.release()
+
+    def _keep_stats(self, engine: Engine) -> float:
+        """Count for those who ask while a step runs, where it is due. Returns the time."""
+        now = engine.core.clock()
+        if now - self._stats_at >= STATS_S:
+            self._stats, self._stats_at = self._counted(engine), now
+        return now
+
+    def _advance(self, engine: Engine, ahead: bool = True) -> None:
+        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call.
+
+        Unless `ahead`, nothing is under way at its end.
+        """
+        while self._abandoned:
+            self._abort(engine, self._abandoned.popleft())
+        events = self._undelivered
+        if not events:
+            self._keep_stats(engine)
+            self.lock.barred = threading.get_ident()  # what is called from within a step may not wait for its end
+            try:
+                emissions = engine.core.step() if ahead else engine.core.catch_up()
+            finally:
+                self.lock.barred = None
+            events.extend(emissions.scores)  # before the tokens that they are of
+            events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
+            events.extend((finished.request_id, finished) for finished in emissions.finished)
+            events.extend(emissions.candidates)  # of beams that are still there
+        now = self._keep_stats(engine)
+        news: list[RequestState] = []
+        try:
+            while events:
+                request_id, event = events.popleft()
+                if (ticket := self.tickets.get(request_id)) is not None:
+                    news.append(ticket)
+                    self._ticket_on(engine, ticket, event, now)
+                elif (search := self.searches.get(request_id)) is not None:
+                    news += self._search_on(engine, search, request_id, event, now)
+        finally:
+            if self.on_news is not None and news:
+                self.on_news(news)
+
+    def _ticket_on(self, engine: Engine, ticket: RequestState, event: Event, now: float) -> None:
+        """Hand an event to its ticket. One that cannot take it in ends with that error."""
+        name = ticket.request.request_id
+        if isinstance(event, Finished):
+            del self.tickets[name]
+            ticket.finish(event, now)
+            return
+        try:
+            if isinstance(event, ChunkLogprobs):
+                ticket.score(event)
+            elif isinstance(event, int) and (reason := ticket.push(event, now)) is not None:
+                engine.core.abort(name, reason)
+        except Exception as error:
+            log.exception("request %s ends: what a step gave cannot be taken in", name)
+            ticket.fail(error)
+            engine.core.abort(name, "error")
+
+    def _search_of(self, ticket: RequestState) -> BeamTickets | None:
+        return next((search for search in self.searches.values() if ticket in search.tickets), None)
+
+    def _names(self, ticket: RequestState) -> list[str]:
+        """The requests that a ticket stands for: its own, or those of the beams that go on."""
+        search = self._search_of(ticket)
+        return [ticket.request.request_id] if search is None else search.running
+
+    def _abort(self, engine: Engine, ticket: RequestState) -> None:
+        """End what has not ended before the next step; of a search that is over too, whose beams an interrupt may have left."""
+        search = self._search_of(ticket)
+        for name in [ticket.request.request_id] if search is None else search.left:
+            engine.core.abort(name)
+
+    def _search_on(
+        self, engine: Engine, search: BeamTickets, request_id: str, event: Event, now: float
+    ) -> Sequence[RequestState]:
+        """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
+        if isinstance(event, Finished):
+            del self.searches[request_id]
+            for other in search.finish(event, now):
+                engine.core.abort(other)
+            return search.tickets
+        if isinstance(event, Candidates):
+            others: list[str] = []
+            try:
+                moves, others = search.take(request_id, event)
+                if moves:
+                    engine.core.scheduler.steer(moves, spare=others)
+                    others = []
+            except BaseException as error:  # nobody knows how far it came
+                others = search.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                log.exception("the beams of request %s cannot go on; they end", request_id)
+            finally:
+                for other in others:
+                    engine.core.abort(other, "stop")
+        return ()
+
+    def _wait_if_starving(self, engine: Engine) -> None:
+        """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
+        memory = engine.core.memory
+        if memory is not None and engine.core.scheduler.starving:
+            with suppress(LeaseClosed):  # whoever closed it: the next step says so
+                memory.wait(STARVING_WAIT_S)
+
+    def _serve_memory(self) -> float | None:
+        """Move memory between steps that nobody makes: serve recalls and give back when idle.
+
+        Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
+        """
+        with self.lock:
+            if self.engine is None or (memory := self.engine.core.memory) is None:
+                return None
+            if memory.due and not self.paused:
+                self.settle(self.engine)
+                self._advance(self.engine)
+                return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
+            return KEEPER_WAIT_S
+
+
+def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
+    """Serve the engine's memory once, and wait for its lease to say something. False once it is closed or forgotten."""
+    desk = reference()
+    if desk is None or desk.engine is None or (memory := desk.engine.core.memory) is None:
+        return False
+    wait_s = desk._serve_memory()
+    if wait_s is None:
+        return False
+    del desk  # while it waits, nothing but its users keeps the engine alive
+    try:
+        memory.wait(wait_s)
+    except LeaseClosed:
+        return False
+    return True
+
+
+def ready_chunk(tickets: list[RequestState], interval: int) -> StreamChunk | None:
+    """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None when
+    none has one. Under the engine's lock.
+    """
+    for i, ticket in enumerate(tickets):
+        if ticket.ready(interval):
+            del tickets[i]
+            chunk = ticket.take()
+            if chunk.completion is None:
+                tickets.append(ticket)
+            return chunk
+    return None
+
+
+def _check_exportable(ticket: RequestState) -> None:
+    name = ticket.request.request_id
+    if ticket.completion is not None:
+        reason = ticket.completion.finish_reason
+        raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
+    if ticket.request.sampling.logits_processors:
+        raise RequestRejected(
+            f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
+        )

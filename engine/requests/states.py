@@ -1,0 +1,241 @@
+"""What callers wait for: a request's continuations as their tokens come in."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from ...scheduler.errors import RequestRejected
+from ...scheduler.outcome import Finished
+from ...scheduler.plan import ChunkLogprobs
+from ...scheduler.request import Request, SamplingParams
+from ...scheduler.sequence import FinishReason
+from ..text.detokenizer import TextStream
+from ..text.encoder import PreparedParams
+from .handover import Handover, scores_of, settled
+from .logprob_table import LogprobTable
+from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+
+class RequestState:
+    """One continuation of a prompt. Mutated under the engine's lock."""
+
+    def __init__(
+        self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
+    ) -> None:
+        self.answer = answer
+        self.number = number
+        self.request = request
+        self.completion: Completion | None = None
+        self._num_prompt = len(request.prompt_token_ids)
+        self._of_prompt = None if request.sampling.prompt_logprobs is None else LogprobTable(1)
+        self._of_output = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
+        self._text = text
+        self._eager = text is not None and (streams or text.has_stops)
+        self._num_taken = 0  # tokens that chunks have given
+        self._new: list[int] = []
+        self._new_text: list[str] = []
+        self._first_token_at: float | None = None
+        self._num_preemptions = 0  # elsewhere, before it was handed over
+        self.num_cached_tokens: int | None = None  # of the prompt, when it was first admitted, here or elsewhere
+        self._failure: str | None = None  # why there is no more text
+
+    def score(self, scores: ChunkLogprobs) -> None:
+        """Take in log-probabilities of the prompt's tokens, or of one that is pushed next."""
+        table = self._of_prompt if scores.first < self._num_prompt else self._of_output
+        if table is not None:
+            table.put(scores)
+
+    def push(self, token: int, now: float) -> FinishReason | None:
+        """Take in a token. Returns why the request is to end here, if it is: a stop string, or text that cannot be made."""
+        if self._first_token_at is None:
+            self._first_token_at = now
+        self._new.append(token)
+        if self._eager and self._failure is None:
+            self._read([token])
+        return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
+
+    def fail(self, error: BaseException) -> None:
+        """The request is to end with `error`."""
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    def finish(self, finished: Finished, now: float) -> None:
+        """The request has ended: this is what became of it. Where that cannot be said in full, it is an error."""
+        tokens = finished.token_ids.tolist()
+        logprobs, total = None, None
+        self._admitted_with(finished)
+        try:
+            if self._text is not None and self._failure is None:
+                self._read(tokens if not self._eager else [], last=True)
+            logprobs = self._logprobs(0, len(tokens))
+            total = None if self._of_output is None else self._of_output.total
+        except Exception as error:
+            log.exception("request %s: what it generated cannot be given in full", self.request.request_id)
+            self.fail(error)
+        finally:
+            stopped = self._text is not None and self._text.stopped
+            self.completion = Completion(
+                text=None if self._text is None else self._text.text,
+                token_ids=tokens,
+                finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
+                timings=self._timings(now),
+                num_preemptions=self._num_preemptions + finished.num_preemptions,
+                error=self._failure or finished.error,
+                logprobs=logprobs,
+                cumulative_logprob=total,
+            )
+
+    def hand_over(self, withdrawn: Finished, now: float) -> Handover:
+        """The request goes on elsewhere. Here it ends with what chunks have given; the rest is given there."""
+        answer, told = self.answer, self._num_taken
+        self._admitted_with(withdrawn)
+        text = None if self._text is None else self._text.text[: self._num_characters]
+        logprobs = self._logprobs(0, told)
+        timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
+        self.completion = Completion(
+            text=text,
+            token_ids=withdrawn.token_ids[:told].tolist(),
+            finish_reason="aborted",
+            timings=timings,
+            num_preemptions=num_preemptions,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else math.fsum(entry.logprob for entry in logprobs),
+        )
+        self._new, self._new_text = [], []
+        salt = self.request.cache_salt
+        of_prompt = answer.tickets[0].prompt_logprobs  # the first one's is that of all
+        return Handover(
+            prompt=answer.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=withdrawn.token_ids,
+            params=settled(answer.params, self.request.sampling),
+            index=self.request.sampling.index,
+            priority=self.request.priority,
+            cache_salt=None if salt is None else salt.decode("utf-8", "surrogatepass"),
+            num_told_tokens=told,
+            num_told_characters=len(text or ""),
+            num_preemptions=num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
+            first_token_s=timings.first_token_s,
+            total_s=timings.total_s,
+            logprobs=self._logprobs(0, len(withdrawn.token_ids)),
+            prompt_logprobs=None if of_prompt is None else tuple(entry for entry in of_prompt if entry is not None),
+        )
+
+    def take_over(self, before: Handover) -> None:
+        """Begin with what it came to elsewhere. Raises RequestRejected where the text is at its end, or another one."""
+        tokens, told = before.token_ids.tolist(), before.num_told_tokens
+        self._num_preemptions = before.num_preemptions
+        self.num_cached_tokens = before.num_cached_tokens
+        if before.first_token_s is not None:
+            self._first_token_at = self.request.arrival + before.first_token_s
+        if before.prompt_logprobs is not None:
+            self._of_prompt = LogprobTable(1)
+        for table, entries in ((self._of_prompt, before.prompt_logprobs), (self._of_output, before.logprobs)):
+            if table is not None and entries:
+                table.put(scores_of(entries, 1 if table is self._of_prompt else self._num_prompt))
+        if self._text is not None:
+            for token in tokens:  # one by one, as they came there: what is held back is the same then
+                self._read([token])
+            text = self._text.text
+            if self._text.stopped:
+                raise RequestRejected("the text of the tokens that were generated has a stop string: it is at its end")
+            if self._failure is not None or before.num_told_characters > len(text):
+                raise RequestRejected(f"its tokens have another text here: {self._failure or 'it is shorter'}")
+            self._new_text = [text[before.num_told_characters :]]
+        self._num_taken, self._new = told, tokens[told:]
+
+    def _admitted_with(self, end: Finished) -> None:
+        """Keep what the prompt was first admitted with, unless that was elsewhere."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = end.num_cached_tokens
+
+    @property
+    def _num_characters(self) -> int:
+        """Of the text, those that chunks have given."""
+        return 0 if self._text is None else len(self._text.text) - sum(map(len, self._new_text))
+
+    def _timings(self, now: float) -> Timings:
+        arrival, first = self.request.arrival, self._first_token_at
+        return Timings(first_token_s=None if first is None else first - arrival, total_s=now - arrival)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One of each token of the prompt that was scored, None for the first; None where nobody asked."""
+        return None if self._of_prompt is None else (None, *self._of_prompt.told(0, self._num_prompt - 1))
+
+    def _logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...] | None:
+        """Of generated tokens, where the caller asked for them: `best_of` has its own need."""
+        table = None if self.answer.params.logprobs is None else self._of_output
+        return None if table is None else table.told(begin, end)
+
+    def _read(self, tokens: list[int], last: bool = False) -> None:
+        """Turn tokens into text. A tokenizer that raises fails this request and no other; an interrupt goes on."""
+        assert self._text is not None
+        try:
+            self._new_text.append(self._text.push(tokens)[0])
+            if last:
+                self._new_text.append(self._text.finish())
+        except BaseException as error:
+            self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
+
+    def ready(self, interval: int) -> bool:
+        """Whether a chunk is to be given now."""
+        return self.completion is not None or len(self._new) >= interval
+
+    def take(self) -> StreamChunk:
+        """What is new since the last chunk. The last one of all of the prompt's tickets carries the output."""
+        answer, done = self.answer, self.completion is not None
+        answer.num_taken += done
+        output = answer.output if done and answer.num_taken == len(answer.tickets) else None
+        begin, end = self._num_taken, self._num_taken + len(self._new)
+        chunk = StreamChunk(
+            answer.index, "".join(self._new_text), self._new, self.number, self.completion, output,
+            self._logprobs(begin, end),
+        )  # fmt: skip
+        self._num_taken, self._new, self._new_text = end, [], []
+        return chunk
+
+
+class RequestGroup:
+    """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
+
+    def __init__(
+        self, index: int, prompt: str | None, params: SamplingParams, prepared: PreparedParams | None = None
+    ) -> None:
+        self.index = index  # of the prompt, in its call
+        self.prompt = prompt
+        self.params = params
+        self.prepared = prepared  # held so that the constraint stays compiled until the request ends
+        self.tickets: Sequence[RequestState] = ()
+        self.num_taken = 0  # tickets whose last chunk was given
+
+    @property
+    def exportable(self) -> list[RequestState]:
+        """Those that have not ended; of a beam search the first one, which stands for all."""
+        tickets = self.tickets if (self.params.num_beams or 1) == 1 else self.tickets[:1]
+        return [ticket for ticket in tickets if ticket.completion is None]
+
+    @property
+    def output(self) -> RequestOutput:
+        """What became of it. Of the tickets that have ended, which must be all."""
+        first = self.tickets[0].request
+        completions = [ticket.completion for ticket in self.tickets if ticket.completion is not None]
+        if self.params.num_started > (n := self.params.n or 1):
+            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # of equals the first stays first
+        return RequestOutput(
+            first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
+            self.tickets[0].prompt_logprobs, self.tickets[0].num_cached_tokens or 0,
+        )  # fmt: skip
+
+
+def _mean_logprob(completion: Completion) -> float:
+    """What `best_of` chooses by: of a token; of one that did not end by itself the lowest there is."""
+    total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
+    return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf

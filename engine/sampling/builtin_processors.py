@@ -1,0 +1,272 @@
+"""What is done to the logits of rows that ask for it: biases, penalties, banned words, a minimum length.
+
+Each is what transformers' `generate` does under the same name, but for frequency and presence penalties, which are OpenAI's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...scheduler.request import Sampling
+from .histories import Histories, Lines
+from .logits import LARGEST, Bool, Int32, Int64, Rows, index
+
+_GLANCE = 64  # logits that nearly always show that something is left in a row
+
+
+class BuiltinLogitsProcessor(Protocol):
+    """One thing that may be done to logits, with what rows ask of it and what it remembers of them."""
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        """(Re)start `row`, which asks for nothing now. Its tokens so far are `token_ids` [known], prompt first.
+
+        Returns whether it asks for this treatment.
+        """
+
+    def release(self, rows: Rows) -> None:
+        """Forget `rows`: they ask for nothing. Those that never did are fine."""
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        """bool[n]: which of `rows` ask for it, whose next tokens stand at `positions`."""
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        """Treat `x[places]`, float32 [len(places), vocab], the logits of `rows`, in place. They all ask for it."""
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        """`rows` go on with `tokens`, which is remembered where it matters."""
+
+
+class LogitBias:
+    """Logit bias: numbers that are added."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._asked = np.zeros(num_rows, np.bool_)
+        self._bias: dict[int, tuple[Int64, npt.NDArray[np.float32]]] = {}
+        self._vocab_size = vocab_size
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        if bias := [(i, b) for i, b in sampling.logit_bias if i < self._vocab_size]:
+            ids, values = zip(*bias, strict=True)
+            self._bias[row] = np.array(ids, np.int64), np.clip(values, -LARGEST, LARGEST).astype(np.float32)
+            self._asked[row] = True
+        return bool(bias)
+
+    def release(self, rows: Rows) -> None:
+        _forget(self._asked, self._bias, rows)
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        return self._asked[rows]
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        each = [self._bias[row] for row in rows.tolist()]
+        of_row = index(np.repeat(places, [len(ids) for ids, _ in each]), x)
+        ids = index(np.concatenate([ids for ids, _ in each]), x)
+        x[of_row, ids] += torch.from_numpy(np.concatenate([values for _, values in each])).to(x.device)
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        pass
+
+
+class RepetitionPenalty:
+    """Repetition penalty of what is in prompt or output (Keskar et al., CTRL, 2019): positive logits are divided, negative ones
+    multiplied.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._penalty = np.ones(num_rows, np.float32)
+        self.seen = Lines(num_rows, vocab_size, torch.bool, device)
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        if sampling.repetition_penalty == 1.0:
+            return False
+        self._penalty[row] = min(sampling.repetition_penalty, LARGEST)
+        line = self.seen.take(row)
+        line[index(token_ids[token_ids < len(line)], line)] = True
+        return True
+
+    def release(self, rows: Rows) -> None:
+        self.seen.drop(rows)
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        return self.seen.held(rows)
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        who, ids, _ = self.seen.nonzero(rows)
+        penalty = torch.from_numpy(self._penalty[rows]).to(x.device)[who]
+        of_row = index(places, x)[who]
+        values = x[of_row, ids]
+        x[of_row, ids] = torch.where(values < 0, values * penalty, values / penalty)
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        self.seen.mark(rows, tokens)
+
+
+class FrequencyPenalty:
+    """Frequency and presence penalties of what is in the output: a number for each time, and a number for once or more."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._penalties = np.zeros((num_rows, 2), np.float32)  # frequency, presence
+        self._counts = Lines(num_rows, vocab_size, torch.int32, device)
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        if not (sampling.frequency_penalty or sampling.presence_penalty):
+            return False
+        self._penalties[row] = sampling.frequency_penalty, sampling.presence_penalty
+        line = self._counts.take(row)
+        output = token_ids[num_prompt:]
+        counts = np.bincount(output[output < len(line)], minlength=len(line)).astype(np.int32)
+        line.copy_(torch.from_numpy(counts))
+        return True
+
+    def release(self, rows: Rows) -> None:
+        self._counts.drop(rows)
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        return self._counts.held(rows)
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        who, ids, counts = self._counts.nonzero(rows)
+        frequency, presence = torch.from_numpy(self._penalties[rows]).to(x.device)[who].unbind(-1)
+        x[index(places, x)[who], ids] -= frequency * counts + presence
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        self._counts.count(rows, tokens)
+
+
+class BadWords:
+    """Sequences that are not to be generated: the last token of one is ruled out where those before it stand at the end.
+
+    As in transformers, a word of nothing but an end id does not count.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, histories: Histories) -> None:
+        self._asked = np.zeros(num_rows, np.bool_)
+        self._words: dict[int, _Words] = {}
+        self._newest: tuple[Sampling, _Words] | None = None  # forks of one prompt share it
+        self._vocab_size = vocab_size
+        self._histories = histories
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        if not sampling.bad_words:
+            return False
+        words = self._words_of(sampling)
+        if not words.any:
+            return False
+        self._asked[row] = True
+        self._words[row] = words
+        if words.longer:
+            self._histories.keep(row, token_ids)
+        return True
+
+    def release(self, rows: Rows) -> None:
+        _forget(self._asked, self._words, rows)
+        if not self._words:
+            self._newest = None
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        return self._asked[rows]
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        banned = [self._banned(row) for row in rows.tolist()]
+        of_row = index(np.repeat(places, [len(ids) for ids in banned]), x)
+        x[of_row, index(np.concatenate(banned), x)] = -torch.inf
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        pass  # the histories know
+
+    def _words_of(self, sampling: Sampling) -> _Words:
+        newest = self._newest
+        if newest is not None:
+            before, words = newest
+            if before.bad_words is sampling.bad_words and before.stop_token_ids is sampling.stop_token_ids:
+                return words
+        words = _Words(sampling, self._vocab_size)
+        self._newest = sampling, words
+        return words
+
+    def _banned(self, row: int) -> Int64:
+        """The ids that would end a bad word now, some perhaps twice."""
+        words = self._words[row]
+        return words.ended_by(self._histories.of(row)) if words.longer else words.alone
+
+
+class _Words:
+    """The bad words of a request, indexed. Read-only.
+
+    Attributes:
+        alone: int64: the words of one token.
+        longer: Whether there are words of several tokens. They are indexed by their last token but one, so that only a few of
+            many words are compared at each step.
+        any: Whether there are any words.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        ends = {(i,) for i in sampling.stop_token_ids}
+        words = [word for word in sampling.bad_words if word[-1] < vocab_size and word not in ends]
+        self.alone = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        last: dict[tuple[int, ...], list[int]] = {}  # by all tokens but the last
+        lengths: dict[int, set[int]] = {}  # of these beginnings, by their own last token
+        for word in words:
+            if len(word) > 1:
+                last.setdefault(word[:-1], []).append(word[-1])
+                lengths.setdefault(word[-2], set()).add(len(word) - 1)
+        self._last = {beginning: np.array(ids, np.int64) for beginning, ids in last.items()}
+        self._lengths = {token: sorted(each) for token, each in lengths.items()}
+        self.longer = bool(last)
+        self.any = bool(words)
+
+    def ended_by(self, known: Int64) -> Int64:
+        """int64: the ids that would complete a word after the tokens `known`, of which there is at least one."""
+        banned = [self.alone]
+        for length in self._lengths.get(int(known[-1]), ()):
+            if length <= len(known) and (ids := self._last.get(tuple(known[-length:].tolist()))) is not None:
+                banned.append(ids)
+        return np.concatenate(banned)
+
+
+class MinLength:
+    """Minimum length: no end id before it, unless nothing else is left."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._until = np.zeros(num_rows, np.int64)  # position from which on the end ids are allowed
+        self._ends: dict[int, Int64] = {}
+        self._vocab_size = vocab_size
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        ends = np.array([i for i in sampling.stop_token_ids if i < self._vocab_size], np.int64)
+        if sampling.min_new_tokens == 0 or not ends.size:
+            return False
+        self._ends[row] = ends
+        self._until[row] = num_prompt + sampling.min_new_tokens
+        return True
+
+    def release(self, rows: Rows) -> None:
+        _forget(self._until, self._ends, rows)
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        return positions < self._until[rows]
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        ends = [self._ends[row] for row in rows.tolist()]
+        of_row = index(np.repeat(places, [e.size for e in ends]), x)
+        ids = index(np.concatenate(ends), x)
+        values = x[of_row, ids]
+        x[of_row, ids] = -torch.inf
+        if bool(torch.isneginf(x[index(places, x), :_GLANCE].amax(-1)).any()):
+            again = torch.isneginf(x.amax(-1))[of_row]
+            x[of_row[again], ids[again]] = values[again]
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        pass
+
+
+def _forget(asked: npt.NDArray[np.generic], kept: dict, rows: Rows) -> None:
+    """Clear the entries of `rows` in `asked`, and what is kept of them."""
+    asked[rows] = 0
+    for row in rows.tolist() if kept else ():
+        kept.pop(row, None)

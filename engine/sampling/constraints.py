@@ -1,0 +1,294 @@
+"""Constrained output: JSON schemas, regular expressions and grammars become masks over the vocabulary, by llguidance.
+
+Why this library: docs/decisions/0021-constrained-output.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...scheduler.errors import RequestRejected
+from ...scheduler.request import Constraint, Sampling
+from .logits import Bool, Int32, Int64, Rows, index
+from .processors import Troubles
+
+_MOST_KEPT = 64  # constraints kept without a request that uses them; the least recently used one goes
+# The library's allowance for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this one,
+# and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
+_LEXER_FUEL = 300_000
+_LONGEST_MESSAGE = 400  # characters of the library's messages, which may repeat the whole constraint
+_END = "<|pagetide: the end|>"  # a token of ours behind the vocabulary, that says where an output may end
+_WHITESPACE = r"( |\n[ \t]{0,20})"  # between the parts of a JSON document, as llama.cpp has it: weak models never stop
+_INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
+
+
+class CompiledConstraint:
+    """A constraint of one model, compiled at its first use and shared by all requests that have it. Safe for concurrent use.
+
+    The compiled form lives as long as this object. A request holds it until it ends, so a step never compiles.
+    """
+
+    def __init__(self, constraints: Constraints, constraint: Constraint) -> None:
+        self._constraints = constraints
+        self._constraint = constraint
+        self._master: Any = None
+        self._compiling = threading.Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is compiled."""
+        return self._master is not None
+
+    def compile(self) -> None:
+        """Compile the constraint, or wait for the thread that is compiling it. Returns at once if it is compiled.
+
+        Other constraints can be compiled at the same time.
+
+        Raises:
+            RequestRejected: llguidance is not installed, the tokenizer is of a kind it does not support, or the constraint is
+                invalid or too large.
+        """
+        if not self.ready:
+            with self._compiling:
+                if not self.ready:
+                    self._master = self._constraints.compiled(self._constraint)
+
+    def matcher(self) -> Any:
+        """A new `LLMatcher` for one output, at the beginning of the output. Raises as `compile` does."""
+        self.compile()
+        return self._master.deep_copy()
+
+
+class Constraints:
+    """The constraints of one model. Safe for concurrent use. The tokenizer is converted when the first one is compiled."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._data: Any = None  # llguidance's form of the tokenizer
+        self._executor: Any = None
+        self._alive: WeakValueDictionary[Constraint, CompiledConstraint] = WeakValueDictionary()
+        self._newest: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()  # kept without a request
+        self._lock = threading.Lock()  # never held while something is compiled
+        self._preparing = threading.Lock()
+
+    def of(self, constraint: Constraint) -> CompiledConstraint:
+        """The one object for `constraint`, compiled or not."""
+        with self._lock:
+            found = self._alive.get(constraint)
+            if found is None:
+                found = self._alive[constraint] = CompiledConstraint(self, constraint)
+            self._newest[constraint] = found
+            self._newest.move_to_end(constraint)
+            while len(self._newest) > _MOST_KEPT:
+                self._newest.popitem(last=False)
+            return found
+
+    def matcher(self, constraint: Constraint) -> Any:
+        """A new `LLMatcher` for one output. Raises as `CompiledConstraint.compile` does."""
+        return self.of(constraint).matcher()
+
+    def masks(self, matchers: list[Any]) -> tuple[Bool, Bool]:
+        """What may come next: bool[n, vocab] of the tokens, and bool[n] telling where the output may end.
+
+        What a matcher in error says means nothing.
+        """
+        words = (self._data.vocab_size + 31) // 32
+        bits = np.zeros((len(matchers), words), np.uint32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher, i) for i, matcher in enumerate(matchers)], bits.ctypes.data, words * 4, len(matchers)
+        )
+        unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        end = self._data.eos_token
+        width = min(end, self.vocab_size)
+        tokens = np.zeros((len(matchers), self.vocab_size), np.bool_)
+        tokens[:, :width] = unpacked[:, :width]
+        return tokens, unpacked[:, end]
+
+    def compiled(self, constraint: Constraint) -> Any:
+        """Compile `constraint`: returns the `LLMatcher` that all its matchers are copied from. Raises RequestRejected."""
+        library = _library()
+        self._prepare(library)
+        kind, text = constraint
+        try:
+            if kind == "json_schema":
+                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=_json_options(text))
+            elif kind == "regex":
+                grammar = library.LLMatcher.grammar_from_regex(text)
+            else:
+                grammar = library.LLMatcher.grammar_from_lark(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestRejected(f"the {kind} cannot be used: {_shortened(str(error))}") from error
+        limits = library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+        matcher = library.LLMatcher(self._data, grammar, log_level=0, limits=limits)
+        trouble = _trouble(matcher, self._data)
+        if trouble is not None:
+            raise RequestRejected(f"the {kind} cannot be used: {trouble}")
+        return matcher
+
+    def _prepare(self, library: Any) -> None:
+        with self._preparing:
+            if self._data is None:
+                data = _tokenizer_data(self._tokenizer, library)
+                self._executor = library.LLExecutor(torch.get_num_threads())
+                self._data = data
+
+
+class Constrained:
+    """The treatment that keeps rows to their constraints: what these do not allow is ruled out, whatever else was asked for.
+
+    The row's end ids are allowed where the output may end, and nowhere else. Where nothing else is left it gets one.
+    """
+
+    def __init__(self, num_rows: int, constraints: Constraints, troubles: Troubles) -> None:
+        self._asked = np.zeros(num_rows, np.bool_)
+        self._complete = np.zeros(num_rows, np.bool_)
+        self._matchers: dict[int, Any] = {}
+        self._ends: dict[int, Int64] = {}
+        self._constraints = constraints
+        self._troubles = troubles
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
+        """(Re)start `row`; what was generated is matched again. Returns whether it has a constraint."""
+        if sampling.constraint is None:
+            return False
+        self._asked[row] = True
+        self._ends[row] = np.array([i for i in sampling.stop_token_ids if i < self._constraints.vocab_size], np.int64)
+        try:
+            self._matchers[row] = self._constraints.matcher(sampling.constraint)
+        except RequestRejected as error:
+            self._troubles[row] = str(error)
+            return True
+        for token in token_ids[num_prompt:].tolist():
+            self._consume(row, token)
+        return True
+
+    def release(self, rows: Rows) -> None:
+        """Forget `rows`."""
+        self._asked[rows] = False
+        self._complete[rows] = False
+        for row in rows.tolist() if self._ends else ():
+            self._ends.pop(row, None)
+            self._matchers.pop(row, None)
+
+    def asked(self, rows: Rows, positions: Int64) -> Bool:
+        """bool[n]: which of `rows` have a constraint."""
+        return self._asked[rows]
+
+    def complete(self, rows: Rows) -> Bool | None:
+        """bool[n]: which of `rows` have the whole of their form. None: none of them."""
+        if not self._ends:
+            return None
+        complete = self._complete[rows]
+        return complete if complete.any() else None
+
+    def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
+        """Rule out what no row's constraint allows. A row whose constraint cannot be followed is left without any token."""
+        matched = np.array([row in self._matchers for row in rows.tolist()])
+        x[index(places[~matched], x)] = -torch.inf
+        places, rows = places[matched], rows[matched]
+        if not len(rows):
+            return
+        allowed, may_end = self._constraints.masks([self._matchers[row] for row in rows.tolist()])
+        for i, row in enumerate(rows.tolist()):
+            if self._matchers[row].is_error():
+                self._troubles.setdefault(row, f"the constraint cannot be followed: {_told(self._matchers[row])}")
+                allowed[i], may_end[i] = False, False
+            allowed[i, self._ends[row]] = may_end[i]
+        at = index(places, x)
+        x[at] = kept = x[at].masked_fill_(torch.from_numpy(~allowed).to(x.device), -torch.inf)
+        lost = torch.isneginf(kept.amax(-1)).cpu().numpy()
+        for i in np.flatnonzero(lost & may_end).tolist():
+            if len(ends := self._ends[int(rows[i])]):
+                x[int(places[i]), int(ends[0])] = 0.0  # whatever ruled it out
+
+    def took(self, rows: Rows, tokens: Int64) -> None:
+        """The matchers of `rows` go on with `tokens`."""
+        if self._ends:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                self._consume(row, token)
+
+    def _consume(self, row: int, token: int) -> None:
+        """Go on with `token`. One that does not fit leaves the matcher in error, which is told when a token is asked for."""
+        matcher = self._matchers.get(row)
+        if matcher is None:
+            return
+        ends = self._ends[row]
+        if token in ends:
+            self._complete[row] = True
+        else:
+            matcher.consume_token(token)
+            self._complete[row] = not len(ends) and matcher.is_stopped() and not matcher.is_error()
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestRejected(_INSTALL) from error
+    return llguidance
+
+
+def _json_options(schema: str) -> dict[str, str] | None:
+    """llguidance's options for a schema that does not bring its own, under `x-guidance`. Raises ValueError: it is no JSON."""
+    content = json.loads(schema)
+    own = not isinstance(content, dict) or "x-guidance" in content
+    return None if own else {"whitespace_pattern": _WHITESPACE}
+
+
+def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
+    """llguidance's `LLTokenizer`, with a special token behind all others for the end: a model may have several, or none."""
+    if tokenizer is None:
+        raise RequestRejected("constrained output needs a tokenizer, which the model's folder has not")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestRejected(
+            f"constrained output needs a tokenizer of the tokenizers library, not {type(tokenizer).__name__}"
+        )
+    from tokenizers import AddedToken, Tokenizer
+
+    own = Tokenizer.from_str(backend.to_str())
+    own.no_padding()
+    own.no_truncation()
+    taken = max(own.get_vocab(with_added_tokens=True).values(), default=-1)
+    own.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
+    end = own.token_to_id(_END)
+    if end is None or end <= taken:
+        raise RequestRejected("constrained output needs a tokenizer whose ids have no gaps")
+    try:
+        return library.LLTokenizer(own.to_str(), eos_token=end)
+    except ValueError as error:
+        raise RequestRejected(f"constrained output cannot be had with this model's tokenizer: {error}") from error
+
+
+def _trouble(matcher: Any, data: Any) -> str | None:
+    """Why a new matcher cannot be used, or None. An empty language shows at the first mask, and some constraints that are too
+    large show at the first token, so both are tried.
+    """
+    if not matcher.is_error():
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask[data.eos_token :] = 0
+        if not matcher.is_error() and mask.any():
+            trial = matcher.deep_copy()
+            trial.consume_token(int(mask.argmax()))
+            trial.compute_bitmask()
+            if trial.is_error():
+                return _told(trial)
+    return _told(matcher) if matcher.is_error() else None
+
+
+def _told(matcher: Any) -> str:
+    """The first line of what a matcher says against it."""
+    return _shortened(str(matcher.get_error()).strip().partition("\n")[0])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."

@@ -1,0 +1,302 @@
+"""Turns logits into tokens: the treatments in their order, and the draw, each paid for only by the rows that ask for it.
+
+The treatments come in the order of transformers' `generate` and give its distributions: logit bias, repetition penalty,
+frequency and presence penalties, bad words, minimum length, the request's own processors, the constraint, temperature, top-k,
+top-p, min-p. The draw is ours: one uniform number per (seed, sample index, position), then the inverse of the cumulative
+distribution in the order of the vocabulary. So a token depends on its own row of logits and on its own request alone, not on
+neighbours, order, or what was drawn before; and two nearly equal logits that change places under rounding move the result only
+if the number falls into the gap between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...scheduler.request import Sampling
+from .builtin_processors import (
+    BadWords,
+    BuiltinLogitsProcessor,
+    FrequencyPenalty,
+    LogitBias,
+    MinLength,
+    RepetitionPenalty,
+)
+from .constraints import Constrained, Constraints
+from .histories import Histories
+from .logits import (
+    Best,
+    Bool,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Rows,
+    argmax,
+    chunks,
+    index,
+    largest,
+    on_device,
+    packed,
+    unpacked,
+)
+from .noise import gumbel, uniform
+from .processors import Processors, Troubles
+from .transforms import NOBODY, DrawSettings, SamplingTransforms
+
+Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Tokens that were drawn. On the device, perhaps not computed yet.
+
+    Attributes:
+        tokens: int64[n]; 0 where a row has none.
+        packed: float64[2, n]: what `Sampler.drew` has to know on the host, so that one copy brings it.
+    """
+
+    tokens: Tensor
+    packed: Tensor
+
+
+class Sampler:
+    """Sampling settings of the running rows, and the draw of their next tokens. Not safe for concurrent use.
+
+    `sample` does all that rows may ask for, and waits for the device. Rows that are `plain` get the same tokens without a wait
+    too: by `settings` on the host, whose arrays the caller uploads, `draw`, which only queues, and `drew`, when the values have
+    come to the host.
+
+    Args:
+        num_rows: Rows there can be; row ids are below it.
+        vocab_size: Width of the logits.
+        device: Where the logits live.
+        constraints: What compiles the forms that outputs are to have; None: no row has one.
+        at_hand: Whether the device's values can be read without a wait; None: on a CPU they can.
+    """
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu", constraints: Constraints | None = None,
+        *, at_hand: bool | None = None,
+    ) -> None:  # fmt: skip
+        device = torch.device(device)
+        self._at_hand = device.type == "cpu" if at_hand is None else at_hand
+        self._vocab_size = vocab_size
+        self._seed = np.zeros(num_rows, np.uint64)
+        self._index = np.zeros(num_rows, np.uint64)
+        self._num_candidates = np.zeros(num_rows, np.int64)
+        self._least_kept = np.ones(num_rows, np.int64)  # candidates that no filter takes
+        self._asks = np.zeros(num_rows, np.bool_)  # for any of the treatments
+        self._histories = Histories()
+        self._troubles: Troubles = {}
+        self._constrained = Constrained(num_rows, constraints or Constraints(None, vocab_size), self._troubles)
+        self._treatments: tuple[BuiltinLogitsProcessor, ...] = (
+            LogitBias(num_rows, vocab_size),
+            RepetitionPenalty(num_rows, vocab_size, device),
+            FrequencyPenalty(num_rows, vocab_size, device),
+            BadWords(num_rows, vocab_size, self._histories),
+            MinLength(num_rows, vocab_size),
+            Processors(num_rows, self._histories, self._troubles),
+            self._constrained,
+        )
+        self._warpers = SamplingTransforms(num_rows, vocab_size, device, self._at_hand)
+
+    def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:
+        """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""
+        self.release(np.array([row]))
+        self._seed[row] = sampling.seed
+        self._index[row] = sampling.index
+        self._num_candidates[row] = sampling.num_candidates
+        self._least_kept[row] = max(2, 1 + len(sampling.stop_token_ids))
+        self._warpers.admit(row, sampling)
+        asked = [treatment.admit(row, sampling, token_ids, num_prompt) for treatment in self._treatments]
+        self._asks[row] = any(asked)
+
+    def release(self, rows: Rows) -> None:
+        """Forget `rows`: back to plain greedy. Rows that were never admitted are fine."""
+        self._asks[rows] = False
+        self._warpers.release(rows)
+        self._histories.drop(rows)
+        for treatment in self._treatments:
+            treatment.release(rows)
+        for row in rows.tolist() if self._troubles else ():
+            self._troubles.pop(row, None)
+
+    def sample(self, rows: Rows, positions: Int64, logits: Tensor) -> tuple[Int32, Bool | None]:
+        """Draw the next token of each row. Mutates the rows' histories; may overwrite `logits`.
+
+        Args:
+            rows: int[n], admitted rows, none twice.
+            positions: int64[n], the index in its sequence (prompt included) that each new token will have.
+            logits: float[n, vocab] of any float type; the arithmetic is in float32.
+
+        Returns:
+            tokens int32[n], and bool[n] telling the rows that have none (their token is 0), because their logits hold a NaN
+            or a +inf or only -inf, or for what `trouble` says; or None if all are well. A bad row changes nothing for the
+            others.
+        """
+        treated = self._treated(rows, positions)
+        tokens, top = self._drawn(rows, positions, logits, self._warpers.draws(rows) & ~treated)
+        bad = ~np.isfinite(top)
+        plain = ~(treated | bad)
+        bad[plain] = ~self._well(top[plain], rows[plain])
+        for part, x in chunks(logits, np.flatnonzero(treated & ~bad)):
+            who, at = rows[part], positions[part]
+            self._treat(x, who, at)
+            tokens[part], top = self._drawn(who, at, x, self._warpers.draws(who))
+            bad[part] = ~self._well(top, who)
+        if not bad.any():
+            self.took(rows, tokens)
+            return tokens.astype(np.int32), None
+        self.took(rows[~bad], tokens[~bad])
+        return tokens.astype(np.int32), bad
+
+    def plain(self, rows: Rows, positions: Int64) -> bool:
+        """Whether all of `rows` ask for nothing but temperature, top-k, top-p and min-p, if that, for tokens at `positions`."""
+        return not self._treated(rows, positions).any()
+
+    def settings(self, rows: Rows, positions: Int64) -> DrawSettings:
+        """What `draw` needs of `rows`, which are `plain` at `positions`."""
+        return self._settings(rows, positions, self._warpers.draws(rows))
+
+    def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> DrawnTokens:
+        """Queue the draw of the next token of each row on the device: what `sample` gives, without waiting for anything.
+
+        Args:
+            logits: As for `sample`; may be overwritten.
+            settings: Of the rows, in the order of the logits.
+            uploaded: The arrays of `settings` on the device.
+        """
+        tokens, top = largest(logits, self._at_hand)
+        warmed = top
+        if settings.parts:
+            places, temperature = uploaded[:2]
+            tokens = tokens.scatter(0, places, self._warpers.draw(logits, settings, uploaded))
+            warmed = top / torch.ones_like(top).scatter_(0, places, temperature)
+        tokens = tokens.masked_fill((warmed - warmed).isnan(), 0)  # not finite, in the fewest operations
+        return DrawnTokens(tokens, packed(tokens, top))
+
+    def drew(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
+        """(tokens int32[n], bool[n] telling the rows that have none) as of `sample`, of plain `rows`, not released since.
+
+        `told` is the `DrawnTokens.packed` of their draw, on the host.
+        """
+        tokens, top = unpacked(told)
+        bad = ~np.isfinite(top)
+        bad[~bad] = ~self._well(top[~bad], rows[~bad])
+        return tokens.astype(np.int32), bad
+
+    def candidates(self, rows: Rows, positions: Int64, logits: Tensor) -> list[Candidate | None]:
+        """The tokens that each row could go on with, best first: as many as its `num_candidates`, or all that are possible.
+
+        The treatments have log-probabilities before them, as in transformers' beam search. Where a row has a temperature, its
+        keys are the log-probabilities then, plus Gumbel noise; else they are the same. Ties: the lowest id. Nothing is
+        remembered: somebody else chooses, and tells by `took`, or by another `admit`. Arguments as for `sample`.
+
+        Returns:
+            None for a row that has no candidates: see `sample`.
+        """
+        found: list[Candidate | None] = [None] * len(rows)
+        for part, x in chunks(logits, np.flatnonzero(np.isfinite(argmax(logits)[1]))):
+            x = torch.log_softmax(x, -1)
+            self._treat(x, rows[part], positions[part])
+            well = self._well(argmax(x)[1], rows[part])
+            drawn = np.flatnonzero(self._warpers.draws(rows[part]) & well)
+            if drawn.size:
+                places, who = index(drawn, x), rows[part][drawn]
+                x[places] = self._warpers.scores(x[places], who, self._least_kept[who])
+            logprobs = x.cpu().numpy()
+            for i in np.flatnonzero(well):
+                found[part[i]] = self._best(logprobs[i], int(rows[part[i]]), int(positions[part[i]]))
+        return found
+
+    def took(self, rows: Rows, tokens: Int32 | Int64) -> None:
+        """`rows` go on with `tokens`, int[n], whoever chose them: they enter the histories."""
+        if not self._asks[rows].any():
+            return
+        tokens = tokens.astype(np.int64, copy=False)
+        self._histories.took(rows, tokens)
+        for treatment in self._treatments:
+            treatment.took(rows, tokens)
+
+    def trouble(self, row: int) -> str | None:
+        """Why `row` has no token, in a sentence, where it is not its logits. It stands until the row is released."""
+        return self._troubles.get(row)
+
+    def complete(self, rows: Rows) -> Bool | None:
+        """bool[n]: whose output has the whole of the form that was asked for, so that nothing can follow. None: nobody's.
+
+        Such a row is to end, whether it has an end id to say so or not, and whatever its minimum length.
+        """
+        return self._constrained.complete(rows)
+
+    def distribution(self, rows: Rows, positions: Int64, logits: Tensor) -> Tensor:
+        """float32[n, vocab]: the probabilities that `sample` draws from; greedy rows are one-hot. Read-only, not fast.
+
+        The logits must be such that `sample` finds no bad row.
+        """
+        x = logits.detach().float().clone()
+        self._treat(x, rows, positions)
+        result = torch.nn.functional.one_hot(index(argmax(x)[0], x), self._vocab_size).float()
+        settings = self._settings(rows, positions, self._warpers.draws(rows))
+        uploaded = [on_device(array, x) for array in settings.arrays]
+        for part in settings.parts:
+            weights = self._warpers.weights(x, part, uploaded)[:, : self._vocab_size]
+            result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
+        return result
+
+    def _treated(self, rows: Rows, positions: Int64) -> Bool:
+        """bool[n]: which of `rows` ask for any of the treatments."""
+        treated = np.zeros(len(rows), np.bool_)
+        for treatment in self._treatments if self._asks[rows].any() else ():
+            treated |= treatment.asked(rows, positions)
+        return treated
+
+    def _treat(self, x: Tensor, rows: Rows, positions: Int64) -> None:
+        """All treatments, in place in `x` [m, vocab]."""
+        for treatment in self._treatments if self._asks[rows].any() else ():
+            places = np.flatnonzero(treatment.asked(rows, positions))
+            if places.size:
+                treatment.apply(x, places, rows[places])
+
+    def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> DrawSettings:
+        """Of `rows`, of which those that are `drawing` draw."""
+        places = np.flatnonzero(drawing)
+        if not places.size:
+            return NOBODY
+        who = rows[places]
+        noise = uniform(self._seed[who], self._index[who], positions[places])
+        return self._warpers.settings(places, who, noise)
+
+    def _drawn(self, rows: Rows, positions: Int64, logits: Tensor, drawing: Bool) -> Best:
+        """(tokens, largest logits) on the host of `rows`, of which those that are `drawing` draw. May overwrite `logits`."""
+        settings = self._settings(rows, positions, drawing)
+        drawn = self.draw(logits, settings, [on_device(array, logits) for array in settings.arrays])
+        return unpacked(drawn.packed.cpu().numpy())
+
+    def _well(self, top: Float32, rows: Rows) -> Bool:
+        """bool[m]: which of `rows`, whose logits were finite, are well by their largest one; the others have a trouble."""
+        well = np.isfinite(self._warpers.warmed(top, rows))
+        for i in np.flatnonzero(~well):
+            ruled_out = "what was asked for rules out every token that could come next"
+            overflow = "the logits overflow under the temperature, the penalties or the biases that were asked for"
+            self._troubles.setdefault(int(rows[i]), ruled_out if np.isneginf(top[i]) else overflow)
+        return well
+
+    def _best(self, logprobs: Float32, row: int, position: int) -> Candidate:
+        """The candidates of one row, from its treated log-probabilities [vocab]."""
+        ids = np.flatnonzero(logprobs > -np.inf)
+        keys = logprobs[ids]
+        if self._warpers.draws(np.array([row]))[0]:
+            noise = gumbel(int(self._seed[row]), int(self._index[row]), position, ids)
+            keys = (keys + noise).astype(np.float32)
+        k = int(self._num_candidates[row])
+        if len(ids) > k:
+            near = keys >= np.partition(keys, len(keys) - k)[len(keys) - k]
+            ids, keys = ids[near], keys[near]
+        order = np.lexsort((ids, -keys))[:k]
+        return ids[order].astype(np.int32), logprobs[ids[order]], keys[order]

@@ -1,0 +1,131 @@
+"""Renders conversations with a tokenizer's chat template, by transformers, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from ...scheduler.errors import RequestRejected
+from .template_bounds import Exceeded, bounded
+from .template_tree import count_operations
+
+MOST_TEMPLATE_CHARACTERS = 256 << 10
+LONGEST_MESSAGE = 400  # characters of what a template says against a conversation, which may be all of it
+
+# Parameters of `apply_chat_template` that are input of the template. The others choose the template or the kind of result.
+_SEEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+# Names under which transformers passes the conversation on.
+_CONVERSATION = ("messages", "conversation", "conversations")
+
+_compiling = threading.Lock()
+
+
+def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `chat_template_kwargs` of an untrusted request, as options for `rendered`: variables of the template, such as
+    `enable_thinking`, and tools, documents, add_generation_prompt and continue_final_message.
+
+    Raises RequestRejected for any other parameter of the tokenizer's `apply_chat_template`, such as `chat_template`.
+    """
+    named = inspect.signature(tokenizer.apply_chat_template).parameters if tokenizer is not None else {}
+    for name in options:
+        if name in _CONVERSATION or (name in named and name not in _SEEN):
+            raise RequestRejected(
+                f"chat_template_kwargs cannot set {name!r:.80}: a request may give {', '.join(_SEEN)}, and what its model's "
+                "own chat template asks for by name"
+            )
+    return dict(options)
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """A conversation as text. `options` are any of `apply_chat_template`, from a trusted caller.
+
+    Raises:
+        RequestRejected: as `within_bounds`, and for messages that the template refuses.
+    """
+    with within_bounds(tokenizer, {"add_generation_prompt": True, **options}) as settings:
+        try:
+            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
+        except Exceeded:
+            raise
+        except Exception as error:  # jinja's errors, and what templates raise on purpose
+            raise RequestRejected(f"the chat template refuses these messages: {_shortened(error)}") from error
+    return text
+
+
+@contextmanager
+def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A context for one call of the tokenizer's `apply_chat_template`, with the options that it gives instead of `options`.
+
+    The rendering makes values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds on a processor.
+
+    Raises:
+        RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these bounds.
+    """
+    settings = dict(options)
+    if _is_transformers(tokenizer):  # other tokenizers, such as mistral-common's, render without Jinja
+        try:
+            source = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
+        except ValueError as error:
+            raise RequestRejected(f"there is no chat template to use: {error}") from error
+        if not isinstance(source, str):
+            raise RequestRejected(f"a chat template is a text, got {source!r:.80}")
+        settings["chat_template"] = _counting(source)
+    try:
+        with bounded():
+            yield settings
+    except Exceeded as error:
+        raise RequestRejected(
+            f"the chat template cannot be rendered with these messages: {error}; send shorter or fewer ones"
+        ) from error
+
+
+def _is_transformers(tokenizer: Any) -> bool:
+    """Whether the tokenizer has transformers' own `apply_chat_template`."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    return own is PreTrainedTokenizerBase.apply_chat_template
+
+
+@lru_cache(maxsize=32)
+def _counting(source: str) -> Any:
+    """The syntax tree of a template, changed so that it counts its operations. Jinja takes it in place of the source.
+
+    Raises RequestRejected where `source` is no template.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if len(source) > MOST_TEMPLATE_CHARACTERS:
+        raise RequestRejected(
+            f"the chat template has {len(source):,} characters, and may have {MOST_TEMPLATE_CHARACTERS:,} at most"
+        )
+    try:
+        with _compiling:
+            environment = _compile_jinja_template("").environment  # the same for all templates
+            tree = count_operations(_tree(environment, source))
+            _compile_jinja_template(tree)
+    except Exception as error:
+        raise RequestRejected(f"the chat template cannot be used: {_shortened(error)}") from error
+    return tree
+
+
+def _tree(environment: Any, source: str) -> Any:
+    """The syntax tree of `source`, as an object that answers `name in tree`: transformers searches the source for fields."""
+    from jinja2 import nodes
+
+    # Jinja forbids new classes of nodes, as its compiler would not know them. This one is a Template in name and behaviour.
+    kind: Any = type.__new__(
+        type(nodes.Template), "Template", (nodes.Template,), {"__contains__": lambda self, words: words in source}
+    )
+    parsed = environment.parse(source)
+    tree = kind(parsed.body, lineno=1)
+    return tree.set_environment(environment)
+
+
+def _shortened(error: Exception) -> str:
+    text = f"{error}" or type(error).__name__
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} ..."

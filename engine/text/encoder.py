@@ -1,0 +1,206 @@
+"""Prompts in, token ids out: strings, ids and conversations become checked int32 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...scheduler.errors import RequestRejected
+from ...scheduler.request import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams, TokenLists
+from ..sampling.constraints import CompiledConstraint, Constraints
+from .chat_template import rendered
+from .detokenizer import TextStream
+from .prompt_length import PromptLength
+from .stop_strings import StopPatterns
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedParams:
+    """Data derived from a request's parameters before the request is queued. The request holds it until it ends.
+
+    Attributes:
+        bad_words: Token ids of each entry of `bad_words`.
+        stops: The stop strings; none of them if the request has none.
+        constraint: The constraint of the output, compiled or not yet; None without a constraint.
+    """
+
+    bad_words: TokenLists = ()
+    stops: StopPatterns = field(default_factory=lambda: StopPatterns(()))
+    constraint: CompiledConstraint | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the constraint, if there is one, is compiled."""
+        return self.constraint is None or self.constraint.ready
+
+    def compile(self) -> None:
+        """Compile the constraint, which may take seconds. Raises RequestRejected where it cannot be used."""
+        if self.constraint is not None:
+            self.constraint.compile()
+
+
+class Encoder:
+    """Turns prompts, and what requests say in words, into token ids of one model.
+
+    `tokenizer` is None for a model that serves token ids only. A prompt has fewer than `max_model_len` tokens.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, bos_token_id: int | None, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.length = PromptLength(tokenizer, max_model_len)
+        self.constraints = Constraints(tokenizer, vocab_size)
+
+    def encode(self, prompt: str | Sequence[int], params: SamplingParams) -> TokenIds:
+        """The ids of `prompt`, at least one, the first of them `start_id` where one is asked for. An empty string starts from
+        BOS otherwise, where the model has one.
+
+        Raises:
+            RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
+            PromptTooLong: (a RequestRejected) the prompt is far too long. The scheduler checks the exact length later.
+        """
+        if not isinstance(prompt, str):
+            return self._checked(prompt, params.start_id)
+        tokenizer = self._tokenizer("a string")
+        ids = self._ids(prompt, params.add_special_tokens)
+        if params.start_id is not None:
+            ids = _without_bos(tokenizer, ids, prompt) if prompt else []
+            return self._checked(ids, params.start_id)
+        if not ids and not prompt and self.bos_token_id is not None:
+            ids = [self.bos_token_id]
+        if not ids:
+            raise RequestRejected(f"the prompt {prompt!r:.80} has no token, and the model has no BOS to start from")
+        return self._checked(ids)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """A conversation's ids, through the tokenizer's chat template, up to where the answer begins.
+
+        Raises:
+            RequestRejected: no tokenizer, no template, messages that the template refuses, or a rendering that exceeds its
+                bounds (`template_bounds`).
+            PromptTooLong: as `encode`, for the rendered text.
+        """
+        tokenizer = self._tokenizer("a conversation")
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestRejected(
+                "the model's tokenizer has no chat template: use generate() with a prompt of your own, or set "
+                "`tokenizer: {chat_template: ...}` for the model in the models file"
+            )
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestRejected(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
+        return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
+
+    def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> PreparedParams:
+        """Check resolved parameters against this model, and derive what is slow to derive, except for the compiled constraint
+        (`PreparedParams.compile`). `eos_token_ids` are the model's own end ids.
+
+        Raises:
+            RequestRejected: stop strings or bad words without a tokenizer, a bad word without any token, ids outside the
+                vocabulary, or more ids than allowed.
+        """
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestRejected(
+                "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
+            )
+        stop_ids = () if params.stop_token_ids is None else params.stop_token_ids
+        self._check_ids("stop_token_ids", stop_ids)
+        self._check_ids("bad_words_ids", (i for ids in params.bad_words_ids or () for i in ids))
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("start_id", () if params.start_id is None else (params.start_id,))
+        if not params.ignore_eos and len({*stop_ids, *eos_token_ids}) > MOST_STOP_IDS:
+            raise RequestRejected(
+                f"stop_token_ids and the model's own end ids must be at most {MOST_STOP_IDS:,} together, got more"
+            )
+        bad_words = self._bad_words(params)
+        num_ids = sum(map(len, bad_words)) + sum(map(len, params.bad_words_ids or ()))
+        if num_ids > MOST_LISTED_IDS:
+            raise RequestRejected(
+                f"bad_words and bad_words_ids must be at most {MOST_LISTED_IDS:,} token ids together, got {num_ids:,}"
+            )
+        constraint = params.constraint
+        return PreparedParams(
+            bad_words,
+            StopPatterns(params.stop_strings),
+            None if constraint is None else self.constraints.of(constraint),
+        )
+
+    def text_stream(self, prompt: TokenIds, stops: StopPatterns) -> TextStream | None:
+        """What turns the output's ids into text; None without a tokenizer."""
+        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt.tolist(), stops)
+
+    def _bad_words(self, params: SamplingParams) -> TokenLists:
+        """The ids of each of the `bad_words`, at the beginning of a text and behind a space; each list of ids once."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_strings:
+            if self.tokenizer is None:
+                raise RequestRejected("bad_words need a tokenizer, which the model's folder has not: use bad_words_ids")
+            for text in (word, word if word[0].isspace() else " " + word):
+                ids = tuple(_ids(self.tokenizer, text, add_special_tokens=False))
+                if not ids:
+                    raise RequestRejected(f"the bad word {word!r} has no token in the model's vocabulary")
+                found[ids] = None
+        return tuple(found)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        beyond = [int(i) for i in ids if i >= self.vocab_size]
+        if beyond:
+            raise RequestRejected(f"{name} {beyond[:5]} are outside the vocabulary of {self.vocab_size:,}")
+
+    def _tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestRejected(f"the model's folder has no tokenizer, so it serves token ids only, not {what}")
+        return self.tokenizer
+
+    def _checked(self, ids: Sequence[int], start_id: int | None = None) -> TokenIds:
+        """`ids` behind `start_id`, unless there is none or they begin with it."""
+        if isinstance(ids, list | tuple):
+            self.length.check_tokens(len(ids))  # before they are an array
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError) as error:
+            raise RequestRejected(f"a prompt is a string or a flat list of token ids: {error}") from error
+        if array.size == 0 and start_id is not None:
+            array = np.array([start_id])
+        if array.size == 0:
+            raise RequestRejected("the prompt is empty: at least one token is needed to start from")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise RequestRejected(
+                f"a prompt is a string or a flat list of integers, got {array.ndim} dimensions of {array.dtype}"
+            )
+        if start_id is not None and array[0] != start_id:
+            array = np.concatenate([[start_id], array.astype(np.int64)])
+        if array.min() < 0 or array.max() >= self.vocab_size:
+            wrong = array[(array < 0) | (array >= self.vocab_size)][:5].tolist()
+            raise RequestRejected(
+                f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}"
+            )
+        return array.astype(np.int32)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokenizer's ids. Raises PromptTooLong."""
+        self.length.check(text, lambda part: _ids(self.tokenizer, part, add_special_tokens=False))
+        return _ids(self.tokenizer, text, add_special_tokens)
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """The tokenizer's ids. Raises RequestRejected for a text that UTF-8 has no bytes for: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
+    # Texts that are a little too long are the scheduler's to refuse; the tokenizer's own warning would only repeat it.
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def _without_bos(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    """`ids` of `text`, less the BOS that the tokenizer put before them; one that stands in the text itself stays."""
+    own = _ids(tokenizer, text, add_special_tokens=False)
+    added = ids[:1] == [tokenizer.bos_token_id] and ids[1 : 1 + len(own)] == own
+    return ids[1:] if added else ids

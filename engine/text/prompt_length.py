@@ -1,0 +1,74 @@
+"""Refuses texts that are too long for the context before all of the text is tokenised.
+
+Tokenising a megabyte takes seconds, and memory of 200 times its size. So the length of a text is checked in three stages:
+
+1. A text of at most 65,536 characters, or of at most 8 characters per token that fits, is tokenised as a whole.
+2. A text of more than `most_characters` is refused without tokenising: 1,024 characters per token that fits. No known
+   vocabulary has tokens that long. If one does, the bound is 4 times its longest token, because Unicode normalisation
+   (NFC, NFKC) composes at most 4 characters into one.
+3. Any other text is tokenised slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
+   many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
+
+Stage 2 counts all characters. A tokenizer that drops white space, or that maps any unknown text to one token, could serve some
+texts that it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from functools import cached_property
+from typing import Any
+
+from ...scheduler.errors import PromptTooLong
+
+CHARACTERS_A_TOKEN = 1024  # characters that a text may have per token that fits
+_SURELY_FEW = 8  # characters per token up to which a text is tokenised as a whole; usual texts have about four
+_SLICE_CHARACTERS = 1 << 16
+_SLICE_TOKENS = 512  # least number of tokens in a slice, so that few of them are cut
+_NORMALISED = 4  # most characters that Unicode normalisation composes into one
+
+
+class PromptLength:
+    """Checks prompts against a context of `max_model_len` tokens. `tokenizer` is None for a model without one."""
+
+    def __init__(self, tokenizer: Any | None, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.most_tokens = max_model_len - 1
+        self._tokenizer = tokenizer
+
+    @property
+    def most_characters(self) -> int:
+        """Longest text that is tokenised, in characters."""
+        return self.most_tokens * max(CHARACTERS_A_TOKEN, _NORMALISED * self._longest)
+
+    def check(self, text: str, encode: Callable[[str], Sized]) -> None:
+        """Raises PromptTooLong for a text that is too long. `encode` gives the tokens of a part of the text."""
+        if len(text) <= max(_SLICE_CHARACTERS, _SURELY_FEW * self.most_tokens):
+            return
+        if len(text) > self.most_characters:
+            raise self._too_long(f"{len(text):,} characters", f"{self.most_characters:,} characters")
+        surely, step = 0, max(_SLICE_CHARACTERS, _SLICE_TOKENS * self._longest)
+        for begin in range(0, len(text), step):
+            surely += max(0, len(encode(text[begin : begin + step])) - 2 * self._longest)
+            if surely > self.most_tokens:
+                raise self._too_long(
+                    f"more than {surely:,} tokens in {len(text):,} characters", f"{self.most_tokens:,}"
+                )
+
+    def check_tokens(self, count: int) -> None:
+        """Raises PromptTooLong for a prompt of so many tokens."""
+        if count > self.most_tokens:
+            raise self._too_long(f"{count:,} tokens", f"{self.most_tokens:,}")
+
+    @cached_property
+    def _longest(self) -> int:
+        """Length of the longest token in the vocabulary: in bytes for byte-level tokenizers, else in characters."""
+        tokenizer: Any = self._tokenizer
+        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        return max(map(len, vocabulary), default=1)
+
+    def _too_long(self, has: str, most: str) -> PromptTooLong:
+        return PromptTooLong(
+            f"the prompt has {has}; with a context of {self.max_model_len:,} tokens it may have {most} at most: shorten it, or "
+            "raise max_model_len where the model allows"
+        )

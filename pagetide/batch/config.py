@@ -1,0 +1,364 @@
+"""What `pagetide run` is told: a YAML file, and flags that go before it, checked at the door and frozen into one tree.
+
+    model: demo                 a name, a folder or a hub id
+    seed: 0                     with a line's number it gives the line its seed
+    input: {path, format}       or just the path
+    output: {path, prompt, token_ids}
+    engine: {...}               the arguments of `LLM` by their names
+    sampling: {...}             the fields of `SamplingParams` by their names
+
+Every field is a flag too: of `engine` and `sampling` by its own name, `--input` and `--output` are the paths, and the others of
+these carry their section's name before their own (`--input-format`). Paths in the file are relative to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ..engine.attention.backends import NAMES as ATTENTION
+from ..engine.config import EngineConfig, ModelSpec
+from ..engine.errors import ConfigError
+from ..monitor.yaml_file import InvalidYaml, parse_yaml, read_yaml
+from ..scheduler.request import SamplingParams
+
+FORMATS = ("auto", "text", "jsonl", "openai")
+MOST_SEED = 2**32 - 1  # the other half of a line's 64 bits is its number
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """Where the prompts are. `format` is "text" (one a line), "jsonl", "openai" (batch), or "auto": as name and content say."""
+
+    path: str
+    format: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Where the records go, and what they repeat: the prompt as it was given, the ids of what was generated."""
+
+    path: str
+    prompt: bool = True
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The arguments of `LLM` besides the model, by their names. None is `LLM`'s own default."""
+
+    device: str | None = None
+    dtype: str | None = None
+    kv_memory: int | str | Mapping[str, Any] | None = None
+    prefix_cache_memory: int | str | None = None
+    host_kv_memory: int | str | None = None
+    block_size: int | str | None = None
+    max_seqs: int | None = None
+    max_step_tokens: int | None = None
+    max_model_len: int | None = None
+    max_chunk_tokens: int | None = None
+    prefix_caching: bool | None = None
+    idle_s: float | None = None
+    share: bool | None = None
+    trust_remote_code: bool | None = None
+    attention: str | None = None
+    overlap: bool | None = None
+    cuda_graphs: bool | None = None
+    self_check: bool | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that were given, for `LLM`."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One run."""
+
+    model: str
+    input: InputOptions
+    output: OutputOptions
+    seed: int = 0
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+class SourcedValue(NamedTuple):
+    """A value, and who says so: "run.yaml:12" or "--temperature"."""
+
+    value: Any
+    where: str
+
+
+Settings = dict[tuple[str, str], SourcedValue]  # by section ("" is the top level) and key
+
+# Not settings of a run: a line's seed follows from the run's, and objects cannot be written down.
+_NOT_SAMPLING = ("seed", "logits_processors")
+KEYS: dict[str, tuple[str, ...]] = {
+    "": ("model", "seed"),
+    "input": tuple(f.name for f in fields(InputOptions)),
+    "output": tuple(f.name for f in fields(OutputOptions)),
+    "engine": tuple(f.name for f in fields(EngineOptions)),
+    "sampling": tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING),
+}
+_SHORT = ("input", "output")  # a text in the place of the section is its path
+_SWITCHES = (
+    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "trust_remote_code",
+    "ignore_eos", "add_special_tokens",
+)  # fmt: skip
+_LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
+_TEXTS = (
+    "model", "path", "format", "device", "dtype", "kv_memory", "prefix_cache_memory", "host_kv_memory", "stop", "bad_words",
+    "json_schema", "regex", "grammar", "attention",
+)  # fmt: skip
+_TITLES = {
+    "": "run", "input": "input", "output": "output", "engine": "engine",
+    "sampling": "sampling, by the fields of SamplingParams (default: as the model's generation config says)",
+}  # fmt: skip
+_HELP = {
+    "model": "a name (see `pagetide models`), a folder, or a hub id in the local cache",
+    "seed": "gives each line its seed: seed x 2^32 + the line's number (default 0)",
+    "input.path": "the prompts: a .txt file, one a line, or .jsonl; - is standard input, read to its end first",
+    "input.format": "auto (by name and content), text, jsonl, openai",
+    "output.path": "where the records go, one JSON object a line, in the order of the input",
+    "output.prompt": "repeat the prompt in its record (default: yes)",
+    "output.token_ids": "tell the ids of what was generated too (default: no)",
+    "block_size": "tokens of a block, or auto",
+    "max_seqs": "sequences that run at the same time (default 256)",
+    "max_step_tokens": "tokens of one step (default 2048)",
+    "max_model_len": "longest prompt and output together",
+    "max_chunk_tokens": "most tokens of one prompt in a step (default: as many as the step has)",
+    "prefix_caching": "keep what was computed for prompts that begin alike (default: yes)",
+    "idle_s": "seconds after which memory that nothing needs goes back (default 10)",
+    "share": "hold a lease, so that memory can move between engines (default: yes)",
+    "overlap": "begin a step before the tokens of the last one are on the host (default: on CUDA)",
+    "cuda_graphs": "replay decode steps from CUDA graphs, on CUDA (default: yes)",
+    "self_check": "use no part of the engine that fails on this device, on CUDA (default: yes)",
+    "trust_remote_code": "run Python code that comes with the model's files (default: no)",
+    "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
+    "prefix_cache_memory": "most memory of cached prefixes that no request uses, like 2GiB, or 0 (default: no bound)",
+    "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",
+    "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
+    "dtype": "float32, bfloat16, float16 (default: the checkpoint's)",
+    "attention": f"{', '.join(ATTENTION)} (default: the fastest here)",
+    "stop": "a string that ends the text; may be given often",
+    "stop_token_ids": "a token id that ends the text; may be given often",
+    "bad_words": "a string that is not to be generated; may be given often",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """`--config`, and a flag for every field. None of them has a default: what is not given is left to the file."""
+    parser.add_argument("--config", metavar="FILE", help="a YAML file; what flags say goes before it")
+    for section, keys in KEYS.items():
+        group = parser.add_argument_group(_TITLES[section])
+        for key in keys:
+            _add_flag(group, section, key)
+
+
+def _add_flag(group: argparse._ArgumentGroup, section: str, key: str) -> None:
+    name, dest = _flag(section, key), _dest(section, key)
+    told = _HELP.get(f"{section}.{key}") or _HELP.get(key)
+    if key in _SWITCHES:
+        group.add_argument(name, dest=dest, action=argparse.BooleanOptionalAction, help=told)
+        return
+    kind = str if key in _TEXTS else _plain
+    action = "append" if key in _LISTS else "store"
+    group.add_argument(name, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=told)
+
+
+def _flag(section: str, key: str) -> str:
+    if section in _SHORT:
+        key = section if key == "path" else f"{section}_{key}"
+    return f"--{key.replace('_', '-')}"
+
+
+def _dest(section: str, key: str) -> str:
+    return f"{section}.{key}"
+
+
+def _plain(text: str) -> Any:
+    """A flag's value: a number in any notation, else as YAML reads it."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    try:
+        return parse_yaml(text)
+    except InvalidYaml as error:
+        raise argparse.ArgumentTypeError(f"cannot be read as YAML: {text!r:.80}") from error
+
+
+def read_config(args: argparse.Namespace) -> RunConfig:
+    """The run that the flags of `add_flags`, and the file they may name, ask for. The model is not looked up.
+
+    Raises:
+        ConfigError: an unknown key, a value that is none, something missing; says which, and in which line or flag.
+        OSError: the file cannot be read.
+    """
+    settings: Settings = _of_file(Path(args.config)) if args.config is not None else {}
+    for section, keys in KEYS.items():
+        for key in keys:
+            if (value := getattr(args, _dest(section, key))) is not None:
+                settings[section, key] = SourcedValue(value, _flag(section, key))
+    return _build({place: setting for place, setting in settings.items() if setting.value is not None})
+
+
+def _build(settings: Settings) -> RunConfig:
+    for (section, key), setting in settings.items():
+        _check(section, key, setting)
+    for place in (("", "model"), ("input", "path"), ("output", "path")):
+        if place not in settings:
+            name = place[0] or place[1]
+            raise ConfigError(f"nothing says the {name}: write `{name}:` into the file, or give --{name}")
+    of = {
+        section: {key: setting.value for (own, key), setting in settings.items() if own == section} for section in KEYS
+    }
+    engine = EngineOptions(**of["engine"])
+    sampling = _in_place(settings, "sampling", lambda: SamplingParams(**of["sampling"]))
+    unnamed = ModelSpec("", Path(), "")  # its own defaults are looked at when it is loaded
+    _in_place(settings, "engine", lambda: EngineConfig.resolve(unnamed, **engine.arguments()))
+    return RunConfig(
+        **of[""],
+        input=InputOptions(**of["input"]),
+        output=OutputOptions(**of["output"]),
+        engine=engine,
+        sampling=sampling,
+    )
+
+
+def _check(section: str, key: str, setting: SourcedValue) -> None:
+    """What neither `LLM` nor SamplingParams will look at."""
+    value, where = setting
+    if section in ("engine", "sampling"):
+        return
+    if key in ("prompt", "token_ids"):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif key == "seed":
+        fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_SEED
+        wanted = f"an integer from 0 to {MOST_SEED:,}"
+    elif key == "format":
+        fits, wanted = value in FORMATS, f"one of {', '.join(FORMATS)}"
+    else:
+        fits, wanted = isinstance(value, str) and value != "", "a text"
+    if not fits:
+        name = f"{section}.{key}" if section else key
+        raise ConfigError(f"{where}: {name} must be {wanted}, got {value!r:.80}")
+
+
+def _in_place(settings: Settings, section: str, make: Any) -> Any:
+    """What `make` gives. Its complaints begin with the name of what they are about: they are told with its place."""
+    try:
+        return make()
+    except (ValueError, TypeError) as error:
+        names = re.findall(r"[a-z_]+", str(error))
+        place = next(((section, name) for name in names if (section, name) in settings), None)
+        if place is None:
+            raise ConfigError(f"{section}: {error}") from error
+        raise ConfigError(f"{settings[place].where}: {error}") from error
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _of_file(file: Path) -> Settings:
+    try:
+        document, content = read_yaml(file)
+    except InvalidYaml as error:
+        raise ConfigError(str(error)) from error
+    if content is None:
+        return {}
+    if not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{file}: must hold `key: value` lines, got a {type(content).__name__}")
+    settings: Settings = {}
+    top = (*KEYS[""], *filter(None, KEYS))
+    for key, where, node in _entries(file, document):
+        value = content[key]
+        if key not in top:
+            raise _unknown(where, key, "", top)
+        if key in KEYS[""]:
+            settings["", key] = SourcedValue(value, where)
+        elif isinstance(node, yaml.MappingNode):
+            for inner, place, _ in _entries(file, node):
+                if inner not in KEYS[key]:
+                    raise _unknown(place, inner, key, KEYS[key])
+                settings[key, inner] = SourcedValue(value[inner], place)
+        elif key in _SHORT:
+            settings[key, "path"] = SourcedValue(value, where)
+        elif value is not None:
+            raise ConfigError(f"{where}: {key} must map some of {', '.join(KEYS[key])} to values, got {value!r:.80}")
+    return {place: _from_folder(file, place, setting) for place, setting in settings.items()}
+
+
+def _entries(file: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, str, yaml.Node]]:
+    """(key, its place, its value's node). YAML readers take the last of two equal keys and say nothing: refused here."""
+    seen: dict[str, int] = {}
+    for key, value in mapping.value:
+        line = key.start_mark.line + 1
+        if key.tag != "tag:yaml.org,2002:str":
+            raise ConfigError(f"{file}:{line}: a key must be text, got {key.value!r:.80}")
+        if key.value in seen:
+            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {seen[key.value]}")
+        seen[key.value] = line
+        yield key.value, f"{file}:{line}", value
+
+
+def _unknown(where: str, key: str, section: str, known: tuple[str, ...]) -> ConfigError:
+    here = f"under `{section}`" if section else "at the top level"
+    elsewhere = [f"under `{other}`" if other else "at the top level" for other in KEYS if key in KEYS[other]]
+    if elsewhere:
+        return ConfigError(f"{where}: {key!r} does not stand {here} but {' or '.join(elsewhere)}")
+    everywhere = {name: other for other in reversed(KEYS) for name in KEYS[other]}
+    near = difflib.get_close_matches(key, known, n=1)
+    if near:
+        meant = f"did you mean {near[0]}?"
+    elif others := difflib.get_close_matches(key, everywhere, n=1):
+        other = everywhere[others[0]]
+        meant = f"did you mean {others[0]}, {f'under `{other}`' if other else 'at the top level'}?"
+    else:
+        meant = f"known are {', '.join(known)}"
+    return ConfigError(f"{where}: unknown key {key!r} {here}; {meant}")
+
+
+def _from_folder(file: Path, place: tuple[str, str], setting: SourcedValue) -> SourcedValue:
+    """Paths of a file are relative to its folder; a model's only where it cannot be a name."""
+    value = setting.value
+    if not isinstance(value, str) or not value:
+        return setting
+    is_path = place in (("input", "path"), ("output", "path")) and value != STDIN
+    if is_path or (place == ("", "model") and value.startswith(("./", "../"))):
+        return setting._replace(value=str(file.absolute().parent / os.path.expanduser(value)))
+    return setting
+
+
+def fingerprint(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide what the records say, by name; plain data.
+
+    Not among them is how the work is done (memory, sizes of batches, which of several GPUs): a run may go on with others.
+    """
+    device = (config.engine.device or "auto").partition(":")[0]
+    settings = {
+        "model": config.model,
+        "seed": config.seed,
+        "engine.device": device,
+        "engine.dtype": config.engine.dtype or "auto",
+        "engine.max_model_len": config.engine.max_model_len,
+        "output.prompt": config.output.prompt,
+        "output.token_ids": config.output.token_ids,
+    }
+    for f in fields(SamplingParams):
+        if (value := getattr(config.sampling, f.name)) != f.default:
+            settings[f"sampling.{f.name}"] = value
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain

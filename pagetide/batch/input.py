@@ -1,0 +1,330 @@
+"""The input of `pagetide run`: lines of text, JSON objects or OpenAI batch requests, read one by one, never as a whole."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from ..engine.errors import ConfigError
+from ..scheduler.request import SamplingParams
+from .config import STDIN, InputOptions
+
+Format = Literal["text", "jsonl", "openai"]
+AdmissionController = Literal["plain", "completion", "chat"]
+
+LONGEST_LINE_BYTES = 32 << 20
+_BOM = b"\xef\xbb\xbf"
+_SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_DOORS: dict[str, AdmissionController] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
+_RENAMED = {
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
+    "num_return_sequences": "n",
+}  # fmt: skip
+_OTHER = ("top_logprobs", "response_format")
+# What OpenAI's requests carry that changes no token; the model is the run's, whatever it says.
+_NO_MATTER = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_ONLY = {"stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
+
+
+class Summary(NamedTuple):
+    """What one reading of the whole input tells."""
+
+    sha256: str
+    num_lines: int  # those that are not blank
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class InputRequest:
+    """One line: what it asks for, or `error`, which says why it cannot be asked.
+
+    The prompt is a text, token ids, or with `messages` what the chat template makes of them. `sampling` holds the fields of
+    SamplingParams that the line itself gives, checked; `id` is copied to the record.
+    """
+
+    line: int  # from 1
+    door: AdmissionController
+    id: str | int | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class InvalidLine(ValueError):
+    """A line that cannot be asked; the message says why."""
+
+
+class InputFile:
+    """The file, open. Standard input is copied to a temporary file first, so that it can be read twice.
+
+    Raises ConfigError when nothing says what its format is.
+    """
+
+    def __init__(self, options: InputOptions) -> None:
+        of_name = _SUFFIXES.get(Path(options.path).suffix.lower())
+        form: Any = of_name if options.format == "auto" else options.format
+        if form is None:
+            raise ConfigError(
+                f"the name of the input {options.path} does not say what is in it: name it .txt or .jsonl, or say "
+                "`format: text`, jsonl or openai (--input-format)"
+            )
+        self._format: Format = form
+        self._may_be_batch = options.format == "auto" and form == "jsonl"
+        self._file = _copy_of_standard_input() if options.path == STDIN else _opened(Path(options.path))
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def survey(self) -> Summary:
+        """Read all of it once. JSON lines are of OpenAI's form where the first object has a body, unless a format was given."""
+        looking, form = self._may_be_batch, self._format
+        num_lines, digest = 0, hashlib.sha256()
+        for _, raw in self.lines(digest):
+            num_lines += 1
+            if looking and (first := _object_or_none(raw)) is not None:
+                form, looking = "openai" if "body" in first else "jsonl", False
+        return Summary(digest.hexdigest(), num_lines, form)
+
+    def lines(self, digest: Any) -> Iterator[tuple[int, bytes | None]]:
+        """The lines that are not blank, by number from 1, without their ends; None for one too long to be read.
+
+        `digest` takes in every byte that is passed, blank lines too.
+        """
+        self._file.seek(0)
+        number = 0
+        while raw := self._file.readline(LONGEST_LINE_BYTES):
+            number += 1
+            digest.update(raw)
+            part, too_long = raw, False
+            while len(part) == LONGEST_LINE_BYTES and not part.endswith(b"\n"):
+                part = self._file.readline(LONGEST_LINE_BYTES)
+                digest.update(part)
+                too_long = too_long or part != b""
+            if number == 1:
+                raw = raw.removeprefix(_BOM)
+            if too_long:
+                yield number, None
+            elif raw.strip():
+                yield number, raw.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def _copy_of_standard_input() -> BinaryIO:
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  # it is the caller's
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    return copy
+
+
+def read_line(number: int, raw: bytes | None, form: Format) -> InputRequest:
+    """What a line asks for. Raises nothing: what is wrong with it stands in its `error`."""
+    if form == "text":
+        return _of_text(number, raw)
+    content: dict[str, Any] = {}
+    try:
+        content = _object(raw)
+        return _of_batch(number, content) if form == "openai" else _of_object(number, content)
+    except ValueError as error:
+        key = content.get("custom_id") if form == "openai" or "id" not in content else content["id"]
+        door = _DOORS.get(str(content.get("url")), "completion") if form == "openai" else "plain"
+        return InputRequest(number, door, key if _is_id(key) else None, error=str(error))
+
+
+def _of_text(number: int, raw: bytes | None) -> InputRequest:
+    try:
+        return InputRequest(number, "plain", prompt=_text(raw))
+    except InvalidLine as error:
+        return InputRequest(number, "plain", error=str(error))
+
+
+def _text(raw: bytes | None) -> str:
+    if raw is None:
+        raise InvalidLine(f"it is longer than {LONGEST_LINE_BYTES >> 20} MiB")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidLine(f"it is no text in UTF-8: {error}") from error
+
+
+def _object(raw: bytes | None) -> dict[str, Any]:
+    text = _text(raw)
+    try:
+        content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise InvalidLine(f"it is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidLine(f"it must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of `pairs`. Raises ValueError where one of two values would be lost. Looks at each pair once."""
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {name!r:.80} stands there twice")
+        content[name] = value
+    return content
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object_or_none(raw: bytes | None) -> dict[str, Any] | None:
+    try:
+        return _object(raw)
+    except InvalidLine:
+        return None
+
+
+def _is_id(key: object) -> bool:
+    return isinstance(key, str | int) and not isinstance(key, bool)
+
+
+def _of_object(number: int, content: dict[str, Any]) -> InputRequest:
+    """{"prompt" or "messages", "id" or "custom_id", and how to continue it}."""
+    if "body" in content and "url" in content:
+        raise InvalidLine("it is an OpenAI batch request, and the input is not of that format: say `format: openai`")
+    given = {key: value for key, value in content.items() if value is not None}
+    names = [name for name in ("id", "custom_id") if name in given]
+    key = given.pop(names[0]) if names else None
+    if len(names) > 1:
+        raise InvalidLine("it has an id and a custom_id: give one of them")
+    if key is not None and not _is_id(key):
+        raise InvalidLine(f"{names[0]} must be a text or an integer, got {key!r:.80}")
+    if ("prompt" in given) == ("messages" in given):
+        raise InvalidLine("it must have a prompt or messages, one of the two")
+    return _asked(number, "plain", key, given)
+
+
+def _of_batch(number: int, content: dict[str, Any]) -> InputRequest:
+    """{"custom_id", "method": "POST", "url", "body"}."""
+    key, method, url, body = (content.get(name) for name in ("custom_id", "method", "url", "body"))
+    if not isinstance(key, str) or not key:
+        raise InvalidLine(f"custom_id must be a text, got {key!r:.80}")
+    if method not in (None, "POST"):
+        raise InvalidLine(f"method must be POST, got {method!r:.80}")
+    if not isinstance(url, str) or url not in _DOORS:
+        raise InvalidLine(f"url must be {' or '.join(_DOORS)}, got {url!r:.80}")
+    if not isinstance(body, dict):
+        raise InvalidLine(f"body must be a JSON object, got {type(body).__name__}")
+    given = {name: value for name, value in body.items() if value is not None}
+    wanted = "messages" if _DOORS[url] == "chat" else "prompt"
+    if wanted not in given:
+        raise InvalidLine(f"the body for {url} must have {wanted}")
+    return _asked(number, _DOORS[url], key, given)
+
+
+def _asked(number: int, door: AdmissionController, key: str | int | None, given: dict[str, Any]) -> InputRequest:
+    if "messages" in given:
+        messages = _messages(given.pop("messages"))
+        options = given.pop("chat_template_kwargs", {})
+        if not isinstance(options, dict):
+            raise InvalidLine(f"chat_template_kwargs must be a JSON object, got {options!r:.80}")
+        return InputRequest(number, door, key, messages=messages, template_options=options, sampling=_sampling(given))
+    prompt = _prompt(given.pop("prompt"))
+    return InputRequest(number, door, key, prompt=prompt, sampling=_sampling(given))
+
+
+def _prompt(prompt: object) -> str | list[int]:
+    """A text or token ids; a list of one of them, as OpenAI's requests may have it, is that one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(i, str | list) for i in prompt):
+        raise InvalidLine(f"it has {len(prompt)} prompts: give each a line of its own")
+    raise InvalidLine(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise InvalidLine(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
+    return [_message(message) for message in messages]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """With a content that is one text: templates write a list of parts out as Python would."""
+    if not isinstance(message.get("role"), str):
+        raise InvalidLine(f"a message must have a role, got {message!r:.80}")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidLine(f"of a message only text can be taken, got the part {part!r:.80}")
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """What the line says of how to continue it, by pagetide's names or OpenAI's. Raises ValueError for what makes no sense."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = _RENAMED.get(key, key)
+        if name in _SAMPLING:
+            if name in found and found[name] != value:
+                raise InvalidLine(f"{key} {value!r:.80} and another {name} of {found[name]!r:.80}: they mean the same")
+            found[name] = value
+        elif key in _ONLY and value != _ONLY[key]:
+            raise InvalidLine(f"{key} must be left out here, got {value!r:.80}")
+        elif key not in (*_NO_MATTER, *_ONLY, *_OTHER):
+            known = (*_SAMPLING, *_RENAMED, *_OTHER, "prompt", "messages")
+            near = difflib.get_close_matches(key[:80], known, n=1)
+            raise InvalidLine(f"unknown field {key!r:.80}{f'; did you mean {near[0]}?' if near else ''}")
+    if isinstance(found.get("logprobs"), bool) or "top_logprobs" in given:
+        found["logprobs"] = _chat_logprobs(found.get("logprobs"), given.get("top_logprobs", 0))
+    if "response_format" in given:
+        found |= _constraint(given["response_format"])
+    if isinstance(bias := found.get("logit_bias"), dict):
+        found["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
+    SamplingParams(**found)  # looks at it
+    return found
+
+
+def _chat_logprobs(asked: object, top: object) -> object:
+    """`logprobs` true or false and how many most likely ones, as one number or None."""
+    if not isinstance(asked, bool):
+        raise InvalidLine(f"top_logprobs needs logprobs to be true, got {asked!r}")
+    if top and not asked:
+        raise InvalidLine("top_logprobs needs logprobs to be true, got False")
+    return top if asked else None
+
+
+def _constraint(response_format: object) -> dict[str, Any]:
+    if isinstance(response_format, dict):
+        kind = response_format.get("type")
+        if kind == "text":
+            return {}
+        if kind == "json_object":
+            return {"json_schema": {"type": "object"}}
+        inner = response_format.get("json_schema")
+        if kind == "json_schema" and isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+            return {"json_schema": inner["schema"]}
+    raise InvalidLine(
+        "response_format must have the type text, json_object, or json_schema with {'json_schema': {'schema': ...}}; "
+        f"got {response_format!r:.80}"
+    )
+
+
+def _token_id(text: str) -> int:
+    """A JSON object's keys are texts."""
+    if not text.isdecimal():
+        raise InvalidLine(f"logit_bias must map token ids to numbers, got {text!r:.40}")
+    return int(text)

@@ -1,0 +1,165 @@
+"""The records of `pagetide run`: what a line of the input became, plain or as OpenAI's batch answers it.
+
+Nothing in a record depends on when, how fast or on what machine it was made: ids are of the input and the line, and where
+OpenAI's form wants a time of creation it is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from .config import OutputOptions
+from .input import InputRequest
+
+if TYPE_CHECKING:
+    from ..engine.requests.outputs import Completion, RequestOutput, TokenLogprobs
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultBuilder:
+    """Makes records. `model` is the name that answers carry, `run_id` what sets the ids of two inputs apart; `token_text` says
+    one token as text, for OpenAI's log-probabilities.
+    """
+
+    options: OutputOptions
+    model: str
+    run_id: str
+    token_text: Callable[[int], str]
+
+    def record(self, ask: InputRequest, output: RequestOutput) -> Record:
+        """What became of a line. `output` says nothing where the line itself could not be asked."""
+        why = ask.error or failure_of(output)
+        error = None if why is None else f"line {ask.line}: {why}"
+        if ask.door == "plain":
+            return self._failed(ask, error) if error is not None else self._plain(ask, output)
+        status, body = 200, self._body(ask, output)
+        if error is not None:
+            status = 500 if ask.error is None and was_started(output) else 400
+            body = {"error": {"message": error, "type": _error_type(status), "param": None, "code": None}}
+        return {
+            "id": f"batch_req_{self._id(ask)}",
+            "custom_id": ask.id,
+            "response": {"status_code": status, "request_id": f"req_{self._id(ask)}", "body": body},
+            "error": None if error is None else {"code": _error_type(status), "message": error},
+        }
+
+    def _id(self, ask: InputRequest) -> str:
+        return f"{self.run_id}_{ask.line}"
+
+    def _head(self, ask: InputRequest) -> Record:
+        head: Record = {"line": ask.line}
+        if ask.id is not None:
+            head["id"] = ask.id
+        if self.options.prompt and ask.messages is not None:
+            head["messages"] = ask.messages
+        elif self.options.prompt and ask.prompt is not None:
+            head["prompt"] = ask.prompt
+        return head
+
+    def _failed(self, ask: InputRequest, error: str) -> Record:
+        return {**self._head(ask), "finish_reason": "error", "error": error}
+
+    def _plain(self, ask: InputRequest, output: RequestOutput) -> Record:
+        each = [self._continuation(completion) for completion in output.completions]
+        record = {**self._head(ask), **each[0]}
+        if len(each) > 1:
+            record["completions"] = each
+        if output.prompt_logprobs is not None:
+            record["prompt_logprobs"] = [None if told is None else asdict(told) for told in output.prompt_logprobs]
+        return {**record, "usage": _usage(output)}
+
+    def _continuation(self, completion: Completion) -> Record:
+        record: Record = {"text": completion.text}
+        if self.options.token_ids or completion.text is None:
+            record["token_ids"] = completion.token_ids
+        record["finish_reason"] = completion.finish_reason
+        if completion.logprobs is not None:
+            record["logprobs"] = [asdict(told) for told in completion.logprobs]
+        return record
+
+    def _body(self, ask: InputRequest, output: RequestOutput) -> Record:
+        is_chat = ask.door == "chat"
+        make = self._chat_choice if is_chat else self._text_choice
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(ask)}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": 0,
+            "model": self.model,
+            "choices": [make(index, completion) for index, completion in enumerate(output.completions)],
+            "usage": _usage(output),
+        }
+
+    def _text_choice(self, index: int, completion: Completion) -> Record:
+        logprobs = None
+        if completion.logprobs is not None:
+            tokens = [self.token_text(told.token_id) for told in completion.logprobs]
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": [told.logprob for told in completion.logprobs],
+                "top_logprobs": [{self.token_text(i): x for i, x in told.top} for told in completion.logprobs],
+                "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+            }
+        text = completion.text or ""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+
+    def _chat_choice(self, index: int, completion: Completion) -> Record:
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = {"content": [self._chat_token(told) for told in completion.logprobs]}
+        message = {"role": "assistant", "content": completion.text or ""}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+
+    def _chat_token(self, told: TokenLogprobs) -> Record:
+        one = self._token(told.token_id, told.logprob)
+        return {**one, "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in told.top]}
+
+    def _token(self, token_id: int, logprob: float) -> Record:
+        """`bytes` is None for a token that is no whole character by itself."""
+        text = self.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": None if "�" in text else list(text.encode())}
+
+
+def failure_of(output: RequestOutput) -> str | None:
+    """Why a request was refused or failed, where it was."""
+    return next((completion.error for completion in output.completions if completion.error is not None), None)
+
+
+def was_started(output: RequestOutput) -> bool:
+    """Whether the engine took the request; one that it refused at the door has no id."""
+    return output.request_id != ""
+
+
+def line_of(record: Record) -> int | None:
+    """The line of the input that a record is of; None for what no `ResultBuilder` made."""
+    line = record.get("line")
+    if line is None:
+        line = str(record.get("id")).rpartition("_")[2]
+        return int(line) if line.isdecimal() else None
+    return line if isinstance(line, int) else None
+
+
+def is_error(record: Record) -> bool:
+    """Whether the line was not served."""
+    return record.get("error") is not None
+
+
+def usage_of(record: Record) -> tuple[int, int]:
+    """Tokens of the prompt and of what was generated; (0, 0) of an error."""
+    holder = record if "line" in record else (record.get("response") or {}).get("body") or {}
+    usage = holder.get("usage") or {}
+    return int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
+
+
+def _usage(output: RequestOutput) -> Record:
+    prompt = len(output.prompt_token_ids)
+    generated = sum(len(completion.token_ids) for completion in output.completions)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def _error_type(status: int) -> str:
+    return "invalid_request_error" if status == 400 else "server_error"

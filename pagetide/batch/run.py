@@ -1,0 +1,289 @@
+"""`pagetide run`: a file of prompts in, a file of records out, in order; killed at any moment it goes on where it was."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine.errors import ConfigError, EngineError
+from ..engine.loading.models import ModelSpec, resolve_model
+from ..engine.requests.progress import Bar
+from ..engine.text.chat_template import options_from_data
+from ..scheduler.request import SamplingParams
+from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
+from .input import InputFile, InputRequest, Summary, read_line
+from .output import Output, Settings, files_of
+from .results import Record, ResultBuilder, failure_of, is_error, line_of, usage_of, was_started
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
+RECORDS_VERSION = 1  # of what records look like: a run does not go on with another
+MOST_FAILURES = 32  # lines in a row that fail in the engine before a run stops, and writes none of them
+_READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".py")  # of a model's folder: small files that decide what it says
+_WEIGHTS = (".safetensors", ".bin")
+
+
+class EngineFails(EngineError):
+    """One line after the other fails in the engine: it is not the lines."""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """The subcommand `run` of `commands`, which `ArgumentParser.add_subparsers` gave."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "run", help="continue the prompts of a file into a file",
+        description="Continue each line of a file: text, JSON objects or OpenAI batch requests. Records come in the order of "
+        "the input; a run that was stopped or killed goes on where it was when it is started again.",
+    )  # fmt: skip
+    parser.add_argument("--restart", action="store_true", help="throw away what an earlier start left unfinished")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output once all records are there")
+    parser.add_argument("--json", action="store_true", help="the summary as JSON")
+    add_flags(parser)
+    parser.set_defaults(run=main)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command. Returns 0, 1 when some lines have error records, 130 when interrupted.
+
+    Raises what `pagetide.cli` tells with status 2: ConfigError, ModelNotFound, OSError and so on. The records so far stay.
+    """
+    config = read_config(args)
+    spec = resolve_model(config.model)
+    target = _checked_output(config, None if args.config is None else Path(args.config))
+    with closing(InputFile(config.input)) as source, Output(target) as output:
+        survey = source.survey()
+        settings = {**_settings(config, spec), "input": survey.sha256, "input.format": survey.format}
+        run = _RunState(config, source, survey, output, settings)
+        if not (args.restart or args.overwrite) and (counts := output.finished(run.settings)) is not None:
+            print(
+                f"{target} is there already, whole and of these settings: nothing is left to be done", file=sys.stderr
+            )
+            run.tally = _Tally(**counts, resumed_lines=counts["lines"])
+        else:
+            output.begin(run.settings, restart=args.restart, overwrite=args.overwrite)
+            try:
+                run.go_on()
+            except KeyboardInterrupt:
+                again = "the same command, without --restart," if args.restart else "the same command"
+                print(
+                    f"interrupted: {run.tally.lines:,} of {survey.num_lines:,} records are there; {again} goes on",
+                    file=sys.stderr,
+                )
+                return 130
+    print(json.dumps(run.tally.to_dict(target)) if args.json else run.tally.describe(target))
+    return int(run.tally.errors > 0)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the records say together. `seconds`, and what is counted in them, are of this start alone."""
+
+    lines: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    resumed_lines: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    preemptions: int = 0
+
+    def add(self, record: Record) -> int:
+        """Take in a record. Returns the tokens generated for it."""
+        prompt, generated = usage_of(record)
+        self.lines += 1
+        self.errors += is_error(record)
+        self.prompt_tokens += prompt
+        self.completion_tokens += generated
+        return generated
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is the same however often the run was stopped."""
+        names = ("lines", "errors", "prompt_tokens", "completion_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens generated by this start, a second."""
+        return self.new_tokens / self.seconds if self.new_tokens else None
+
+    def to_dict(self, output: Path) -> dict[str, Any]:
+        more = {"resumed_lines": self.resumed_lines, "seconds": round(self.seconds, 3), "preemptions": self.preemptions}
+        speed = None if self.tokens_per_s is None else round(self.tokens_per_s, 1)
+        return {"output": str(output), **self.counts, **more, "tokens_per_s": speed}
+
+    def describe(self, output: Path) -> str:
+        """The summary as lines of text."""
+        rows = [("records", f"{self.lines:,} in {output}"), ("errors", f"{self.errors:,}")]
+        if self.resumed_lines:
+            rows.append(("of an earlier start", f"{self.resumed_lines:,}"))
+        rows += [("tokens of prompts", f"{self.prompt_tokens:,}"), ("tokens generated", f"{self.completion_tokens:,}")]
+        if self.tokens_per_s is not None:
+            rows += [("seconds", f"{self.seconds:,.1f}"), ("tokens per second", f"{self.tokens_per_s:,.1f}")]
+            rows.append(("preemptions", f"{self.preemptions:,}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+class _RunState:
+    """One start of a run, from the records that are there already to the last."""
+
+    def __init__(
+        self, config: RunConfig, source: InputFile, survey: Summary, output: Output, settings: Settings
+    ) -> None:
+        self.settings = settings
+        self.tally = _Tally()
+        self._config = config
+        self._survey = survey
+        self._output = output
+        self._digest = hashlib.sha256()
+        self._lines = source.lines(self._digest)
+        self._line = next(self._lines, None)  # the first that was neither asked nor has a record
+        self._asked: deque[InputRequest] = deque()  # lines that the engine has, or has refused
+
+    def go_on(self) -> None:
+        """Serve what has no record yet, and give the output its name."""
+        self._recover()
+        if self.tally.lines:
+            self.tally.resumed_lines = self.tally.lines
+            said = f"going on: {self.tally.lines:,} of {self._survey.num_lines:,} records are there"
+            print(said, file=sys.stderr)
+        if self.tally.lines < self._survey.num_lines:
+            from ..engine.llm import LLM
+
+            with LLM(self._config.model, **self._config.engine.arguments()) as llm:
+                self._serve(llm)
+                self.tally.preemptions = llm.stats()["preemptions"]
+        if self._digest.hexdigest() != self._survey.sha256:
+            raise ConfigError(
+                f"{self._config.input.path} has changed while it was read: its records are in {self._output.part}, which "
+                "gets no other name; let the input be, and begin anew with --restart"
+            )
+        self._output.finish(self.settings, self.tally.counts)
+
+    def _recover(self) -> None:
+        """Pass over the lines that have their records."""
+        for record in self._output.recover(lambda record: self._line is not None and line_of(record) == self._line[0]):
+            self.tally.add(record)
+            self._line = next(self._lines, None)
+
+    def _serve(self, llm: LLM) -> None:
+        prompts, params = itertools.tee(self._requests(llm))
+        outputs = llm.generate_each((prompt for prompt, _ in prompts), (own for _, own in params))
+        recorder = ResultBuilder(self._config.output, self._config.model, self._survey.sha256[:12], _token_text(llm))
+        held: list[Record] = []  # of lines that failed, behind the last that did not
+        began = time.perf_counter()
+        with self._bar() as bar:
+            for output in outputs:
+                ask = self._asked.popleft()
+                held.append(recorder.record(ask, output))
+                why = failure_of(output)
+                if why is None or not was_started(output):
+                    self._write(held, bar, time.perf_counter() - began)
+                elif len(held) == MOST_FAILURES:
+                    raise EngineFails(
+                        f"{MOST_FAILURES} lines in a row failed in the engine, the last with: {why}; none of these is "
+                        "written, and the same command goes on with them"
+                    )
+            self._write(held, bar, time.perf_counter() - began)
+
+    def _write(self, records: list[Record], bar: Bar, seconds: float) -> None:
+        """Write all of `records`, and forget them."""
+        for record in records:
+            self._output.write(record)
+            self.tally.new_tokens += self.tally.add(record)
+            self.tally.seconds = seconds
+            if self.tally.tokens_per_s is not None:
+                bar.set_postfix_str(f"{self.tally.tokens_per_s:,.0f} tokens/s", refresh=False)
+            bar.update()
+        records.clear()
+
+    def _requests(self, llm: LLM) -> Iterator[tuple[str | list[int], SamplingParams]]:
+        """The prompts for the engine. A line that cannot be asked is an empty one, which the engine refuses at its place: so
+        such lines keep their order, and count among those that may be ahead.
+        """
+        while self._line is not None:
+            ask = read_line(*self._line, self._survey.format)
+            self._line = next(self._lines, None)
+            prompt: str | list[int] = []
+            params = SamplingParams()
+            try:
+                if ask.messages is not None:
+                    prompt = llm.render(ask.messages, **options_from_data(llm.tokenizer, ask.template_options))
+                elif ask.prompt is not None:
+                    prompt = ask.prompt
+                params = self._params(ask)
+            except (ValueError, TypeError) as error:  # TypeError: options that no template takes
+                ask, prompt = replace(ask, error=str(error)), []
+            self._asked.append(ask)
+            yield prompt, params
+
+    def _params(self, ask: InputRequest) -> SamplingParams:
+        """What the line says over what the run says; without a seed of its own it has the run's, with its number."""
+        base = self._config.sampling
+        switches = {"ignore_eos": base.ignore_eos, "add_special_tokens": base.add_special_tokens}
+        seed = {"seed": (self._config.seed << 32) + ask.line}
+        return SamplingParams(**{**seed, **switches, **ask.sampling}).over(base)
+
+    def _bar(self) -> Bar:
+        return Bar(
+            total=self._survey.num_lines, initial=self.tally.lines, unit="line", desc="running", smoothing=0.1,
+            leave=False, disable=None,
+        )  # fmt: skip
+
+
+def _token_text(llm: LLM) -> Callable[[int], str]:
+    """Says one token of the model as text."""
+
+    def said(token_id: int) -> str:
+        return f"token_id:{token_id}" if llm.tokenizer is None else str(llm.tokenizer.decode([token_id]))
+
+    return said
+
+
+def _checked_output(config: RunConfig, file: Path | None) -> Path:
+    """Where the records go. Raises ConfigError for a place that can be none."""
+    if config.output.path == STDIN:
+        raise ConfigError("the output must be a file, so that a run can go on after it was stopped; got -")
+    output = Path(config.output.path)
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"the output's folder {output.absolute().parent} is not there: make it, or name another")
+    output = output.resolve()  # behind a link: its target is replaced, and not the link
+    if output.exists() and not (output.is_file() or output.is_dir()):
+        raise ConfigError(f"the output {output} is no regular file: name one, or a new one")
+    for path in files_of(output):
+        if config.input.path != STDIN and _is_same(path, Path(config.input.path)):
+            raise ConfigError(f"the input {path} would be written over by the run: name another output")
+        if file is not None and _is_same(path, file):
+            raise ConfigError(f"the configuration {path} would be written over by the run: name another output")
+        if path.exists() and path != output and not path.is_file():
+            raise ConfigError(f"{path}, which a run writes beside its output, is no regular file: name another output")
+    return output
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if path.resolve() == other.resolve():
+        return True
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def _settings(config: RunConfig, spec: ModelSpec) -> Settings:
+    """All that decides what the records say, but for the input."""
+    files = hashlib.sha256(repr((spec.dtype, sorted(spec.tokenizer.items(), key=str), spec.sampling)).encode())
+    for path in sorted(spec.path.iterdir()):
+        if path.suffix in _READ_WHOLE:
+            files.update(path.name.encode() + b"\0" + path.read_bytes())
+        elif path.suffix in _WEIGHTS:
+            files.update(f"{path.name}\0{path.stat().st_size}".encode())
+    return {"records": RECORDS_VERSION, "model files": files.hexdigest(), **fingerprint(config)}

@@ -1,0 +1,198 @@
+"""The door for those who come from transformers: `pagetide.pipeline("text-generation", model=...)`.
+
+The module is not called `pipeline`, since importing it would then put itself in the place of the function of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from ..engine.llm import LLM
+from ..engine.loading.generation import HARMLESS, REFUSED, SERVED, ModelDefaults, asked_for, known_to_transformers
+from .arguments import CALL, Arguments, flatten_model_kwargs, refuse_unknown, sort_arguments
+from .call import PipelineCall, Record
+from .inputs import One, Several, read_inputs
+
+_TASK = "text-generation"
+
+
+def pipeline(
+    task: str | None = _TASK,
+    model: Any = None,
+    *,
+    tokenizer: Any = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TextGenerationPipeline:
+    """A text-generation pipeline as transformers makes it, with this engine behind it.
+
+    Args:
+        task: "text-generation".
+        model: A name, a folder, a hub id in the local cache, a loaded transformers model, which stays as it is and shares
+            its weights, or an `LLM`, which the pipeline then uses and does not close.
+        tokenizer: A name, a folder, a hub id in the local cache or a loaded tokenizer; None is the model's own.
+        model_kwargs: More options, as transformers takes them for loading the model.
+        options: `device`, `device_map`, `dtype` or `torch_dtype` and `trust_remote_code` as transformers has them; the engine
+            options of `LLM`, such as `kv_memory` or `max_seqs`; and what a call of the pipeline takes, as its defaults.
+
+    Raises:
+        ValueError: an argument that nobody knows, or that is not served; says why.
+        ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: as `LLM` raises them.
+    """
+    if task not in (_TASK, None):
+        raise ValueError(f"the task {task!r} is not served: there is {_TASK!r}")
+    if model is None:
+        raise ValueError("no model was given: name one, such as 'demo', or give its folder or a loaded model")
+    flat = flatten_model_kwargs(options, model_kwargs)
+    refuse_unknown(flat, CALL | _generation_names() | _engine_options(), "argument of pipeline")
+    engine_options = {name: value for name in _engine_options() if (value := flat.pop(name, None)) is not None}
+    own = not isinstance(model, LLM)
+    if not own and (engine_options or tokenizer is not None):
+        given = ", ".join([*engine_options, *(["tokenizer"] if tokenizer is not None else [])])
+        raise ValueError(f"the LLM that was given is made already: {given} belong to its own making")
+    arguments = sort_arguments(flat, _generation_names(), HARMLESS)
+    asked_for(arguments.generation)  # so that its errors come before the model is read
+    llm = LLM(model, tokenizer=tokenizer, **engine_options) if own else model
+    try:
+        return TextGenerationPipeline(llm, arguments, closes=own)
+    except BaseException:
+        if own:
+            llm.close()
+        raise
+
+
+class TextGenerationPipeline:
+    """Continues prompts and answers chats; takes and returns what transformers' pipeline of this name does.
+
+    Made by `pagetide.pipeline`. Use as a context manager, or `close` it, to give the memory back at a known time.
+
+    Attributes:
+        task: "text-generation".
+        llm: The engine. `model` is another name for it: there is no transformers model to be called.
+        tokenizer: transformers' tokenizer.
+        generation_config: The model's own, which is looked at anew by each call.
+    """
+
+    task = _TASK
+
+    def __init__(self, llm: LLM, arguments: Arguments, *, closes: bool) -> None:
+        if llm.tokenizer is None:
+            raise ValueError(
+                f"{llm.config.model.name} has no tokenizer, and a pipeline needs one: give tokenizer=..., or use LLM with "
+                f"token ids"
+            )
+        self.llm = llm
+        self.tokenizer = llm.tokenizer
+        self._defaults = ModelDefaults.of(llm.config.model)
+        self._arguments = arguments
+        self._closes = closes
+
+    @property
+    def model(self) -> LLM:
+        """The engine, by the name that transformers has for the model."""
+        return self.llm
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own `GenerationConfig`; what is changed there counts from the next call on."""
+        return self._defaults.generation_config
+
+    def __call__(self, text_inputs: Any, **options: Any) -> Any:
+        """Continue what was given.
+
+        Args:
+            text_inputs: A string, a chat (a list of messages with "role" and "content"), a list of either; or, to be taken
+                as it is needed and answered one by one, a data set, a generator or any other iterable, endless ones
+                included.
+            options: As transformers' pipeline takes them: `max_new_tokens`, `max_length`, `do_sample`, `temperature`,
+                `top_k`, `top_p`, `num_beams`, `num_return_sequences`, `return_full_text`, `return_tensors`, `streamer`, ...
+                And `seed`, with which the same prompt has the same answer; and `look_ahead`, the prompts that are taken from
+                a stream before the first of them is answered (default: twice as many as run at the same time).
+
+        Returns:
+            For one prompt a list of its continuations, `{"generated_text": ...}` or `{"generated_token_ids": ...}` each; for
+            a list of prompts a list of such lists; for a stream an iterator of them, in the order of the prompts.
+
+        Raises:
+            ValueError: an argument or a prompt that is not served. In a stream it comes at the prompt's place.
+        """
+        given = sort_arguments(options, _generation_names(), HARMLESS)
+        if options.get("tokenizer") not in (None, self.tokenizer):
+            raise ValueError("tokenizer is given at the making of the pipeline, not at a call")
+        arguments = given.over(self._arguments)
+        call = PipelineCall(self.llm, self.tokenizer, self._defaults, arguments, options.get("max_length"))
+        inputs = read_inputs(text_inputs)
+        if isinstance(inputs, One):
+            (records,) = call.run([call.prepare(inputs.prompt)])
+            return records
+        if isinstance(inputs, Several):
+            if len(inputs.prompts) > 1 and call.streamer is not None and (options.get("batch_size") or 1) > 1:
+                raise ValueError("a streamer takes one prompt at a time: leave batch_size out")
+            return list(call.run([call.prepare(prompt) for prompt in inputs.prompts]))
+        kind = Answers if inputs.length is None else SizedAnswers
+        return kind(lambda: call.run(map(call.prepare, inputs.open())), inputs.length)
+
+    def close(self) -> None:
+        """Give the engine's memory back, unless the `LLM` was made by somebody else. Idempotent."""
+        if self._closes:
+            self.llm.close()
+
+    def __enter__(self) -> TextGenerationPipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Answers(Iterator[list[Record]]):
+    """The answers to a stream of prompts, in its order. Reading drives the engine, which works some prompts ahead.
+
+    Once at its end it can be read again, which takes a data set from its beginning. `close` aborts what has not ended.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[list[Record]]], length: int | None) -> None:
+        self._begin = begin
+        self._length = length
+        self._run: Iterator[list[Record]] = begin()
+        self._ended = False
+
+    def __iter__(self) -> Answers:
+        if self._ended:
+            self._run, self._ended = self._begin(), False
+        return self
+
+    def __next__(self) -> list[Record]:
+        try:
+            return next(self._run)
+        except BaseException:
+            self._ended = True
+            raise
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        self._run, self._ended = iter(()), True
+
+
+class SizedAnswers(Answers):
+    """The answers to a data set whose length is known, for progress bars."""
+
+    def __len__(self) -> int:
+        assert self._length is not None
+        return self._length
+
+
+@cache
+def _engine_options() -> frozenset[str]:
+    """The names of the options that `LLM` takes besides the model and its tokenizer."""
+    return frozenset(inspect.signature(LLM).parameters) - {"model", "tokenizer"}
+
+
+@cache
+def _generation_names() -> frozenset[str]:
+    return SERVED | HARMLESS | REFUSED.keys() | known_to_transformers()
