@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
     from .engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
-    from .pipelines.text_generation import pipeline
+    from .pipelines import pipeline
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
 

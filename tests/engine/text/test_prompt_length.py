@@ -148,9 +148,7 @@ def test_the_bound_follows_longer_tokens() -> None:
 
 def test_ids_are_counted_before_they_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, _ = _encoder(128)
-    monkeypatch.setattr(
-        "pagetide.engine.text.encoder.np.asarray", lambda *_: pytest.fail("they are an array")
-    )
+    monkeypatch.setattr("pagetide.engine.text.encoder.np.asarray", lambda *_: pytest.fail("they are an array"))
     with pytest.raises(
         PromptTooLong, match="the prompt has 1,000 tokens; with a context of 128 tokens it may have 127 at most"
     ):

@@ -24,7 +24,7 @@ from pagetide.scheduler.request import Constraint, Sampling
 
 pytest.importorskip("llguidance")
 
-FOLDER = Path(__file__).resolve().parents[2] / "engine" / "demo_model"
+FOLDER = Path(__file__).resolve().parents[3] / "engine" / "demo_model"
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
 END = TOKENIZER.eos_token_id
 WIDTH = len(TOKENIZER) + 7  # of the logits: a few ids that no token has

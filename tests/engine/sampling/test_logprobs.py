@@ -258,7 +258,7 @@ def test_scores_that_cannot_be_made_end_only_who_asks_and_nobody_draws_twice(
 # -- what callers see --------------------------------------------------------------------------------------------------
 
 TEXTS = ["Natásha went to the window and", '"What is the matter," said', "CORIOLANUS:\n"]
-DEMO = Path(scoring.__file__).parent / "demo_model"
+DEMO = Path(scoring.__file__).parents[1] / "demo_model"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: pip install pagetide[triton]")
 
-PROGRAM = Path(__file__).parents[1] / "triton_compile.py"
+PROGRAM = Path(__file__).parents[2] / "triton_compile.py"
 SHARED_BYTES = 227 << 10  # of a multiprocessor of an H100
 
 
