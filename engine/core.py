@@ -16,6 +16,7 @@ from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import FinishReason
+from .errors import is_interrupt
 from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class EngineCore:
         """Decide a step, run it, take in what came out.
 
         A runner that raises ends the requests of this step, with what it raised as their error, and no others. So does an
-        interrupt (KeyboardInterrupt) there; it goes on to the caller, and the next step tells of the ends. What comes in
+        interrupt (`is_interrupt`) there; it goes on to the caller, and the next step tells of the ends. What comes in
         the middle of the bookkeeping, or of a step that moves memory, ends all requests.
         """
         return self._step(ahead=True)
@@ -99,11 +100,11 @@ class EngineCore:
         except BaseException as error:  # half a change may have been made: go on with an empty scheduler
             trouble = self._wait_for_all() or error
             self.scheduler, emissions = self.scheduler.renewed(_told(error), self.runner.mapped_extents)
-            if isinstance(error, Exception):
+            if not is_interrupt(error):
                 log.exception("the bookkeeping broke; all %d requests end", len(emissions.finished))
             if told is not None:  # the step itself was done: the scheduler knows no more of what it gave and who ended
                 emissions = replace(told, finished=told.finished + emissions.finished)
-        if trouble is not None and not isinstance(trouble, Exception):
+        if trouble is not None and is_interrupt(trouble):
             self._untold = emissions
             raise trouble
         return emissions
@@ -143,10 +144,11 @@ class EngineCore:
         while self._out:
             try:
                 self._out.popleft()[1].wait()
-            except Exception as error:
-                log.debug("a step that nobody wants any more failed", exc_info=error)
             except BaseException as error:
-                interrupt = error
+                if is_interrupt(error):
+                    interrupt = error
+                else:
+                    log.debug("a step that nobody wants any more failed", exc_info=error)
         return interrupt
 
 
@@ -164,7 +166,7 @@ def _failure(plan: Plan, error: BaseException) -> Result:
     """All chunks of `plan` failed. Raises `error` on where it moves memory."""
     if plan.moves_memory:
         raise error
-    if isinstance(error, Exception):
+    if not is_interrupt(error):
         log.error("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows), exc_info=error)
     failures = tuple(Failure(i, _told(error)) for i in range(len(plan.rows)))
     return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)

@@ -5,7 +5,7 @@ EngineError
 ├── CheckpointError    the model's files are there and broken: truncated, unreadable, tensors missing
 ├── UnsupportedModel   the engine cannot run this kind of model out of paged blocks, and why
 ├── ConfigError        an engine argument or a models file is wrong        (is a ValueError too)
-│   └── NoSuchDevice   the device asked for is not there
+│   └── DeviceNotFound the device asked for is not there
 ├── NotEnoughMemory    the device has not the bytes; says how many are free and what to do
 └── EngineClosed       the engine was closed: it takes nothing more
 
@@ -15,6 +15,15 @@ A request that cannot be served is the scheduler's RequestRejected, wherever it 
 from __future__ import annotations
 
 from ..monitor.units import format_bytes
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether `error` is meant for the whole process: KeyboardInterrupt, or SystemExit, as signal handlers raise it.
+
+    Every other exception is a failure of the code that raised it, also where it is no Exception: asyncio.CancelledError out of
+    a logits processor, or a panic of a library in Rust.
+    """
+    return isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 class EngineError(Exception):

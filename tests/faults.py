@@ -13,8 +13,10 @@ from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.execution.transfers import Upload
-from pagetide.engine.requests.beams import BeamSearch
+from pagetide.engine.requests.beams import BeamSearch, BeamTickets
+from pagetide.engine.requests.states import RequestState
 from pagetide.engine.sampling.constraints import Constraints
+from pagetide.engine.sampling.logprobs import LogprobRequests
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.engine.text.detokenizer import Detokenizer
 
@@ -39,13 +41,17 @@ POINTS = {
     "kernel, buffers": Point(lambda engine: TorchKernel, "release_buffers", always=None),
     "upload": Point(lambda engine: Upload, "put"),
     "sampler, start of a row": Point(lambda engine: Sampler, "admit"),
+    "sampler, end of a row": Point(lambda engine: Sampler, "release"),
     "sampler, drawing": Point(lambda engine: Sampler, "sample", always="draws"),
     "sampler, histories": Point(lambda engine: Sampler, "took", always="draws"),
     "sampler, candidates": Point(lambda engine: Sampler, "candidates", always="beams"),
     "sampler, ends of forms": Point(lambda engine: Sampler, "complete"),
+    "log-probabilities, start of a row": Point(lambda engine: LogprobRequests, "admit"),
+    "log-probabilities, end of a row": Point(lambda engine: LogprobRequests, "release"),
     "log-probabilities": Point(lambda engine: runner_module, "score", always="scores"),
     "beams, candidates": Point(lambda engine: BeamSearch, "tell", "beams", "beams"),
     "beams, choice": Point(lambda engine: BeamSearch, "choose", "beams", "beams"),
+    "beams, end": Point(lambda engine: BeamTickets, "_tell", "beams", "beams"),
     "constraint, masks": Point(lambda engine: Constraints, "masks", always="constraint"),
     "constraint, matcher": Point(lambda engine: Constraints, "matcher", always="constraint"),
     "host copies": Point(lambda engine: HostPool, "_copy", always=None),
@@ -53,22 +59,28 @@ POINTS = {
     "copies of blocks": Point(lambda engine: Storage, "copy", always=None),
     "map": Point(lambda engine: engine.arena, "map", always=None),
     "unmap": Point(lambda engine: engine.arena, "unmap", always=None),
+    "measuring memory": Point(lambda engine: engine.core.memory, "_base_bytes_now", always=None),
+    "statistics": Point(lambda engine: type(engine), "stats", always=None),
     "text": Point(lambda engine: Detokenizer, "push", EVERYBODY),
+    "end of a request": Point(lambda engine: RequestState, "finish", EVERYBODY),
 }
 
 
 class Fault:
     """Raises in the place of a function: at its call number `first`, and at all later ones where it does so `always`."""
 
-    def __init__(self, inner: Callable[..., Any], first: int, always: bool) -> None:
+    def __init__(
+        self, inner: Callable[..., Any], first: int, always: bool, kind: type[BaseException] = RuntimeError
+    ) -> None:
         self.num_calls = self.num_raised = 0
+        self._kind = kind
         self._inner, self._first, self._always = inner, first, always
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
         if self.num_calls == self._first or (self._always and self.num_calls > self._first):
             self.num_raised += 1
-            raise RuntimeError(CAUSE)
+            raise self._kind(CAUSE)
         return self._inner(*args, **kwargs)
 
 

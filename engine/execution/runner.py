@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ...cache.block_table import Index, Int32
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
+from ..errors import is_interrupt
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
 from ..sampling.logprobs import LogprobRequests, TokenSpan, score
@@ -135,6 +137,7 @@ class ModelRunner:
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         self._admitted: dict[int, Admission] = {}  # by row, the last one
         self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
+        self._unreleased: set[int] = set()  # rows that nobody runs in, and of which sampling keeps something still
         self._struck: dict[int, int] = {}  # by row: the start of the chunk that was deferred, and not computed since
         geometry = storage.geometry
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
@@ -230,12 +233,9 @@ class ModelRunner:
     def _follow(self, plan: Plan) -> None:
         """Take in what changed: rows left and taken, tokens given."""
         if len(plan.released):
-            self.sampler.release(plan.released)
-            self._askers.release(plan.released)
-            self._forget(plan.released.tolist())
+            self._release(plan.released)
         for new in plan.admitted:
             self._tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self._askers.admit(new.row, new.sampling, new.num_prompt)
             self._steered[new.row] = new.sampling.num_candidates > 0
             self._forget([new.row])
             self._admitted[new.row] = new
@@ -244,19 +244,42 @@ class ModelRunner:
             self._tokens[given.rows, given.positions] = given.tokens
             try:
                 self.sampler.took(given.rows, given.tokens)
-            except Exception:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
                 for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
                     self._start_sampling(row, position + 1)
+
+    def _release(self, rows: Index) -> None:
+        """Nobody runs in `rows`. What cannot be released now is released before the row is taken again."""
+        self._forget(rows.tolist())
+        self._unreleased.update(rows.tolist())
+        try:
+            self._release_sampling(rows)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            log.exception("what sampling keeps of %d rows could not be released", len(rows))
+
+    def _release_sampling(self, rows: Index) -> None:
+        self.sampler.release(rows)
+        self._askers.release(rows)
+        self._unreleased.difference_update(rows.tolist())
 
     def _start_sampling(self, row: int, known: int) -> None:
         """(Re)start what the sampler keeps of `row`, from its first `known` tokens. Where that raises twice its chunks fail."""
         new = self._admitted[row]
         for _ in range(2):
             try:
+                if row in self._unreleased:
+                    self._release_sampling(np.array([row]))
+                self._askers.admit(row, new.sampling, new.num_prompt)
                 self.sampler.admit(row, new.sampling, self._tokens[row, :known], new.num_prompt)
                 return
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 log.exception("request %s: its sampling could not be started", new.request_id)
                 failure = _told(error)
         self._broken[row] = failure
@@ -279,7 +302,9 @@ class ModelRunner:
             there = self._upload.put([*work.arrays, *changes])
             self._rows.follow(plan, there[len(there) - len(changes) :])
             return self._compute(work, there)
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             log.exception("step %d raised; repeating it in parts", plan.step_id)
             self._recover(whole)
             return self._in_parts(plan, list(whole.halves()) or [whole])
@@ -289,7 +314,9 @@ class ModelRunner:
         try:
             self._take_in(computed)
             return computed
-        except Exception:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             log.exception(
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
@@ -315,7 +342,9 @@ class ModelRunner:
                 computed = self._compute(work, self._upload.put(work.arrays))
                 self._take_in(computed)
                 total.add(part, computed)
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 self._rows.newest.copy_(newest)  # inputs of the repetition may still be on their way
                 self._recover(part)
                 if halves := part.halves():
@@ -333,7 +362,9 @@ class ModelRunner:
             try:
                 self._rows.follow(plan, self._upload.put(self._rows.changes(plan)))
                 return
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 log.exception("the block tables of step %d could not be changed", plan.step_id)
                 failure = _told(error)
         for update in plan.tables:
@@ -351,7 +382,7 @@ class ModelRunner:
         given_up = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
         return part[~np.array(given_up)] if any(given_up) else part
 
-    def _give_up(self, plan: Plan, chunk: int, error: Exception, total: Computed) -> None:
+    def _give_up(self, plan: Plan, chunk: int, error: BaseException, total: Computed) -> None:
         """A single token of `chunk` could not be computed: it is deferred the first time, and fails the second time."""
         row = int(plan.rows[chunk])
         total.drop(chunk)
@@ -364,8 +395,11 @@ class ModelRunner:
 
     def _recover(self, part: ChunkGroup) -> None:
         """Before `part` is computed again: free what can be had again, and undo what sampling has advanced."""
-        self.kernel.release_buffers()
-        trim(self._device)
+        for free in (self.kernel.release_buffers, partial(trim, self._device)):
+            try:
+                free()
+            except Exception:  # the repetition may do without
+                log.exception("memory could not be freed before a step is repeated")
         ends = part.starts + part.lengths
         for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
             self._start_sampling(row, known)
@@ -535,5 +569,5 @@ def _not_finite(position: int) -> str:
     return f"the model's logits behind token {position:,} are not finite numbers"
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...allocator.arena import Arena
@@ -131,15 +132,17 @@ class EngineMemory:
         self._arena = arena
         self._extent_bytes = arena.extent_bytes
         self._min_extents = min_extents
-        self._measure = base_bytes
+        self._base_bytes_now = base_bytes
         self._weights_bytes = weights_bytes
-        self._trim = trim
-        self._tidy = tidy
+        self._trim = partial(_tried, trim)
+        self._tidy = None if tidy is None else partial(_tried, tidy)
         self._idle_s = idle_s
         self._host = host
         self._host_is_device = host_is_device
         self._clock = clock
-        self._planned_bytes = base_bytes() + reserve_bytes
+        self._measured_bytes = base_bytes()
+        self._unmeasured = False  # the last time
+        self._planned_bytes = self._measured_bytes + reserve_bytes
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
@@ -567,6 +570,16 @@ class EngineMemory:
             self._base_bytes = self._counted_base(measured)
         self._tell()
 
+    def _measure(self) -> int:
+        """What is held beside the pool; as it was measured last where it cannot be, as without a free file descriptor."""
+        try:
+            self._measured_bytes, self._unmeasured = self._base_bytes_now(), False
+        except Exception:
+            if not self._unmeasured:
+                log.warning("the memory of this process cannot be measured", exc_info=True)
+            self._unmeasured = True
+        return self._measured_bytes
+
     def _rests_untidy(self) -> bool:
         """Whether the work is done, and the last step left more in the heap than is to stay there."""
         if self._tidy is None or self._scheduler().has_work:
@@ -633,6 +646,14 @@ class EngineMemory:
             "refused_resizes": stats.refused,
             "lost_brokers": stats.lost_brokers,
         }
+
+
+def _tried(free: Callable[[], None]) -> None:
+    """Free what can be freed; what raises frees nothing."""
+    try:
+        free()
+    except Exception:
+        log.warning("memory that libraries keep could not be freed", exc_info=True)
 
 
 def _in_use(scheduler: Scheduler) -> bool:

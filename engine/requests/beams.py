@@ -18,9 +18,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...scheduler.outcome import BeamMove, Finished
-from ...scheduler.plan import Candidates, Float32
+from ...scheduler.plan import NO_TOKENS, Candidates, Float32
 from ...scheduler.request import Request, SamplingParams
 from ...scheduler.sequence import FinishReason
+from ..errors import is_interrupt
 from .states import RequestState
 
 log = logging.getLogger(__name__)
@@ -251,6 +252,24 @@ class BeamTickets:
         self._end, self._error = "error", f"{type(error).__name__}: {error}"
         return list(self._running)
 
+    def end(self, finished: Finished, now: float) -> list[str]:
+        """As `finish`; what goes wrong ends the search. Every ticket has a completion when the last request has ended."""
+        try:
+            return self.finish(finished, now)
+        except BaseException as error:
+            self.fail(error)
+            if not self._running:
+                for ticket in self.tickets:
+                    if ticket.completion is None:
+                        ticket.fail(error)
+                        ticket.end(
+                            Finished(ticket.request.request_id, "error", NO_TOKENS, self._preemptions, self._error), now
+                        )
+            if is_interrupt(error):
+                raise
+            log.exception("a beam search ends: the end of one of its beams could not be taken in")
+            return list(self._running)
+
     def finish(self, finished: Finished, now: float) -> list[str]:
         """One of its requests has ended: with the last one the tickets have their outputs. Returns the others, where they
         are to end too: all of them, unless it was the search's own doing.
@@ -276,11 +295,14 @@ class BeamTickets:
         for place, ticket in enumerate(self.tickets):
             found = best[place] if place < len(best) else None
             tokens = found.token_ids if found is not None else []
-            for token in tokens:
-                ticket.push(token, now)
+            try:
+                for token in tokens:
+                    ticket.push(token, now)
+            except Exception as error:
+                ticket.fail(error)
             reason: FinishReason = self._end or (found.reason if found is not None else "length")
             end = Finished(
                 ticket.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
                 self._num_cached_tokens,
             )  # fmt: skip
-            ticket.finish(end, now)
+            ticket.end(end, now)

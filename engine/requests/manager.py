@@ -26,7 +26,7 @@ from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
 from ...scheduler.request import Request, SamplingParams
 from ..build import Engine, build
 from ..config import EngineConfig
-from ..errors import EngineClosed
+from ..errors import EngineClosed, is_interrupt
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
@@ -361,7 +361,7 @@ class RequestManager:
                 self.tickets.pop(name, None)
                 self.searches.pop(name, None)
                 what = "the request's end was lost, as a step was interrupted or broke"
-                ticket.finish(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
+                ticket.end(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
         return True
 
     def settle(self, engine: Engine) -> None:
@@ -398,7 +398,11 @@ class RequestManager:
         """Count for those who ask while a step runs, where it is due. Returns the time."""
         now = engine.core.clock()
         if now - self._stats_at >= STATS_S:
-            self._stats, self._stats_at = self._counted(engine), now
+            self._stats_at = now
+            try:
+                self._stats = self._counted(engine)
+            except Exception:  # those who ask get the last ones
+                log.exception("the statistics could not be counted")
         return now
 
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
@@ -439,14 +443,16 @@ class RequestManager:
         name = ticket.request.request_id
         if isinstance(event, Finished):
             del self.tickets[name]
-            ticket.finish(event, now)
+            ticket.end(event, now)
             return
         try:
             if isinstance(event, ChunkLogprobs):
                 ticket.score(event)
             elif isinstance(event, int) and (reason := ticket.push(event, now)) is not None:
                 engine.core.abort(name, reason)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             log.exception("request %s ends: what a step gave cannot be taken in", name)
             ticket.fail(error)
             engine.core.abort(name, "error")
@@ -471,7 +477,7 @@ class RequestManager:
         """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
         if isinstance(event, Finished):
             del self.searches[request_id]
-            for other in search.finish(event, now):
+            for other in search.end(event, now):
                 engine.core.abort(other)
             return search.tickets
         if isinstance(event, Candidates):
@@ -483,7 +489,7 @@ class RequestManager:
                     others = []
             except BaseException as error:  # nobody knows how far it came
                 others = search.fail(error)
-                if not isinstance(error, Exception):
+                if is_interrupt(error):
                     raise
                 log.exception("the beams of request %s cannot go on; they end", request_id)
             finally:

@@ -11,6 +11,7 @@ from ...scheduler.outcome import Finished
 from ...scheduler.plan import ChunkLogprobs
 from ...scheduler.request import Request, SamplingParams
 from ...scheduler.sequence import FinishReason
+from ..errors import is_interrupt
 from ..text.detokenizer import TextStream
 from ..text.encoder import PreparedParams
 from .handover import Handover, scores_of, settled
@@ -62,8 +63,26 @@ class RequestState:
         """The request is to end with `error`."""
         self._failure = self._failure or f"{type(error).__name__}: {error}"
 
+    def end(self, finished: Finished, now: float) -> None:
+        """The request has ended: it has a completion afterwards, whatever goes wrong."""
+        try:
+            self.finish(finished, now)
+        except BaseException as error:
+            self.fail(error)
+            self.completion = self.completion or Completion(
+                text=None if self._text is None else "",
+                token_ids=finished.token_ids.tolist(),
+                finish_reason="error",
+                timings=Timings(first_token_s=None, total_s=now - self.request.arrival),
+                num_preemptions=finished.num_preemptions,
+                error=self._failure,
+            )
+            if is_interrupt(error):
+                raise
+            log.exception("request %s: its end could not be taken in", self.request.request_id)
+
     def finish(self, finished: Finished, now: float) -> None:
-        """The request has ended: this is what became of it. Where that cannot be said in full, it is an error."""
+        """Take in how the request has ended. Where that cannot be said in full, it is an error."""
         tokens = finished.token_ids.tolist()
         logprobs, total = None, None
         self._admitted_with(finished)
@@ -181,7 +200,7 @@ class RequestState:
                 self._new_text.append(self._text.finish())
         except BaseException as error:
             self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 raise
             log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
 

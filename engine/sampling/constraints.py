@@ -24,6 +24,9 @@ _MOST_KEPT = 64  # constraints kept without a request that uses them; the least 
 # The library's allowance for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this one,
 # and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
 _LEXER_FUEL = 300_000
+# And for one mask. An ambiguous grammar has ever more items to look at: with the library's default of 50,000 a mask took up to
+# 1.9 s with a vocabulary of 4,096, and all requests wait for it; with this one 0.25 s. JSON schemas do with less than 2,000.
+_STEP_ITEMS = 20_000
 _LONGEST_MESSAGE = 400  # characters of the library's messages, which may repeat the whole constraint
 _END = "<|pagetide: the end|>"  # a token of ours behind the vocabulary, that says where an output may end
 _WHITESPACE = r"( |\n[ \t]{0,20})"  # between the parts of a JSON document, as llama.cpp has it: weak models never stop
@@ -127,7 +130,7 @@ class Constraints:
                 grammar = library.LLMatcher.grammar_from_lark(text)
         except (ValueError, RecursionError) as error:
             raise RequestRejected(f"the {kind} cannot be used: {_shortened(str(error))}") from error
-        limits = library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+        limits = library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS)
         matcher = library.LLMatcher(self._data, grammar, log_level=0, limits=limits)
         trouble = _trouble(matcher, self._data)
         if trouble is not None:
@@ -200,7 +203,10 @@ class Constrained:
         allowed, may_end = self._constraints.masks([self._matchers[row] for row in rows.tolist()])
         for i, row in enumerate(rows.tolist()):
             if self._matchers[row].is_error():
-                self._troubles.setdefault(row, f"the constraint cannot be followed: {_told(self._matchers[row])}")
+                self._troubles.setdefault(
+                    row,
+                    f"the constraint cannot be followed: {_told(self._matchers[row])}; use a smaller or less ambiguous one",
+                )
                 allowed[i], may_end[i] = False, False
             allowed[i, self._ends[row]] = may_end[i]
         at = index(places, x)

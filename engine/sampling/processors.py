@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...scheduler.request import LogitsProcessor, Sampling
+from ..errors import is_interrupt
 from .histories import Histories
 from .logits import Bool, Int32, Int64, Rows
 
@@ -66,7 +67,9 @@ class Processors:
             input_ids = torch.tensor(known, device=scores.device)[None]  # a copy each: it may be written to
             try:
                 given: Any = processor(input_ids, scores)
-            except Exception as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 raise _ProcessorRefusal(f"the {_name(processor)} raised {type(error).__name__}: {error}") from error
             if not isinstance(given, Tensor) or given.shape != (1, scores.shape[-1]):
                 what = f"scores of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

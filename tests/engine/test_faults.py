@@ -23,8 +23,11 @@ from transformers.generation.streamers import BaseStreamer
 from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagetide.cli import main
 from pagetide.engine import build as build_module
+from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.build import Engine
+from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.streamers import generate_into
+from pagetide.engine.text.detokenizer import Detokenizer
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
@@ -152,6 +155,37 @@ def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
         outputs = served(llm, LOAD)
     assert fault.num_raised or point.name == "release_buffers"
     assert bool(check(outputs, LOAD, expected, point.always)) == (point.always is not None)
+    check_clean(llm, expected)
+
+
+@pytest.mark.parametrize("free", ["release_buffers", "trim"])
+def test_a_fault_while_a_step_is_made_ready_for_its_repetition(llm: LLM, expected, free: str, caplog) -> None:
+    llm.reset_prefix_cache()
+    owner = TorchKernel if free == "release_buffers" else runner_module
+    with planted(llm._desk.open().core.runner, "model", 3, always=False), planted(owner, free, 1, always=True) as fault:
+        assert check(served(llm, LOAD), LOAD, expected, None) == 0
+    assert fault.num_raised
+    check_clean(llm, expected)
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("kind", [Panic, asyncio.CancelledError, GeneratorExit])
+def test_what_is_no_exception_ends_its_own_request_too(llm: LLM, expected, kind: type[BaseException], caplog) -> None:
+    fault = Fault(shift, 3, False, kind)
+    load = [
+        replace(one, sampling=one.sampling | {"logits_processors": [fault]}) if "processor" in one.needs else one
+        for one in LOAD
+    ]
+    assert check(served(llm, load), load, expected, "processor") == 1
+    with planted(Detokenizer, "push", 5, always=False) as text:
+        text._kind = kind
+        assert check(served(llm, LOAD), LOAD, expected, EVERYBODY) <= 1 and text.num_raised
+    with planted(llm._desk.open().core.runner, "model", 3, always=False) as model:
+        model._kind = kind
+        assert check(served(llm, LOAD), LOAD, expected, None) == 0 and model.num_raised
     check_clean(llm, expected)
 
 
