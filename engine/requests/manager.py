@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -43,6 +44,7 @@ Event = int | ChunkLogprobs | Finished | Candidates  # what a step gave a reques
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
 KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
+STEPPING_S = 0.05  # so soon after a caller's step there is another one, which moves it
 STATS_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
 STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
 
@@ -66,6 +68,7 @@ class RequestManager:
         self._undelivered: deque[tuple[str, Event]] = deque()
         self._abandoned: deque[RequestState] = deque()  # of streams that were forgotten; ended by the next step
         self._numbers = itertools.count()
+        self._stepped_at = -math.inf  # when a caller's step ended last
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
         self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
         self._keeper.start()
@@ -322,7 +325,7 @@ class RequestManager:
         """One step of the engine, for all who wait. Raises EngineClosed."""
         with self.lock:
             engine = self.open()
-            self._advance(engine)
+            self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
     def step_for(self, ticket: RequestState) -> None:
@@ -331,7 +334,7 @@ class RequestManager:
             engine = self.open() if ticket.completion is None else None
             if engine is None or self._end_lost(engine, [ticket]):
                 return
-            self._advance(engine)
+            self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
     def next_chunk(self, tickets: list[RequestState], interval: int) -> StreamChunk | None:
@@ -344,7 +347,7 @@ class RequestManager:
             engine = self.open()
             if self._end_lost(engine, tickets):
                 return None
-            self._advance(engine)
+            self._advance_for_caller(engine)
         self._wait_if_starving(engine)
         return None
 
@@ -393,6 +396,13 @@ class RequestManager:
                     self._advance(self.engine)
             finally:
                 self.lock.release()
+
+    def _advance_for_caller(self, engine: Engine) -> None:
+        """A step that somebody waits for."""
+        try:
+            self._advance(engine)
+        finally:
+            self._stepped_at = engine.core.clock()
 
     def _keep_stats(self, engine: Engine) -> float:
         """Count for those who ask while a step runs, where it is due. Returns the time."""
@@ -507,12 +517,16 @@ class RequestManager:
     def _serve_memory(self) -> float | None:
         """Move memory between steps that nobody makes: serve recalls and give back when idle.
 
+        Not between the steps of callers, whose next one does it: libraries keep buffers for each thread that computes.
+
         Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
         """
         with self.lock:
             if self.engine is None or (memory := self.engine.core.memory) is None:
                 return None
             if memory.due and not self.paused:
+                if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # the next step serves it
+                    return KEEPER_BUSY_WAIT_S
                 self.settle(self.engine)
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
