@@ -69,16 +69,14 @@ class Waiting:
 
     def hand_over_forks(self, leader: Sequence, heir: Sequence | None, is_computed: bool) -> None:
         """`leader` has ended before all its forks were seated. They are those of `heir` now, whose prompt may be computed;
-        without one the first of them computes it, for the others too.
+        without one the first of them computes it, for the others too. Those that end with their first token cannot share it.
         """
         forks, leader.forks = list(leader.forks), {}
         if heir is None:
-            heir, *forks = forks
-            heir.leader = None
-            if heir.behind:
-                heir.behind = False
-                self._num_behind -= 1
-                self.add(heir)
+            short = [fork for fork in forks if fork.request.sampling.max_new_tokens == 1]
+            heir, *forks = [fork for fork in forks if fork.request.sampling.max_new_tokens > 1] or short[:1]
+            for fork in {**dict.fromkeys(short), heir: None}:
+                self._let_begin_alone(fork)
         for fork in forks:
             fork.leader = heir
             if is_computed or fork.behind:
@@ -88,6 +86,14 @@ class Waiting:
                 self.put_behind(fork, heir)
         if is_computed:
             self.release_forks(heir)
+
+    def _let_begin_alone(self, fork: Sequence) -> None:
+        """`fork` computes its prompt, or finds it where it is cached."""
+        fork.leader = None
+        if fork.behind:
+            fork.behind = False
+            self._num_behind -= 1
+            self.add(fork)
 
     def put_aside(self, place: int) -> None:
         """Who stands at `place` of the queue needs more than may come."""

@@ -84,6 +84,16 @@ def test_more_forks_than_seats() -> None:
     assert world.scheduler.stats.computed_tokens <= (21 + 5) + 7 * (1 + 5), "some came when the first had ended"
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_forks_that_end_with_their_first_token_do_not_wait_for_each_other(caching: bool) -> None:
+    world = World(64, block_size=4, caching=caching)
+    forked(world, 21, n=8, max_new=1)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+    assert world.scheduler.stats.steps == 2, "the first one's, and that of all others"
+
+
 def test_a_fork_begins_with_the_blocks_of_another_one_where_the_first_has_ended() -> None:
     world = World(64, block_size=4, max_seqs=3)
     world.add("a", 21, 2)
