@@ -177,7 +177,7 @@ def figures(rounds: dict[str, list[Round]]) -> list[Figure]:
     )
     result = [
         _ratio(f"goodput, pagetide / {what}", rounds["pagetide"], rounds[name], target)
-        for name, what, target in (("static", "static halves", 1.3), ("oracle", "oracle", 0.9))
+        for name, what, target in (("static", "static halves", 1.3), ("oracle", "oracle", 0.92))
         if {"pagetide", name} <= rounds.keys()
     ]
     if "static" in rounds:

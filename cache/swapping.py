@@ -1,6 +1,6 @@
 """What goes to the host tier instead of being evicted, what comes back from it, and what is kept for sequences that wait.
 
-Blocks that are given up are demoted to slots (host_tier.py) as far as that is worth it (demotion.py) and slots can be had;
+Blocks that are given up are demoted to slots (host_tier.py) as far as that is worth it (host_offload.py) and slots can be had;
 others are forgotten for them. What is found in a slot is promoted to a block of the row that begins with it. Of a preempted
 sequence it is known which blocks it will want, and the last one, which is partly filled and cannot be found, is its tail.
 """

@@ -1,7 +1,7 @@
 """Who is admitted: whom to refuse for good, which of those that wait is seated next, and with what it begins.
 
 - Who waits is asked in the order of the queue (waiting.py). One fits when the blocks of all its known tokens, less those it
-  shares, can be had, and the forecast says the others can still grow (policy.py).
+  shares, can be had, and the forecast says the others can still grow (length_forecast.py).
 - One that does not fit is passed by smaller ones, of the MOST_TRIED next, no more than MOST_PASSES times, so that it is not
   held up for good; who was preempted is not passed. Who waits does not push out who runs.
 - A fork shares the prompt of another request, its leader. It waits until that is computed, and begins with its blocks.

@@ -26,7 +26,7 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   fork does. While one waits for blocks that others hold who are held, these give them up: what they told is not lost.
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
-`schedule` and `apply` alternate; but while one plan is out the next may be made, where it plainly goes on (ahead.py). Decide,
+`schedule` and `apply` alternate; but while one plan is out the next may be made, where it plainly goes on (pending_plans.py). Decide,
 then apply: nothing is visible outside before `apply` says so. Row and blocks of who ends are given to nobody while a plan that
 is out names them.
 """

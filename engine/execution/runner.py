@@ -2,7 +2,7 @@
 
 It keeps, per row, the tokens (from admissions and from its own samples) and, on the device, the block tables, packs the chunks
 of a plan into one batch without padding, runs the model over it and samples. What a plan says about the pool's memory is done
-before (`moves.py`), and beside the chunks what they do not touch.
+before (`memory_operations.py`), and beside the chunks what they do not touch.
 
 On a device that works by itself a plan is queued (`begin`) and its result waited for later (`PendingStep.wait`): its tokens are
 drawn there, and stay there as inputs of the plan behind it.
