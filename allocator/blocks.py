@@ -121,7 +121,7 @@ class BlockAllocator:
         return self._num_free + cached
 
     @property
-    def landing(self) -> int:
+    def pending_free_blocks(self) -> int:
         """Blocks in flight that are free or cached once the copies are done: those of extents that do not drain. Read-only."""
         if not self._in_flight:
             return 0

@@ -58,9 +58,9 @@ def one_prompt(index: PrefixIndex, tokens: Int32, blocks: Int32, samples: Sample
     assert hit.num_tokens == 0
     index.lookup(chain, TOKENS)
     hit = samples.time("again", lambda: index.lookup(chain, TOKENS))
-    samples.time("park", lambda: index.park(blocks))
+    samples.time("park", lambda: index.mark_evictable(blocks))
     samples.time("take", lambda: (index.accept(hit), index.take(hit.blocks)))
-    index.park(blocks)
+    index.mark_evictable(blocks)
 
 
 def small_pool(repeats: int, seed: int) -> Samples:

@@ -108,7 +108,7 @@ class ByScore:
     def hit(self, nodes: Nodes) -> None:
         self._hits[nodes] += 1
 
-    def park(self, nodes: Nodes) -> None:
+    def mark_evictable(self, nodes: Nodes) -> None:
         self._now += 1
         self._used_at[nodes] = self._now
         self._parked[nodes] = True

@@ -35,7 +35,7 @@ class EvictionPolicy(Protocol):
     def hit(self, nodes: Nodes) -> None:
         """A request found `nodes` and takes them."""
 
-    def park(self, nodes: Nodes) -> None:
+    def mark_evictable(self, nodes: Nodes) -> None:
         """`nodes` lost their last reference: they may be evicted from now on."""
 
     def take(self, nodes: Nodes) -> None:
@@ -56,7 +56,9 @@ class Lru:
 
     def __init__(self, capacity: int) -> None:
         self._depth = np.zeros(capacity, np.int64)
-        self._parked_at = np.zeros(capacity, np.int64)  # number of the call of `park`; 0: referenced, or unknown
+        self._parked_at = np.zeros(
+            capacity, np.int64
+        )  # number of the call of `mark_evictable`; 0: referenced, or unknown
         self._num_calls = 0
         self._queue = ParkedQueue()
 
@@ -64,9 +66,9 @@ class Lru:
         set_depths(self._depth, nodes, parents)
 
     def hit(self, nodes: Nodes) -> None:
-        """The order is that of `park`: a node is used until its last holder ends."""
+        """The order is that of `mark_evictable`: a node is used until its last holder ends."""
 
-    def park(self, nodes: Nodes) -> None:
+    def mark_evictable(self, nodes: Nodes) -> None:
         self._num_calls += 1
         self._parked_at[nodes] = self._num_calls
         self._queue.append(deepest_first(self._depth, nodes), self._parked_at)

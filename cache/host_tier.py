@@ -129,7 +129,7 @@ class HostTier:
         self._give_all()
         self.resting = True
 
-    def owe_out(self, blocks: Int32, slots: Int32, beside: bool = False) -> None:
+    def queue_swap_out(self, blocks: Int32, slots: Int32, beside: bool = False) -> None:
         """The next plan copies `blocks`, where the bytes are now, to `slots`; `beside` its chunks, if none of them touches
         these blocks.
         """
@@ -138,7 +138,7 @@ class HostTier:
         self._any_leaving = True
         self.num_owed += len(slots)
 
-    def owe_in(self, slots: Int32, blocks: Int32) -> None:
+    def queue_swap_in(self, slots: Int32, blocks: Int32) -> None:
         """The next plan copies `slots` to `blocks`. They are free once a plan has taken that over."""
         self.num_owed += len(slots)
         leaving = self._leaving[slots]

@@ -115,7 +115,7 @@ class CacheManager:
         elif hasher is not None:
             self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
 
-    def renewed(self, mapped: Iterable[int] | None = None) -> CacheManager:
+    def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """An empty manager of the same pool, to go on with when this one's bookkeeping broke.
 
         `mapped` are the extents that have memory, where somebody knows (the arena); None: those of the bookkeeping.
@@ -146,9 +146,9 @@ class CacheManager:
         return self.allocator.available
 
     @property
-    def landing(self) -> int:
+    def pending_free_blocks(self) -> int:
         """Blocks that can be had once the copies of the next plan are done. Read-only."""
-        return self.allocator.landing
+        return self.allocator.pending_free_blocks
 
     @property
     def num_free(self) -> int:
@@ -268,7 +268,7 @@ class CacheManager:
                 for i in self.swapping.demotion.sample(len(rows)):
                     self.swapping.demotion.left(table.of(int(rows[i])))
             if self.index is not None and len(parked):
-                self.index.park(parked if len(rows) == 1 else _in_order(parked, blocks))
+                self.index.mark_evictable(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
         self._trim()

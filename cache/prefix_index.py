@@ -164,13 +164,13 @@ class PrefixIndex:
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def park(self, blocks: Ids) -> None:
+    def mark_evictable(self, blocks: Ids) -> None:
         """`blocks`, findable, have lost their last reference. Blocks of a chain in its order, and no descendant left out."""
         nodes = self._nodes_of(blocks)
         if self._parked[nodes].any():
             raise BlockMisuse("blocks that are not in use cannot lose their last reference")
         self._parked[nodes] = True
-        self._policy.park(nodes)
+        self._policy.mark_evictable(nodes)
 
     def take(self, blocks: Ids) -> None:
         """`blocks`, findable and parked, are referenced again: the first part of a chain, in its order."""
@@ -279,7 +279,7 @@ class PrefixIndex:
         parents = self._parents(nodes)
         parents[self._block_of[parents] != NONE] = NONE  # not the host policy's
         policy.add(nodes, parents, self._table.digests[nodes, 0])
-        policy.park(nodes)
+        policy.mark_evictable(nodes)
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
         """What lies in `slots` (part of a chain, in its order) is found in `blocks` from now on, which a request holds.

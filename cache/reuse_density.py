@@ -86,7 +86,7 @@ class ReuseDensity:
     def hit(self, nodes: Nodes) -> None:
         self._uses[nodes] = np.minimum(self._uses[nodes] + 1, _MOST_USES)
 
-    def park(self, nodes: Nodes) -> None:
+    def mark_evictable(self, nodes: Nodes) -> None:
         if not len(nodes):
             return
         now = self._times.now

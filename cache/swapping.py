@@ -69,7 +69,7 @@ class Swapping:
             self._index.demote(demoted, slots)
             self.demotion.demoted(demoted, slots)
             self._allocator.forget(demoted)
-            self.host.owe_out(self._bytes_at[demoted], slots, beside=hit is not None)
+            self.host.queue_swap_out(self._bytes_at[demoted], slots, beside=hit is not None)
         return num_evicted
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
@@ -84,7 +84,7 @@ class Swapping:
         self._index.promote(slots, blocks)
         self.demotion.returned(slots, blocks)
         self._allocator.publish(blocks)
-        self.host.owe_in(slots, blocks.copy())
+        self.host.queue_swap_in(slots, blocks.copy())
 
     def registered(self, blocks: BlockIds, slots: Int32) -> None:
         """`blocks` can be found from now on; the first of them were computed again, and lay in `slots` until now."""
@@ -102,7 +102,7 @@ class Swapping:
         self._want(chain, num_tokens, 1)
         slots = self._take_slots(len(tail))
         if len(slots):
-            self.host.owe_out(self._bytes_at[tail], slots, beside=False)
+            self.host.queue_swap_out(self._bytes_at[tail], slots, beside=False)
             self.host.tails[name] = HostTail(int(slots[0]), num_tokens)
 
     def stop_waiting(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class Swapping:
         if not self.host.promotes or hit.num_tokens != full * self._block_size:
             self.host.free(slot)
             return 0
-        self.host.owe_in(slot, blocks[full : full + 1].copy())
+        self.host.queue_swap_in(slot, blocks[full : full + 1].copy())
         return rest
 
     def drop_for(self, name: str) -> None:

@@ -71,9 +71,9 @@ class AsyncLLM:
         if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
             raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
         self.config = EngineConfig.resolve(model, **engine_options)
-        self._desk = RequestManager(self.config)
-        self._stepper = EngineThread(self._desk, max_waiting)  # knows nothing of this object, which can so be collected
-        weakref.finalize(self, self._stepper.end).atexit = False  # the stepper's module sees to that
+        self._manager = RequestManager(self.config)
+        self._engine_thread = EngineThread(self._manager, max_waiting)  # holds no reference to this object
+        weakref.finalize(self, self._engine_thread.end).atexit = False  # engine_thread.py sees to that
 
     async def generate(
         self,
@@ -89,7 +89,7 @@ class AsyncLLM:
             RequestRejected: a prompt that cannot be served; then nothing of the call was started.
             EngineClosed: stopped, or being drained.
         """
-        asked = partial(self._desk.encode, _read(prompts), _read(sampling_params))
+        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
         return await self._outputs(asked, priority, cache_salt)
 
     async def chat(
@@ -105,7 +105,7 @@ class AsyncLLM:
         messages, params = _read(messages), _read(sampling_params)
 
         def asked() -> list[PromptInput]:
-            return self._desk.encode(self._desk.render(messages, template_options), params)
+            return self._manager.encode(self._manager.render(messages, template_options), params)
 
         return await self._outputs(asked, priority, cache_salt)
 
@@ -124,19 +124,19 @@ class AsyncLLM:
         came meanwhile is one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
-        asked = partial(self._desk.encode, _read(prompts), _read(sampling_params))
+        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
         return AsyncStream(partial(_Submission, self, asked, priority, cache_salt, stream_interval))
 
-    def take_over(
+    def import_request(
         self,
         data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         stream_interval: int = 1,
         priority: int | None = None,
     ) -> AsyncStream:
-        """Go on with what another process has exported: see `LLM.take_over`, and `stream`. Reading raises as `generate`."""
+        """Continue an exported request: see `LLM.import_request`, and `stream`. Reading raises as `generate`."""
         check_count("stream_interval", stream_interval)
-        asked = partial(self._desk.handed_over, data)
+        asked = partial(self._manager.handed_over, data)
         return AsyncStream(partial(_Submission, self, asked, priority, None, stream_interval))
 
     def generate_each(
@@ -159,37 +159,39 @@ class AsyncLLM:
 
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids that `chat` would start from. Raises RequestRejected as it does."""
-        (ids,) = await _ask(self._stepper.compute, lambda: self._desk.render([messages], template_options))
+        (ids,) = await _ask(self._engine_thread.compute, lambda: self._manager.render([messages], template_options))
         return ids
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """transformers' tokenizer: see `LLM.tokenizer`."""
-        tokenizer: PreTrainedTokenizerBase | None = self._desk.open().encoder.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
         return tokenizer
 
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
         params = sampling_params or SamplingParams()
-        return await _ask(self._stepper.compute, lambda: self._desk.open().encoder.encode(prompt, params).tolist())
+        return await _ask(
+            self._engine_thread.compute, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
-        await _ask(self._stepper.ask, lambda engine: engine.core.scheduler.cache.reset())
+        await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.cache.reset())
 
     async def stats(self) -> dict[str, Any]:
         """What the engine holds and did: see `LLM.stats`."""
-        self._desk.check_process()
+        self._manager.check_process()
         with suppress(EngineClosed):
             until = time.monotonic() + STATS_S
-            while (stats := self._desk.stats_now()) is None and time.monotonic() < until:
+            while (stats := self._manager.stats_now()) is None and time.monotonic() < until:
                 await asyncio.sleep(STATS_LOOK_S)
-            return stats or self._desk.last_stats()
-        raise self._stepper.closed()
+            return stats or self._manager.last_stats()
+        raise self._engine_thread.closed()
 
     async def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short: see `LLM.explain`."""
-        return await _ask(self._stepper.ask, lambda engine: engine.core.scheduler.explain())
+        return await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.explain())
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -201,23 +203,23 @@ class AsyncLLM:
         before it returns, it has paused nothing.
         """
         waiter: Waiter = asyncio.get_running_loop().create_future()
-        self._stepper.pause(waiter)
+        self._engine_thread.pause(waiter)
         try:
             await _result(waiter)
         except BaseException:
-            self._stepper.resume(waiter)
+            self._engine_thread.resume(waiter)
             raise
 
     def resume(self) -> None:
         """End one pause, the oldest. Steps are made again when none is left. Raises EngineClosed."""
-        self._stepper.resume()
+        self._engine_thread.resume()
 
     async def drain(self) -> None:
         """Take no more calls (they raise EngineClosed), and return when all that came before have ended. Ends a pause.
 
         There is no way back: what is left is `stop`. Raises EngineClosed.
         """
-        await _ask(self._stepper.drain)
+        await _ask(self._engine_thread.drain)
 
     async def stop(self, timeout_s: float | None = 0.0) -> None:
         """End what runs (as aborted), the thread too, and give all memory back. Idempotent.
@@ -234,8 +236,8 @@ class AsyncLLM:
                     async with asyncio.timeout(timeout_s):
                         await self.drain()
         finally:
-            await _ask(self._stepper.end)
-            self._stepper.join()  # it has nothing more to do
+            await _ask(self._engine_thread.end)
+            self._engine_thread.join()  # it has nothing more to do
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -271,7 +273,7 @@ class AsyncLLM:
                 async with aclosing(pairs):
                     await room.acquire()
                     async for prompt, params in pairs:
-                        asked = partial(self._desk.encode_one, prompt, params)
+                        asked = partial(self._manager.encode_one, prompt, params)
                         taken.put_nowait((prompt, _Submission(self, asked, priority, cache_salt, None)))
                         await room.acquire()
             finally:
@@ -314,7 +316,7 @@ class AsyncRequestHandle:
         What its stream has taken in before is still to be read there.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _ask(llm._stepper.compute, partial(llm._desk.export, self._ticket))
+        data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._ticket))
         return data
 
 
@@ -385,7 +387,7 @@ class _Submission:
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
         self._call = PendingCall(self._waiter, priority, cache_salt, interval)
-        llm._stepper.begin(self._call, asked)
+        llm._engine_thread.begin(self._call, asked)
         self._closed = False
 
     @property
@@ -397,9 +399,9 @@ class _Submission:
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
         """Those queued that have not ended."""
         return tuple(
-            AsyncRequestHandle(ticket.request.request_id, answer.index, ticket.number, self, ticket)
+            AsyncRequestHandle(state.request.request_id, answer.index, state.number, self, state)
             for answer in self._call.answers
-            for ticket in answer.exportable
+            for state in answer.exportable
         )
 
     async def first(self) -> Any:
@@ -408,7 +410,7 @@ class _Submission:
 
     async def next(self) -> list[StreamChunk]:
         """The next chunks; none if it was closed meanwhile. Raises EngineClosed where the engine broke."""
-        stepper = self._llm._stepper
+        stepper = self._llm._engine_thread
         chunks = await _ask(stepper.want, self._call)
         if not chunks and stepper.ended and not self._closed:
             chunks = self._call.collect()
@@ -421,7 +423,7 @@ class _Submission:
         if not self._closed:
             self._closed = True
             if not self._call.over:
-                self._llm._stepper.forget(self._call)
+                self._llm._engine_thread.forget(self._call)
 
     __del__ = close
 

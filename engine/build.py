@@ -42,7 +42,7 @@ from .loading.linears import bound_primitives, pack_linears
 from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .loading.probe import probe
 from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
-from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, join
+from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
 from .memory.planning import MemoryPlan, plan_memory
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
@@ -163,7 +163,7 @@ def build(config: EngineConfig) -> Engine:
         check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
         occupant, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
-            sharing = join(config, plan, occupant)
+            sharing = acquire_lease(config, plan, occupant)
             return _build(config, checkpoint, dtype, plan, occupant, sharing, checked, began)
         except BaseException:
             occupant.close()

@@ -99,7 +99,7 @@ class EngineCore:
                 self.memory.settle(waited_for=ahead)
         except BaseException as error:  # half a change may have been made: go on with an empty scheduler
             trouble = self._wait_for_all() or error
-            self.scheduler, emissions = self.scheduler.renewed(_told(error), self.runner.mapped_extents)
+            self.scheduler, emissions = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
             if not is_interrupt(error):
                 log.exception("the bookkeeping broke; all %d requests end", len(emissions.finished))
             if told is not None:  # the step itself was done: the scheduler knows no more of what it gave and who ended
@@ -168,9 +168,9 @@ def _failure(plan: Plan, error: BaseException) -> Result:
         raise error
     if not is_interrupt(error):
         log.error("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows), exc_info=error)
-    failures = tuple(Failure(i, _told(error)) for i in range(len(plan.rows)))
+    failures = tuple(Failure(i, _format_error(error)) for i in range(len(plan.rows)))
     return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

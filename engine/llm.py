@@ -119,7 +119,7 @@ class LLM:
             cuda_graphs=cuda_graphs,
             self_check=self_check,
         )
-        self._desk = RequestManager(self.config)
+        self._manager = RequestManager(self.config)
 
     def generate(
         self,
@@ -142,21 +142,21 @@ class LLM:
         Raises:
             RequestRejected: a prompt that cannot be served; then nothing of the call was started.
         """
-        desk = self._desk
-        tickets = desk.submit(desk.encode(prompts, sampling_params), priority, cache_salt)
+        manager = self._manager
+        states = manager.submit(manager.encode(prompts, sampling_params), priority, cache_salt)
         try:
             with Bar(
-                total=sum(ticket.number == 0 for ticket in tickets), unit="prompt", leave=False, desc="generating",
+                total=sum(state.number == 0 for state in states), unit="prompt", leave=False, desc="generating",
                 delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0, disable=None if progress is None else not progress,
             ) as bar:  # fmt: skip
-                for ticket in tickets:
-                    while ticket.completion is None:
-                        desk.step_for(ticket)
-                    if ticket is ticket.answer.tickets[-1]:
+                for state in states:
+                    while state.completion is None:
+                        manager.step_for(state)
+                    if state is state.answer.states[-1]:
                         bar.update()
         finally:
-            desk.drop(tickets)
-        return [ticket.answer.output for ticket in tickets if ticket.number == 0]
+            manager.drop(states)
+        return [state.answer.output for state in states if state.number == 0]
 
     def chat(
         self,
@@ -173,7 +173,7 @@ class LLM:
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts = self._desk.render(messages, template_options)
+        prompts = self._manager.render(messages, template_options)
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
@@ -191,10 +191,10 @@ class LLM:
         has not ended. A chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
         check_count("stream_interval", stream_interval)
-        asked = self._desk.encode(prompts, sampling_params)
-        return Stream(self._desk, self._desk.submit(asked, priority, cache_salt, streams=True), stream_interval)
+        asked = self._manager.encode(prompts, sampling_params)
+        return Stream(self._manager, self._manager.submit(asked, priority, cache_salt, streams=True), stream_interval)
 
-    def take_over(
+    def import_request(
         self,
         data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
@@ -215,8 +215,8 @@ class LLM:
                 engine cannot serve; then nothing of the call was started.
         """
         check_count("stream_interval", stream_interval)
-        asked = self._desk.handed_over(data)
-        return Stream(self._desk, self._desk.submit(asked, priority, None, streams=True), stream_interval)
+        asked = self._manager.handed_over(data)
+        return Stream(self._manager, self._manager.submit(asked, priority, None, streams=True), stream_interval)
 
     def generate_each(
         self,
@@ -239,43 +239,43 @@ class LLM:
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
         check_count("look_ahead", look_ahead)
-        return self._desk.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+        return self._manager.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids that `chat` would start from. Raises RequestRejected as it does."""
-        (ids,) = self._desk.render([messages], template_options)
+        (ids,) = self._manager.render([messages], template_options)
         return ids
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """transformers' tokenizer, None for a model that serves token ids only. It is shared: leave its settings alone."""
-        tokenizer: PreTrainedTokenizerBase | None = self._desk.open().encoder.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
         return tokenizer
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
-        ids: list[int] = self._desk.open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
+        ids: list[int] = self._manager.open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
         return ids
 
     def reset_prefix_cache(self) -> None:
         """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
-        with self._desk.lock:
-            self._desk.open().core.scheduler.cache.reset()
+        with self._manager.lock:
+            self._manager.open().core.scheduler.cache.reset()
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did: requests, blocks, bytes, counters. Plain data.
 
         Waits for nobody: while a step runs in another thread this is what was there some milliseconds before it.
         """
-        return self._desk.stats()
+        return self._manager.stats()
 
     def explain(self) -> list[dict[str, Any]]:
         """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
 
         Who waited or was passed, who was preempted and what that cost, what was evicted or swapped: see `Scheduler.explain`.
         """
-        with self._desk.lock:
-            return self._desk.open().core.scheduler.explain()
+        with self._manager.lock:
+            return self._manager.open().core.scheduler.explain()
 
     @contextmanager
     def locked_engine(self) -> Iterator[Engine]:
@@ -291,22 +291,22 @@ class LLM:
         Raises:
             EngineClosed.
         """
-        desk = self._desk
-        with desk.lock:
-            engine = desk.open()
-            desk.settle(engine)
-            desk.lock.barred = threading.get_ident()
+        manager = self._manager
+        with manager.lock:
+            engine = manager.open()
+            manager.settle(engine)
+            manager.lock.barred = threading.get_ident()
             try:
                 yield engine
             finally:
-                desk.lock.barred = None
+                manager.lock.barred = None
 
     def close(self) -> None:
         """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed.
 
         A forked child has no engine of its own to close: there it raises EngineClosed.
         """
-        self._desk.close()
+        self._manager.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -314,7 +314,7 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._desk.is_here:
+        if self._manager.is_here:
             self.close()
 
 
@@ -329,7 +329,7 @@ class RequestHandle:
     _ticket: RequestState = field(repr=False)
 
     def export(self) -> dict[str, Any]:
-        """End the request here, and give what another process needs to go on with it (`LLM.take_over`): plain data, for JSON.
+        """End the request here and return it as plain data, for JSON: another process continues it by `LLM.import_request`.
 
         It has all tokens so far, the settings with the seed, the counters, and the log-probabilities that were asked for. In
         float32 on a CPU the tokens that follow are those that would have followed here. What no chunk has given yet is given
@@ -341,7 +341,7 @@ class RequestHandle:
             RequestRejected: the request has ended, or it has `logits_processors`, which are no plain data; nothing changes.
             EngineClosed.
         """
-        return self._stream._desk.export(self._ticket)
+        return self._stream._manager.export(self._ticket)
 
 
 class Stream(Iterator[StreamChunk]):
@@ -351,16 +351,16 @@ class Stream(Iterator[StreamChunk]):
     one, in the very thread that holds the engine's lock, so nothing may be waited for there.
     """
 
-    def __init__(self, desk: RequestManager, tickets: list[RequestState], interval: int) -> None:
-        self._desk = desk
-        self._answers: list[RequestGroup] = [ticket.answer for ticket in tickets if ticket.number == 0]
-        self._tickets = tickets  # those whose last chunk was not given
+    def __init__(self, manager: RequestManager, states: list[RequestState], interval: int) -> None:
+        self._manager = manager
+        self._answers: list[RequestGroup] = [state.answer for state in states if state.number == 0]
+        self._tickets = states  # those whose last chunk was not given
         self._interval = interval
 
     def __next__(self) -> StreamChunk:
         try:
             while self._tickets:
-                chunk = self._desk.next_chunk(self._tickets, self._interval)
+                chunk = self._manager.next_chunk(self._tickets, self._interval)
                 if chunk is not None:
                     return chunk
         except BaseException:
@@ -372,9 +372,9 @@ class Stream(Iterator[StreamChunk]):
     def requests(self) -> tuple[RequestHandle, ...]:
         """The continuations that have not ended, in the order of prompts and numbers; one for each beam search."""
         return tuple(
-            RequestHandle(ticket.request.request_id, answer.index, ticket.number, self, ticket)
+            RequestHandle(state.request.request_id, answer.index, state.number, self, state)
             for answer in self._answers
-            for ticket in answer.exportable
+            for state in answer.exportable
         )
 
     def outputs(self) -> list[RequestOutput]:
@@ -385,8 +385,8 @@ class Stream(Iterator[StreamChunk]):
 
     def close(self) -> None:
         """Abort what has not ended. Idempotent."""
-        tickets, self._tickets = self._tickets, []
-        self._desk.drop(tickets)
+        states, self._tickets = self._tickets, []
+        self._manager.drop(states)
 
     def __del__(self) -> None:
-        self._desk.forget(self._tickets)
+        self._manager.forget(self._tickets)

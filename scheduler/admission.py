@@ -192,7 +192,7 @@ class AdmissionController:
         """
         cache = self._size.cache
         available = cache.available
-        used = cache.usable - available - cache.landing
+        used = cache.usable - available - cache.pending_free_blocks
         return min(available - self._withheld, self._size.limit_blocks - used)
 
 

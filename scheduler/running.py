@@ -62,7 +62,7 @@ class Running:
             self.changes = Changes()
         return changes
 
-    def seat(self, sequence: Sequence, start: AdmissionPlan) -> Extension:
+    def assign_row(self, sequence: Sequence, start: AdmissionPlan) -> Extension:
         """Give it a row, and the blocks that `start` says it can have. Returns what came of that."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)

@@ -21,14 +21,14 @@ sequences catch up: a prompt chunk, a decode token and a resumed sequence are th
   small at the moment it waits too.
 - With a host tier what it had computed is swapped out as far as its place is needed, and in again when it is seated: nothing
   is computed twice while the tier has slots, and swapping is cheaper than computing (cost.py).
-- Of a sequence whose next tokens somebody else chooses (a beam) a step tells candidates. It is held then, with row and blocks,
-  until `steer` says which token it takes, or that it goes on from another one of its family, whose blocks it shares then as a
-  fork does. While one waits for blocks that others hold who are held, these give them up: what they told is not lost.
+- A step gives candidates, not a token, for a sequence whose tokens are chosen outside (a beam). The sequence keeps its row and
+  blocks until `apply_beam_moves` names its token, or the other beam that it continues; it then shares that beam's blocks as a
+  fork does. If a sequence waits for blocks of such waiting beams, these give them up; their candidates are kept.
 - Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
 
-`schedule` and `apply` alternate; but while one plan is out the next may be made, where it plainly goes on (pending_plans.py). Decide,
-then apply: nothing is visible outside before `apply` says so. Row and blocks of who ends are given to nobody while a plan that
-is out names them.
+`schedule` and `apply` alternate, but the next plan may be made while one is pending, if it only continues it
+(pending_plans.py). Decisions take effect in `apply`: nothing is visible outside before. Rows and blocks of a finished sequence
+are not reused while a pending plan refers to them.
 """
 
 from __future__ import annotations
@@ -87,23 +87,23 @@ class Scheduler:
         self._size = PoolSize(cache)
         self._waiting = Waiting()
         self._running = Running(cache, self.rows)
-        self._door = AdmissionController(
+        self._admission = AdmissionController(
             self._size, self.rows, self._waiting, self._running.by_row, self._expected, lambda: self.limits.forecast
         )  # fmt: skip
         self._marked: list[Sequence] = []
         self._finished: list[Finished] = []  # that are yet to be told
         self._out = PendingPlans()
-        self._drafts = PlanBuilder(cache, self._size, self.rows, self._running, cost, limits.seats)
-        self._steering = BeamSteering(cache, self._running, self._waiting)
+        self._plan_builder = PlanBuilder(cache, self._size, self.rows, self._running, cost, limits.seats)
+        self._beam_steering = BeamSteering(cache, self._running, self._waiting)
         self._numbers = itertools.count()
         self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
 
-    def renewed(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
+    def rebuilt(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
         """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
         with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
         extents that have memory; None where nobody but the broken bookkeeping knows.
         """
-        fresh = Scheduler(self.cache.renewed(mapped), self.limits, self.cost, self.forecast)
+        fresh = Scheduler(self.cache.rebuilt(mapped), self.limits, self.cost, self.forecast)
         fresh.stats, fresh.decisions = self.stats, self.decisions
         fresh.limit_blocks = self.limit_blocks
         ends = list(self._finished)
@@ -143,7 +143,7 @@ class Scheduler:
             return False
         if self._running.held and self._waiting.queue:  # they give up their blocks
             return False
-        return bool(self._sequences) and not self._door.has_candidates
+        return bool(self._sequences) and not self._admission.has_candidates
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -157,7 +157,7 @@ class Scheduler:
         leader = None if request.fork_of is None else self._sequences[request.fork_of]
         sequence = Sequence(request, next(self._numbers), chain, leader)
         self._sequences[request.request_id] = sequence
-        self._door.add(sequence)
+        self._admission.add(sequence)
 
     def check(self, request: Request) -> None:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest for what `add` would refuse. Read-only."""
@@ -204,7 +204,7 @@ class Scheduler:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._size.limit_blocks = min(blocks, self.cache.capacity)
         self._waiting.call_back()
-        self._door.look_again()
+        self._admission.look_again()
 
     @property
     def num_extents(self) -> int:
@@ -247,8 +247,8 @@ class Scheduler:
         self._check_turn(num_extents)
         grown = self._size.grow(num_extents)
         if grown:  # what was on its way out can be had at once
-            self._door.lift()
-            self._door.look_again()
+            self._admission.lift()
+            self._admission.look_again()
         return grown
 
     def give_back(self, num_extents: int) -> int:
@@ -261,7 +261,7 @@ class Scheduler:
         given, moved = self._size.give_back(num_extents)
         if moved:
             self._running.changes.tables.append(moved)
-        self._door.given_back(given * self.cache.blocks_per_extent)
+        self._admission.given_back(given * self.cache.blocks_per_extent)
         return given
 
     def make_idle(self, num_extents: int) -> None:
@@ -277,8 +277,8 @@ class Scheduler:
             victims = self._victims.by_worth(self._running.by_row.values())[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
-            self._door.shut()
-        self._door.withhold(due * self.cache.blocks_per_extent)
+            self._admission.shut()
+        self._admission.withhold(due * self.cache.blocks_per_extent)
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
@@ -295,13 +295,19 @@ class Scheduler:
         chunks = self._chunk_prefills(budget)
         budget -= sum([length for _, length in chunks])
         settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
-        if budget > 0 and settled and self._door.has_candidates:
+        if budget > 0 and settled and self._admission.has_candidates:
             chunks += self._admit(budget)
-        while not len(decodes) and not chunks and self._running.held and self._waiting.queue and not self._door.is_shut:
+        while (
+            not len(decodes)
+            and not chunks
+            and self._running.held
+            and self._waiting.queue
+            and not self._admission.is_shut
+        ):
             self._preempt([self._victims.by_worth(self._running.held.values())[-1]])
             chunks += self._admit(budget)
-        self._door.lift()
-        plan = self._out.first = self._drafts.step(decodes, chunks, self.stats, self.decisions)
+        self._admission.lift()
+        plan = self._out.first = self._plan_builder.step(decodes, chunks, self.stats, self.decisions)
         return plan
 
     def schedule_ahead(self, now: float = 0.0) -> Plan | None:
@@ -315,7 +321,7 @@ class Scheduler:
             raise InvalidCallOrder("a step is planned ahead of the result of one plan: none is out, or two are")
         if self._marked or len(self._out.stale):
             return None
-        if self._door.has_candidates and (self.rows.num_free or self._running.leaving):
+        if self._admission.has_candidates and (self.rows.num_free or self._running.leaving):
             return None
         if (decided := continuation(out, self.rows, self._running)) is None:
             return None
@@ -326,7 +332,7 @@ class Scheduler:
             if extension is None:
                 return None
             self._running.changes.tables.append(extension.tables)
-        plan = self._out.behind = self._drafts.ahead(decodes, known, self.stats, self.decisions)
+        plan = self._out.behind = self._plan_builder.ahead(decodes, known, self.stats, self.decisions)
         return plan
 
     def apply(self, plan: Plan, result: Result) -> StepOutputs:
@@ -386,7 +392,7 @@ class Scheduler:
         """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
-    def steer(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
+    def apply_beam_moves(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
         """Say how sequences go on that somebody else chooses for: all of a family that are held, or are still to be seated.
 
         One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own. Those that
@@ -395,10 +401,10 @@ class Scheduler:
         self._check_turn(0)
         moves = sorted(moves, key=lambda move: move.request_id == move.source_id)  # sources last: as they are till then
         for move in moves:
-            self._steering.move(self._sequences[move.request_id], self._sequences[move.source_id], move.token)
+            self._beam_steering.move(self._sequences[move.request_id], self._sequences[move.source_id], move.token)
         for request_id in spare:
-            self._steering.set_aside(self._sequences[request_id])
-        self._door.look_again()
+            self._beam_steering.set_aside(self._sequences[request_id])
+        self._admission.look_again()
 
     def explain(self) -> list[Decision]:
         """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
@@ -447,7 +453,7 @@ class Scheduler:
         """
         groups = len(self.cache.tables)
         victims = self._victims.by_worth(self._running.by_row.values())
-        while len(short) * groups > self.cache.available + self.cache.landing:
+        while len(short) * groups > self.cache.available + self.cache.pending_free_blocks:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
@@ -471,7 +477,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
         """Seat waiting sequences while the door lets them in and tokens of this step, one at least, last."""
         chunks = []
-        for sequence, start, passed in self._door.open(self.stats.steps, self.decisions):
+        for sequence, start, passed in self._admission.open(self.stats.steps, self.decisions):
             if not self._seat(sequence, start) and (length := self._chunk(sequence, budget)):
                 chunks.append((sequence, length))
                 budget -= length
@@ -496,7 +502,7 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence, start: AdmissionPlan) -> bool:
         """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
-        extension = self._running.seat(sequence, start)
+        extension = self._running.assign_row(sequence, start)
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
         is_new = root.num_cached_tokens is None
         if is_new:
@@ -563,7 +569,7 @@ class Scheduler:
             self.cache.lost(result.lost_slots)
         if len(result.failed_slots):
             self.cache.forget_slots(result.failed_slots)
-        self._door.look_again()
+        self._admission.look_again()
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
         self.stats.refused_resizes += result.refused is not None
@@ -573,7 +579,7 @@ class Scheduler:
         for sequence in leaders:
             if sequence.forks:
                 self._waiting.release_forks(sequence)
-                self._door.look_again()
+                self._admission.look_again()
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
@@ -597,7 +603,7 @@ class Scheduler:
             sequence.computed = int(self.rows.computed[sequence.row])
             self.stats.recomputed_tokens += sequence.computed  # less what will be found
         self._running.leave(sequences, computed, keep_tails)
-        self._door.look_again()
+        self._admission.look_again()
         for sequence in sequences:
             if sequence.held:
                 self._waiting.hold(sequence)
@@ -632,9 +638,9 @@ class Scheduler:
         else:
             self._running.leave([sequence], computed=error is None)
         if sequence.forks:
-            self._door.hand_over_forks(sequence, self._sequences)
+            self._admission.hand_over_forks(sequence, self._sequences)
         self.cache.drop_for(request.request_id)
-        self._door.look_again()
+        self._admission.look_again()
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):
             prompt = len(request.prompt_token_ids)

@@ -39,7 +39,7 @@ class Ends:
     """Counts which requests were queued, and which ended, as the core itself tells."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        core = llm._desk.open().core
+        core = llm._manager.open().core
         self.added: list[str] = []
         self.finished: list[Any] = []
         step, add = core.step, core.add
@@ -63,10 +63,12 @@ class Ends:
 
 def is_idle(llm: AsyncLLM) -> bool:
     """Nobody is served, nothing is held."""
-    stepper, desk = llm._stepper, llm._desk
+    stepper, manager = llm._engine_thread, llm._manager
     held = (stepper._arrived, stepper._open, stepper._calls, stepper._ready, stepper._outbox, stepper._drained)
-    scheduler = desk.open().core.scheduler
-    return not (any(held) or desk.tickets or desk.has_work or scheduler.num_waiting or scheduler.cache.counts().live)
+    scheduler = manager.open().core.scheduler
+    return not (
+        any(held) or manager.states or manager.has_work or scheduler.num_waiting or scheduler.cache.counts().live
+    )
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -226,7 +228,7 @@ def life(llm: AsyncLLM, catalogue: list[Work], seed: int, *, threads: int = 8, t
     asyncio.run(until(lambda: is_idle(llm)))
     kept.clear()
     ends.check()
-    llm._desk.open().core.scheduler.check_invariants()
+    llm._manager.open().core.scheduler.check_invariants()
     left = {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
     assert left <= {"pagetide-encode", "pagetide-swaps"}, left  # which begin with their first work
     assert sum(seen.values()) == tasks
@@ -256,7 +258,7 @@ def stopped_under_fire(llm: AsyncLLM, catalogue: list[Work], loops: int = 4) -> 
 
     run_threads(stop, *(lambda number=number: asyncio.run(callers(number)) for number in range(loops)))
     ends.check()
-    assert not llm._stepper.is_alive()
+    assert not llm._engine_thread.is_alive()
 
 
 @contextlib.contextmanager

@@ -573,5 +573,5 @@ class Family:
         before, self.told = {name: list(tokens) for name, tokens in self.tokens.items()}, {}
         for move in moves:
             self.tokens[move.request_id] = [*before[move.source_id], move.token]
-        world.scheduler.steer(moves)
+        world.scheduler.apply_beam_moves(moves)
         world.scheduler.check_invariants()

@@ -13,7 +13,7 @@ from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.execution.transfers import Upload
-from pagetide.engine.requests.beams import BeamSearch, BeamTickets
+from pagetide.engine.requests.beams import BeamGroup, BeamSearch
 from pagetide.engine.requests.states import RequestState
 from pagetide.engine.sampling.constraints import Constraints
 from pagetide.engine.sampling.logprobs import LogprobRequests
@@ -43,7 +43,7 @@ POINTS = {
     "sampler, start of a row": Point(lambda engine: Sampler, "admit"),
     "sampler, end of a row": Point(lambda engine: Sampler, "release"),
     "sampler, drawing": Point(lambda engine: Sampler, "sample", always="draws"),
-    "sampler, histories": Point(lambda engine: Sampler, "took", always="draws"),
+    "sampler, histories": Point(lambda engine: Sampler, "record_tokens", always="draws"),
     "sampler, candidates": Point(lambda engine: Sampler, "candidates", always="beams"),
     "sampler, ends of forms": Point(lambda engine: Sampler, "complete"),
     "log-probabilities, start of a row": Point(lambda engine: LogprobRequests, "admit"),
@@ -51,7 +51,7 @@ POINTS = {
     "log-probabilities": Point(lambda engine: runner_module, "score", always="scores"),
     "beams, candidates": Point(lambda engine: BeamSearch, "tell", "beams", "beams"),
     "beams, choice": Point(lambda engine: BeamSearch, "choose", "beams", "beams"),
-    "beams, end": Point(lambda engine: BeamTickets, "_tell", "beams", "beams"),
+    "beams, end": Point(lambda engine: BeamGroup, "_tell", "beams", "beams"),
     "constraint, masks": Point(lambda engine: Constraints, "masks", always="constraint"),
     "constraint, matcher": Point(lambda engine: Constraints, "matcher", always="constraint"),
     "host copies": Point(lambda engine: HostPool, "_copy", always=None),

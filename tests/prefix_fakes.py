@@ -31,7 +31,7 @@ class OldestFirst:
         assert all(node in self.depth for node in nodes.tolist())
         self.hits.append(nodes.tolist())
 
-    def park(self, nodes: Nodes) -> None:
+    def mark_evictable(self, nodes: Nodes) -> None:
         self.calls += 1
         for node in nodes.tolist():
             assert node in self.depth and node not in self.parked
@@ -69,9 +69,9 @@ class Watched(OldestFirst):
         super().hit(nodes)
         self.real.hit(nodes)
 
-    def park(self, nodes: Nodes) -> None:
-        super().park(nodes)
-        self.real.park(nodes)
+    def mark_evictable(self, nodes: Nodes) -> None:
+        super().mark_evictable(nodes)
+        self.real.mark_evictable(nodes)
 
     def take(self, nodes: Nodes) -> None:
         super().take(nodes)

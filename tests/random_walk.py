@@ -169,8 +169,8 @@ def end_step(world: World) -> None:
     if world.begun:
         scheduler, (row, *_) = world.scheduler, world.due().rows
         for refused in (
-            lambda: scheduler.withdraw(scheduler.rows.request_ids[row]), lambda: scheduler.steer([]), lambda: scheduler.grow(1),
-            lambda: scheduler.give_back(1), lambda: scheduler.make_idle(1), scheduler.schedule,
+            lambda: scheduler.withdraw(scheduler.rows.request_ids[row]), lambda: scheduler.apply_beam_moves([]),
+            lambda: scheduler.grow(1), lambda: scheduler.give_back(1), lambda: scheduler.make_idle(1), scheduler.schedule,
         ):  # fmt: skip
             with pytest.raises(InvalidCallOrder):
                 refused()

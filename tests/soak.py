@@ -118,7 +118,7 @@ def served(llm: LLM, batch: RequestBatch, rng: random.Random) -> bool:
     point = rng.choice(list(POINTS.values())) if rng.random() < 0.5 else None
     always = rng.random() < 0.2
     first = 1 + int(rng.expovariate(1 / 20))
-    plant = nullcontext() if point is None else planted(point.owner(llm._desk.open()), point.name, first, always)
+    plant = nullcontext() if point is None else planted(point.owner(llm._manager.open()), point.name, first, always)
     with plant as fault:
         outputs = llm.generate(batch.prompts, batch.params, progress=False)
     raised = fault is not None and fault.num_raised > 0
@@ -135,7 +135,7 @@ def served(llm: LLM, batch: RequestBatch, rng: random.Random) -> bool:
             if greedy and mine.finish_reason != "error" and tokens(mine) != tokens(theirs):
                 raise Failed(f"{point}, call {first}: {mine.request_id} has other tokens than without: {params}")
     stats = llm.stats()
-    if stats["running"] or stats["waiting"] or stats["blocks"]["live"] or llm._desk.searches:
+    if stats["running"] or stats["waiting"] or stats["blocks"]["live"] or llm._manager.searches:
         raise Failed(f"{point}: something is left: {stats}")
     return raised
 

@@ -132,8 +132,8 @@ class ModelRunner:
         self.sampler = sampler
         self.overlaps = overlaps
         self.model = model
-        self._mover = MemoryExecutor(storage, arena, host)
-        self._askers = LogprobRequests(num_rows)
+        self._memory_executor = MemoryExecutor(storage, arena, host)
+        self._logprob_requests = LogprobRequests(num_rows)
         self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
         self._admitted: dict[int, Admission] = {}  # by row, the last one
         self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
@@ -209,7 +209,7 @@ class ModelRunner:
             self._follow(plan)
             moves = MemoryOperations()
             try:
-                self._mover.begin(plan, moves)
+                self._memory_executor.begin(plan, moves)
                 watch = Stopwatch(self._device)
                 computed = self._computed(plan)
                 watch.stop()
@@ -243,7 +243,7 @@ class ModelRunner:
         if (given := plan.given) is not None:
             self._tokens[given.rows, given.positions] = given.tokens
             try:
-                self.sampler.took(given.rows, given.tokens)
+                self.sampler.record_tokens(given.rows, given.tokens)
             except BaseException as error:
                 if is_interrupt(error):
                     raise
@@ -264,7 +264,7 @@ class ModelRunner:
 
     def _release_sampling(self, rows: Index) -> None:
         self.sampler.release(rows)
-        self._askers.release(rows)
+        self._logprob_requests.release(rows)
         self._unreleased.difference_update(rows.tolist())
 
     def _start_sampling(self, row: int, known: int) -> None:
@@ -274,14 +274,14 @@ class ModelRunner:
             try:
                 if row in self._unreleased:
                     self._release_sampling(np.array([row]))
-                self._askers.admit(row, new.sampling, new.num_prompt)
+                self._logprob_requests.admit(row, new.sampling, new.num_prompt)
                 self.sampler.admit(row, new.sampling, self._tokens[row, :known], new.num_prompt)
                 return
             except BaseException as error:
                 if is_interrupt(error):
                     raise
                 log.exception("request %s: its sampling could not be started", new.request_id)
-                failure = _told(error)
+                failure = _format_error(error)
         self._broken[row] = failure
 
     def _forget(self, rows: list[int]) -> None:
@@ -366,7 +366,7 @@ class ModelRunner:
                 if is_interrupt(error):
                     raise
                 log.exception("the block tables of step %d could not be changed", plan.step_id)
-                failure = _told(error)
+                failure = _format_error(error)
         for update in plan.tables:
             self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
 
@@ -388,7 +388,7 @@ class ModelRunner:
         total.drop(chunk)
         if row in self._struck:
             log.error("request %s ends: its smallest step failed twice", self._admitted[row].request_id, exc_info=error)
-            total.failures[chunk] = _told(error)
+            total.failures[chunk] = _format_error(error)
         else:
             self._struck[row] = int(plan.starts[chunk])
             total.deferred.add(chunk)
@@ -409,7 +409,7 @@ class ModelRunner:
         rows, starts, lengths = part.rows, part.starts, part.lengths
         sampling = np.flatnonzero(part.samples)
         seated, at = rows[sampling], (starts + lengths)[sampling]
-        prompts = self._askers.of_prompts(rows, starts, lengths)
+        prompts = self._logprob_requests.of_prompts(rows, starts, lengths)
         settings = self.sampler.settings(seated, at) if self.overlaps and self._plain(seated, at) else None
         graph = None
         if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
@@ -423,7 +423,7 @@ class ModelRunner:
 
     def _plain(self, rows: Index, at: Index) -> bool:
         """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
-        if not len(rows) or self._steered[rows].any() or self._askers.of_samples(rows, at):
+        if not len(rows) or self._steered[rows].any() or self._logprob_requests.of_samples(rows, at):
             return False
         return self.sampler.plain(rows, at)
 
@@ -467,7 +467,7 @@ class ModelRunner:
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
             return
-        tokens, bad = self.sampler.drew(drawn.rows, drawn.found.wait())
+        tokens, bad = self.sampler.collect_samples(drawn.rows, drawn.found.wait())
         self._tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
         for i in np.flatnonzero(bad):
             why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
@@ -485,7 +485,7 @@ class ModelRunner:
             sampling, at = sampling[~steered], at[~steered]
             if not len(sampling):
                 return
-        samples = self._askers.of_samples(rows[sampling], at)
+        samples = self._logprob_requests.of_samples(rows[sampling], at)
         asked = np.array([s.place for s in samples], np.int64)
         raw = logits[self._to_device(asked)] if samples else None  # a copy
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
@@ -569,5 +569,5 @@ def _not_finite(position: int) -> str:
     return f"the model's logits behind token {position:,} are not finite numbers"
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -87,7 +87,7 @@ class Sharing:
         self.watched.close()
 
 
-def join(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
+def acquire_lease(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
     """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
 
     Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.

@@ -96,14 +96,14 @@ class BeamSearch:
         self.over = False
         self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
         self._spare: list[str] = []  # requests that no beam goes on in
-        self._told: dict[str, Candidates] = {}
+        self._format_error: dict[str, Candidates] = {}
         self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
 
     @property
     def ready(self) -> bool:
         """Whether all have told that there are to choose from."""
         speak = self._beams if self._length else self._beams[:1]
-        return not self.over and all(beam.request_id in self._told for beam in speak)
+        return not self.over and all(beam.request_id in self._format_error for beam in speak)
 
     @property
     def best(self) -> list[Hypothesis]:
@@ -115,7 +115,7 @@ class BeamSearch:
     def tell(self, request_id: str, candidates: Candidates) -> None:
         """What a beam could go on with. A spare request has no say."""
         if request_id not in self._spare:
-            self._told[request_id] = candidates
+            self._format_error[request_id] = candidates
 
     def choose(self) -> list[BeamMove]:
         """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
@@ -138,7 +138,7 @@ class BeamSearch:
     def _taken(self) -> list[_Next]:
         """The best candidates of all beams, best first."""
         rules, beams = self.rules, self._beams if self._length else self._beams[:1]
-        told = [self._told[beam.request_id] for beam in beams]
+        told = [self._format_error[beam.request_id] for beam in beams]
         owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in told])
         before = np.array([beam.logprob for beam in beams], np.float32)[owners]
         tokens = np.concatenate([c.token_ids for c in told])
@@ -153,7 +153,7 @@ class BeamSearch:
     def _keep_ended(self, taken: list[_Next]) -> None:
         """Those that end, of the first `num_beams`, are whole, and beams that nothing can follow; the best of all stay."""
         for beam in self._beams if self._length else ():
-            if not len(self._told[beam.request_id].token_ids):
+            if not len(self._format_error[beam.request_id].token_ids):
                 self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
         for one in taken[: self.rules.num_beams]:
             if one.ends:
@@ -188,7 +188,7 @@ class BeamSearch:
             source = name if first else names[one.beam]
             moves.append(BeamMove(name, source, one.token))
             beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
-        self._beams, self._told, self._spare = beams, {}, spare[::-1]
+        self._beams, self._format_error, self._spare = beams, {}, spare[::-1]
         return moves
 
     def _hypothesis(self, tokens: list[int], logprob: np.float32) -> Hypothesis:
@@ -206,18 +206,18 @@ class BeamSearch:
             return np.float32(logprob / np.float32(divisor))
 
 
-class BeamTickets:
-    """A search, and whoever waits for it: tells it what its beams' requests give, and its tickets what came of it.
+class BeamGroup:
+    """A search, and whoever waits for it: tells it what its beams' requests give, and its request states what came of it.
 
     Args:
         search: Over the beams that `requests` are.
         requests: All begin with the same prompt.
-        tickets: Of the best that it finds.
+        request states: Of the best that it finds.
     """
 
-    def __init__(self, search: BeamSearch, requests: Sequence[Request], tickets: Sequence[RequestState]) -> None:
+    def __init__(self, search: BeamSearch, requests: Sequence[Request], states: Sequence[RequestState]) -> None:
         self.search = search
-        self.tickets = tickets
+        self.states = states
         self._running = {request.request_id for request in requests}
         self._preemptions = 0
         self._num_cached_tokens: int | None = None
@@ -253,17 +253,17 @@ class BeamTickets:
         return list(self._running)
 
     def end(self, finished: Finished, now: float) -> list[str]:
-        """As `finish`; what goes wrong ends the search. Every ticket has a completion when the last request has ended."""
+        """As `finish`, but an error ends the search. After the last request every request state has a completion."""
         try:
             return self.finish(finished, now)
         except BaseException as error:
             self.fail(error)
             if not self._running:
-                for ticket in self.tickets:
-                    if ticket.completion is None:
-                        ticket.fail(error)
-                        ticket.end(
-                            Finished(ticket.request.request_id, "error", NO_TOKENS, self._preemptions, self._error), now
+                for state in self.states:
+                    if state.completion is None:
+                        state.fail(error)
+                        state.end(
+                            Finished(state.request.request_id, "error", NO_TOKENS, self._preemptions, self._error), now
                         )
             if is_interrupt(error):
                 raise
@@ -271,8 +271,9 @@ class BeamTickets:
             return list(self._running)
 
     def finish(self, finished: Finished, now: float) -> list[str]:
-        """One of its requests has ended: with the last one the tickets have their outputs. Returns the others, where they
-        are to end too: all of them, unless it was the search's own doing.
+        """Take in the end of one request of the group; the last one completes the request states.
+
+        Returns the requests to abort: all that are left, unless the search itself ended this one.
         """
         self._running.discard(finished.request_id)
         self._preemptions += finished.num_preemptions
@@ -292,17 +293,17 @@ class BeamTickets:
         except Exception as error:
             log.exception("a beam search cannot say what it found")
             self.fail(error)
-        for place, ticket in enumerate(self.tickets):
+        for place, state in enumerate(self.states):
             found = best[place] if place < len(best) else None
             tokens = found.token_ids if found is not None else []
             try:
                 for token in tokens:
-                    ticket.push(token, now)
+                    state.push(token, now)
             except Exception as error:
-                ticket.fail(error)
+                state.fail(error)
             reason: FinishReason = self._end or (found.reason if found is not None else "length")
             end = Finished(
-                ticket.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
+                state.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
                 self._num_cached_tokens,
             )  # fmt: skip
-            ticket.end(end, now)
+            state.end(end, now)

@@ -58,9 +58,9 @@ class PendingCall:
         self.cache_salt = cache_salt
         self.interval = interval
         self.asked: list[PromptInput] = []  # until it is queued
-        self.tickets: list[RequestState] = []  # of a stream those whose last chunk was not given
+        self.states: list[RequestState] = []  # of a stream those whose last chunk was not given
         self.answers: tuple[RequestGroup, ...] = ()  # of all, once it is queued
-        self.num_running = 0  # tickets that have not ended
+        self.num_running = 0  # request states that have not ended
         self.forgotten = False  # its caller is gone
         self.over = False  # nothing more comes of it
 
@@ -70,26 +70,26 @@ class PendingCall:
             if self.num_running:
                 return []
             self.over = True
-            return [ticket.answer.output for ticket in self.tickets if ticket.number == 0]
+            return [state.answer.output for state in self.states if state.number == 0]
         chunks = []
-        while (chunk := ready_chunk(self.tickets, self.interval)) is not None:
+        while (chunk := ready_chunk(self.states, self.interval)) is not None:
             chunks.append(chunk)
-        self.over = not self.tickets
+        self.over = not self.states
         return chunks
 
 
 class EngineThread(threading.Thread):
-    """Makes the steps of `desk` while there is work, and sleeps otherwise. Closes it at its end.
+    """Makes the steps of `manager` while there is work, and sleeps otherwise. Closes it at its end.
 
     The methods without an underscore may be called by any thread and wait for nothing; those that end a call (`forget`,
     `end`) by the garbage collector too, in the middle of anything else.
     """
 
-    def __init__(self, desk: RequestManager, max_waiting: int) -> None:
+    def __init__(self, manager: RequestManager, max_waiting: int) -> None:
         super().__init__(name="pagetide-steps", daemon=True)
         self.ended = False
         self._failure: BaseException | None = None  # what broke the engine
-        self._desk = desk
+        self._manager = manager
         self._max_waiting = max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
         self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
@@ -99,7 +99,7 @@ class EngineThread(threading.Thread):
         ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
         self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come first served
         self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
-        self._calls: dict[RequestState, PendingCall] = {}  # of tickets that have not ended
+        self._calls: dict[RequestState, PendingCall] = {}  # of request states that have not ended
         self._ready: dict[PendingCall, None] = {}  # that may have something for who waits
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
         self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
@@ -107,7 +107,7 @@ class EngineThread(threading.Thread):
         self._drained: list[Waiter] = []  # told when nothing is in flight
         self._joining: list[Waiter] = []  # told when this thread ends
         self._num_threads = own_threads()
-        desk.on_news = lambda tickets: self._inbox.put(partial(self._note, tickets))  # perhaps of the memory's keeper
+        manager.on_news = lambda states: self._inbox.put(partial(self._note, states))  # perhaps of the memory's keeper
         self.start()
         _running.add(self)
 
@@ -178,11 +178,11 @@ class EngineThread(threading.Thread):
         self._encode(behind_all)
 
     def end(self, waiter: Waiter | None = None) -> None:
-        """Abort all, close the desk, end the thread; settle `waiter` then. Idempotent.
+        """Abort all, close the request manager, end the thread; settle `waiter` then. Idempotent.
 
         Raises EngineClosed in a forked child.
         """
-        self._desk.check_process()
+        self._manager.check_process()
         self._inbox.put(partial(self._end, waiter))
         if self.ended and waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -194,14 +194,14 @@ class EngineThread(threading.Thread):
         return error
 
     def _tell(self, message: Callable[[], None]) -> None:
-        self._desk.check_process()
+        self._manager.check_process()
         self._inbox.put(message)
         if self.ended:  # perhaps nobody reads it
             raise self.closed()
 
     def _encode(self, work: Callable[[], None]) -> None:
-        self._desk.check_process()
-        if self._desk.engine is None:
+        self._manager.check_process()
+        if self._manager.engine is None:
             raise self.closed()
         try:
             self._encoding.submit(work)
@@ -212,7 +212,7 @@ class EngineThread(threading.Thread):
         """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
         try:
             return question()
-        except EngineClosed:  # the desk does not know why
+        except EngineClosed:  # the request manager does not know why
             return self.closed()
         except BaseException as error:
             return error
@@ -237,11 +237,11 @@ class EngineThread(threading.Thread):
 
     @property
     def _may_step(self) -> bool:
-        return self._desk.has_work and not self._pauses and not self._ending
+        return self._manager.has_work and not self._pauses and not self._ending
 
     def _step(self) -> None:
         try:
-            self._desk.step()
+            self._manager.step()
         except Exception:
             raise
         except BaseException:  # such as SystemExit: the next step tells whose requests it ended (EngineCore.step)
@@ -257,7 +257,7 @@ class EngineThread(threading.Thread):
         for loop in [loop for loop in self._open if loop.is_closed()]:
             for call in list(self._open[loop]):
                 self._forget(call)
-        engine = self._desk.engine
+        engine = self._manager.engine
         while self._arrived and engine is not None and engine.core.scheduler.num_waiting < self._max_waiting:
             self._submit(self._arrived.popitem(last=False)[0])
 
@@ -265,12 +265,12 @@ class EngineThread(threading.Thread):
         """Settle the waiters for whom there is something: one call to each of their loops."""
         if self._ready:
             ready, self._ready = self._ready, {}
-            with self._desk.lock:
+            with self._manager.lock:
                 news = [(call, call.collect()) for call in ready if call.waiter is not None]
             for call, what in news:
                 if what:
                     self._give(call, what)
-        if self._drained and not (self._arrived or self._desk.has_work):
+        if self._drained and not (self._arrived or self._manager.has_work):
             for waiter in self._drained:
                 self._settle(waiter, None)
             self._drained.clear()
@@ -284,7 +284,7 @@ class EngineThread(threading.Thread):
         try:
             while self._arrived and self._failure is None:
                 self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
-            self._desk.close(self._failure)
+            self._manager.close(self._failure)
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
             self._failure = self._failure or trouble
@@ -303,7 +303,7 @@ class EngineThread(threading.Thread):
             self._settle(waiter, None)
         for held in (self._open, self._calls, self._ready, self._drained):  # a stream's rest is taken by its reader
             held.clear()
-        self._desk.on_news = None
+        self._manager.on_news = None
         self._hand_out()
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -323,22 +323,22 @@ class EngineThread(threading.Thread):
     def _submit(self, call: PendingCall) -> None:
         asked, call.asked = call.asked, []
         try:
-            call.tickets = self._desk.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
+            call.states = self._manager.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
         except Exception as error:
             self._give(call, error)
             return
-        call.answers = tuple(ticket.answer for ticket in call.tickets if ticket.number == 0)
-        call.num_running = len(call.tickets)
-        self._calls.update((ticket, call) for ticket in call.tickets)
+        call.answers = tuple(state.answer for state in call.states if state.number == 0)
+        call.num_running = len(call.states)
+        self._calls.update((state, call) for state in call.states)
 
-    def _note(self, tickets: Iterable[RequestState]) -> None:
-        """These have news; a ticket may be named several times."""
-        for ticket in tickets:
-            call = self._calls.get(ticket)
+    def _note(self, states: Iterable[RequestState]) -> None:
+        """These have news; a request state may be named several times."""
+        for state in states:
+            call = self._calls.get(state)
             if call is None:
                 continue
-            if ticket.completion is not None:
-                del self._calls[ticket]
+            if state.completion is not None:
+                del self._calls[state]
                 call.num_running -= 1
             if call.interval is not None or not call.num_running:
                 self._ready[call] = None
@@ -353,9 +353,9 @@ class EngineThread(threading.Thread):
     def _forget(self, call: PendingCall) -> None:
         call.forgotten = True
         self._arrived.pop(call, None)
-        self._desk.abandon(call.tickets)
-        for ticket in call.tickets:
-            self._calls.pop(ticket, None)
+        self._manager.abandon(call.states)
+        for state in call.states:
+            self._calls.pop(state, None)
         self._give(call, [])
 
     def _give(self, call: PendingCall, what: Any) -> None:
@@ -373,13 +373,13 @@ class EngineThread(threading.Thread):
 
     def _answer(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
         def answer() -> Any:
-            with self._desk.lock:
-                return question(self._desk.open())
+            with self._manager.lock:
+                return question(self._manager.open())
 
         self._settle(waiter, self._tried(answer))
 
     def _pause(self, waiter: Waiter) -> None:
-        if self._desk.engine is None:
+        if self._manager.engine is None:
             self._settle(waiter, self.closed())
             return
         self._pauses[waiter] = None
@@ -394,10 +394,10 @@ class EngineThread(threading.Thread):
             self._apply_pauses()
 
     def _apply_pauses(self) -> None:
-        with self._desk.lock:  # a step for the memory's sake may be running
-            self._desk.paused = bool(self._pauses)
-            if self._pauses and self._desk.engine is not None:
-                self._desk.settle(self._desk.engine)  # nor does the device do anything then
+        with self._manager.lock:  # a step for the memory's sake may be running
+            self._manager.paused = bool(self._pauses)
+            if self._pauses and self._manager.engine is not None:
+                self._manager.settle(self._manager.engine)  # nor does the device do anything then
 
     def _drain(self, waiter: Waiter) -> None:
         self._draining = True

@@ -1,4 +1,4 @@
-"""What users ask, as they write it, checked and brought into one form: what the desk queues."""
+"""What users ask, as they write it, checked and brought into one form: what the request manager queues."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The desk that every door of the engine leads to: it takes requests in, makes steps, and hands out what came of them.
+"""The request manager behind all APIs: queues requests, runs steps and delivers their tokens.
 
 Whoever waits for something makes the next step, under one lock; or somebody does it for all (`AsyncLLM`). What a step gives
-goes to the tickets of those it belongs to: docs/decisions/0023-doors.md.
+goes to the request states of those it belongs to: docs/decisions/0023-doors.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..errors import EngineClosed, is_interrupt
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
-from .beams import BeamRules, BeamSearch, BeamTickets, num_candidates
+from .beams import BeamGroup, BeamRules, BeamSearch, num_candidates
 from .handover import Handover
 from .inputs import Prompt, PromptInput, checked_priority, conversations, encoded, together
 from .outputs import RequestOutput, StreamChunk, refused
@@ -60,9 +60,9 @@ class RequestManager:
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
         self.paused = False  # nobody is to make a step, not even for the memory's sake
-        self.tickets: dict[str, RequestState] = {}
-        self.searches: dict[str, BeamTickets] = {}  # by the request of each beam
-        # Told after a step, under the lock, whose tickets have news.
+        self.states: dict[str, RequestState] = {}
+        self.searches: dict[str, BeamGroup] = {}  # by the request of each beam
+        # Told after a step, under the lock, whose request states have news.
         self.on_news: Callable[[list[RequestState]], None] | None = None
         # What came of the last step: empty, but for an interrupt.
         self._undelivered: deque[tuple[str, Event]] = deque()
@@ -105,19 +105,19 @@ class RequestManager:
         self._keeper.join()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
-        """Every ticket ends, whatever the engine raises meanwhile."""
+        """Every request state ends, whatever the engine raises meanwhile."""
         if cause is not None:
-            for ticket in self.tickets.values():
-                ticket.fail(cause)
+            for state in self.states.values():
+                state.fail(cause)
             for search in self.searches.values():
                 search.fail(cause)
         try:
-            for request_id in [*self.tickets, *self.searches]:
+            for request_id in [*self.states, *self.searches]:
                 engine.core.abort(request_id, "aborted" if cause is None else "error")
             while engine.core.has_work or self._undelivered:
                 self._advance(engine)
         finally:
-            self._end_lost(engine, [*self.tickets.values(), *(t for s in self.searches.values() for t in s.tickets)])
+            self._end_lost(engine, [*self.states.values(), *(t for s in self.searches.values() for t in s.states)])
 
     def stats(self) -> dict[str, Any]:
         """What the engine holds and did. While a step runs, as it was when that began, or STATS_S before, at most."""
@@ -218,17 +218,17 @@ class RequestManager:
                 engine.core.scheduler.check(request)
                 answer = RequestGroup(index, prompt, params, prepared)
                 requests = self._requests(engine, request, params)
-                answer.tickets = [
+                answer.states = [
                     RequestState(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
                     for number, one in enumerate(requests[: params.num_started])
                 ]
                 if before is not None:
-                    for ticket in answer.tickets:
-                        ticket.take_over(before)
+                    for state in answer.states:
+                        state.import_request(before)
                 answers.append((requests, answer))
             for requests, answer in answers:
                 self._queue(engine, requests, answer)
-        return [ticket for _, answer in answers for ticket in answer.tickets]
+        return [state for _, answer in answers for state in answer.states]
 
     def _requests(self, engine: Engine, request: Request, params: SamplingParams) -> list[Request]:
         """`request` and its forks: one for each continuation that is made, or for each beam."""
@@ -242,43 +242,43 @@ class RequestManager:
         for request in requests:
             engine.core.add(request)
         if (answer.params.num_beams or 1) == 1:
-            self.tickets.update((ticket.request.request_id, ticket) for ticket in answer.tickets)
+            self.states.update((state.request.request_id, state) for state in answer.states)
             return
         first = requests[0]
         longest = engine.core.scheduler.limit_of(first) - len(first.prompt_token_ids)
         rules = BeamRules.resolve(answer.params, first.sampling.stop_token_ids, longest)
         names = [request.request_id for request in requests]
-        self.searches.update(dict.fromkeys(names, BeamTickets(BeamSearch(rules, names), requests, answer.tickets)))
+        self.searches.update(dict.fromkeys(names, BeamGroup(BeamSearch(rules, names), requests, answer.states)))
 
-    def export(self, ticket: RequestState) -> dict[str, Any]:
+    def export(self, state: RequestState) -> dict[str, Any]:
         """See `RequestHandle.export`."""
         with self.lock:
             engine = self.open()
             self.settle(engine)
-            _check_exportable(ticket)
-            tickets, end = self._withdraw(engine, ticket)
+            _check_exportable(state)
+            states, end = self._withdraw(engine, state)
             now = engine.core.clock()
-            first, *_ = [one.hand_over(end, now) for one in tickets]
+            first, *_ = [one.hand_over(end, now) for one in states]
             if self.on_news is not None:
-                self.on_news(tickets)
+                self.on_news(states)
             return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
 
-    def _withdraw(self, engine: Engine, ticket: RequestState) -> tuple[list[RequestState], Finished]:
-        """Take a ticket's request, or its beam search, out of the engine. Returns all tickets of it, and what it came to."""
-        name, search, names = ticket.request.request_id, self._search_of(ticket), self._names(ticket)
+    def _withdraw(self, engine: Engine, state: RequestState) -> tuple[list[RequestState], Finished]:
+        """Withdraw a request, or its whole beam search, from the engine. Returns its request states and its end."""
+        name, search, names = state.request.request_id, self._search_of(state), self._names(state)
         withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
         if not withdrawn:
             raise RequestRejected(
                 f"request {name} is at its end, which the next step tells: there is nothing left to hand over"
             )
         for one in names:
-            self.tickets.pop(one, None)
+            self.states.pop(one, None)
             self.searches.pop(one, None)
         if search is None:
-            return [ticket], withdrawn[0]
+            return [state], withdrawn[0]
         preemptions, found = sum(end.num_preemptions for end in withdrawn), withdrawn[0].num_cached_tokens
         end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)  # it begins anew
-        return list(search.tickets), end
+        return list(search.states), end
 
     def each(
         self,
@@ -297,14 +297,14 @@ class RequestManager:
                     return
                 first = taken[0]
                 if isinstance(first, list):
-                    for ticket in first:
-                        while ticket.completion is None:
-                            self.step_for(ticket)
+                    for state in first:
+                        while state.completion is None:
+                            self.step_for(state)
                     first = first[0].answer.output
                 taken.popleft()
                 yield first
         finally:  # perhaps by the garbage collector, in the middle of a step
-            self.forget([ticket for tickets in taken if isinstance(tickets, list) for ticket in tickets])
+            self.forget([state for states in taken if isinstance(states, list) for state in states])
 
     def _queue_or_refuse(
         self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
@@ -328,43 +328,43 @@ class RequestManager:
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
-    def step_for(self, ticket: RequestState) -> None:
-        """One step of the engine, unless another thread's step finished `ticket` meanwhile."""
+    def step_for(self, state: RequestState) -> None:
+        """One step of the engine, unless another thread's step finished `state` meanwhile."""
         with self.lock:
-            engine = self.open() if ticket.completion is None else None
-            if engine is None or self._end_lost(engine, [ticket]):
+            engine = self.open() if state.completion is None else None
+            if engine is None or self._end_lost(engine, [state]):
                 return
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
-    def next_chunk(self, tickets: list[RequestState], interval: int) -> StreamChunk | None:
-        """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None
+    def next_chunk(self, states: list[RequestState], interval: int) -> StreamChunk | None:
+        """A chunk of the first request state that has one, moved to the end of `states` or, after its last one, out of it. None
         when none had one, after a step.
         """
         with self.lock:
-            if (chunk := ready_chunk(tickets, interval)) is not None:
+            if (chunk := ready_chunk(states, interval)) is not None:
                 return chunk
             engine = self.open()
-            if self._end_lost(engine, tickets):
+            if self._end_lost(engine, states):
                 return None
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
         return None
 
-    def _end_lost(self, engine: Engine, tickets: Iterable[RequestState]) -> bool:
+    def _end_lost(self, engine: Engine, states: Iterable[RequestState]) -> bool:
         """Whether nothing is left that could end these: an interrupt came between their end and them. They end here, then.
 
         Under the lock.
         """
         if self.engine is not None and (engine.core.has_work or self._undelivered or self._abandoned):
             return False
-        for ticket in tickets:
-            if ticket.completion is None:
-                name = ticket.request.request_id
-                self.tickets.pop(name, None)
+        for state in states:
+            if state.completion is None:
+                name = state.request.request_id
+                self.states.pop(name, None)
                 self.searches.pop(name, None)
                 what = "the request's end was lost, as a step was interrupted or broke"
-                ticket.end(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
+                state.end(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
         return True
 
     def settle(self, engine: Engine) -> None:
@@ -372,24 +372,24 @@ class RequestManager:
         while self._undelivered or engine.core.is_ahead:
             self._advance(engine, ahead=False)
 
-    def drop(self, tickets: Iterable[RequestState]) -> None:
+    def drop(self, states: Iterable[RequestState]) -> None:
         """Abort what has not ended: its caller is gone."""
         with self.lock:
-            left = [t for t in tickets if t.completion is None]
+            left = [t for t in states if t.completion is None]
             if self.engine is None or not left:
                 return
-            for ticket in left:
-                self._abort(self.engine, ticket)
+            for state in left:
+                self._abort(self.engine, state)
             while any(t.completion is None for t in left) and not self._end_lost(self.engine, left):
                 self._advance(self.engine)
 
-    def abandon(self, tickets: Iterable[RequestState]) -> None:
+    def abandon(self, states: Iterable[RequestState]) -> None:
         """Let the next step abort what has not ended. Waits for nothing."""
-        self._abandoned.extend(t for t in tickets if t.completion is None)
+        self._abandoned.extend(t for t in states if t.completion is None)
 
-    def forget(self, tickets: list[RequestState]) -> None:
+    def forget(self, states: list[RequestState]) -> None:
         """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
-        self.abandon(tickets)
+        self.abandon(states)
         if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
             try:
                 while self.engine is not None and self._abandoned:
@@ -416,7 +416,7 @@ class RequestManager:
         return now
 
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
-        """One step; its tokens and ends go to their tickets. What an interrupt keeps from them comes with the next call.
+        """One step; its tokens and ends go to their request states. What an interrupt keeps from them comes with the next call.
 
         Unless `ahead`, nothing is under way at its end.
         """
@@ -439,63 +439,63 @@ class RequestManager:
         try:
             while events:
                 request_id, event = events.popleft()
-                if (ticket := self.tickets.get(request_id)) is not None:
-                    news.append(ticket)
-                    self._ticket_on(engine, ticket, event, now)
+                if (state := self.states.get(request_id)) is not None:
+                    news.append(state)
+                    self._deliver(engine, state, event, now)
                 elif (search := self.searches.get(request_id)) is not None:
-                    news += self._search_on(engine, search, request_id, event, now)
+                    news += self._deliver_to_search(engine, search, request_id, event, now)
         finally:
             if self.on_news is not None and news:
                 self.on_news(news)
 
-    def _ticket_on(self, engine: Engine, ticket: RequestState, event: Event, now: float) -> None:
-        """Hand an event to its ticket. One that cannot take it in ends with that error."""
-        name = ticket.request.request_id
+    def _deliver(self, engine: Engine, state: RequestState, event: Event, now: float) -> None:
+        """Hand an event to its request state. One that cannot take it in ends with that error."""
+        name = state.request.request_id
         if isinstance(event, Finished):
-            del self.tickets[name]
-            ticket.end(event, now)
+            del self.states[name]
+            state.end(event, now)
             return
         try:
             if isinstance(event, ChunkLogprobs):
-                ticket.score(event)
-            elif isinstance(event, int) and (reason := ticket.push(event, now)) is not None:
+                state.score(event)
+            elif isinstance(event, int) and (reason := state.push(event, now)) is not None:
                 engine.core.abort(name, reason)
         except BaseException as error:
             if is_interrupt(error):
                 raise
             log.exception("request %s ends: what a step gave cannot be taken in", name)
-            ticket.fail(error)
+            state.fail(error)
             engine.core.abort(name, "error")
 
-    def _search_of(self, ticket: RequestState) -> BeamTickets | None:
-        return next((search for search in self.searches.values() if ticket in search.tickets), None)
+    def _search_of(self, state: RequestState) -> BeamGroup | None:
+        return next((search for search in self.searches.values() if state in search.states), None)
 
-    def _names(self, ticket: RequestState) -> list[str]:
-        """The requests that a ticket stands for: its own, or those of the beams that go on."""
-        search = self._search_of(ticket)
-        return [ticket.request.request_id] if search is None else search.running
+    def _names(self, state: RequestState) -> list[str]:
+        """The requests that a request state stands for: its own, or those of the beams that go on."""
+        search = self._search_of(state)
+        return [state.request.request_id] if search is None else search.running
 
-    def _abort(self, engine: Engine, ticket: RequestState) -> None:
+    def _abort(self, engine: Engine, state: RequestState) -> None:
         """End what has not ended before the next step; of a search that is over too, whose beams an interrupt may have left."""
-        search = self._search_of(ticket)
-        for name in [ticket.request.request_id] if search is None else search.left:
+        search = self._search_of(state)
+        for name in [state.request.request_id] if search is None else search.left:
             engine.core.abort(name)
 
-    def _search_on(
-        self, engine: Engine, search: BeamTickets, request_id: str, event: Event, now: float
+    def _deliver_to_search(
+        self, engine: Engine, search: BeamGroup, request_id: str, event: Event, now: float
     ) -> Sequence[RequestState]:
-        """Hand an event of a beam to its search, and do what that says. Returns the tickets that have news of it."""
+        """Hand an event of a beam to its search, and do what that says. Returns the request states that have news of it."""
         if isinstance(event, Finished):
             del self.searches[request_id]
             for other in search.end(event, now):
                 engine.core.abort(other)
-            return search.tickets
+            return search.states
         if isinstance(event, Candidates):
             others: list[str] = []
             try:
                 moves, others = search.take(request_id, event)
                 if moves:
-                    engine.core.scheduler.steer(moves, spare=others)
+                    engine.core.scheduler.apply_beam_moves(moves, spare=others)
                     others = []
             except BaseException as error:  # nobody knows how far it came
                 others = search.fail(error)
@@ -535,13 +535,13 @@ class RequestManager:
 
 def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     """Serve the engine's memory once, and wait for its lease to say something. False once it is closed or forgotten."""
-    desk = reference()
-    if desk is None or desk.engine is None or (memory := desk.engine.core.memory) is None:
+    manager = reference()
+    if manager is None or manager.engine is None or (memory := manager.engine.core.memory) is None:
         return False
-    wait_s = desk._serve_memory()
+    wait_s = manager._serve_memory()
     if wait_s is None:
         return False
-    del desk  # while it waits, nothing but its users keeps the engine alive
+    del manager  # while it waits, nothing but its users keeps the engine alive
     try:
         memory.wait(wait_s)
     except LeaseClosed:
@@ -549,26 +549,27 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     return True
 
 
-def ready_chunk(tickets: list[RequestState], interval: int) -> StreamChunk | None:
-    """A chunk of the first ticket that has one, moved to the end of `tickets` or, after its last one, out of it. None when
-    none has one. Under the engine's lock.
+def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
+    """A chunk of the first request state that has one; None if none has. Call it under the engine's lock.
+
+    That state moves to the end of `states`, or leaves it after its last chunk.
     """
-    for i, ticket in enumerate(tickets):
-        if ticket.ready(interval):
-            del tickets[i]
-            chunk = ticket.take()
+    for i, state in enumerate(states):
+        if state.ready(interval):
+            del states[i]
+            chunk = state.take()
             if chunk.completion is None:
-                tickets.append(ticket)
+                states.append(state)
             return chunk
     return None
 
 
-def _check_exportable(ticket: RequestState) -> None:
-    name = ticket.request.request_id
-    if ticket.completion is not None:
-        reason = ticket.completion.finish_reason
+def _check_exportable(state: RequestState) -> None:
+    name = state.request.request_id
+    if state.completion is not None:
+        reason = state.completion.finish_reason
         raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
-    if ticket.request.sampling.logits_processors:
+    if state.request.sampling.logits_processors:
         raise RequestRejected(
             f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
         )

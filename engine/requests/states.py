@@ -125,7 +125,7 @@ class RequestState:
         )
         self._new, self._new_text = [], []
         salt = self.request.cache_salt
-        of_prompt = answer.tickets[0].prompt_logprobs  # the first one's is that of all
+        of_prompt = answer.states[0].prompt_logprobs  # the first one's is that of all
         return Handover(
             prompt=answer.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -144,7 +144,7 @@ class RequestState:
             prompt_logprobs=None if of_prompt is None else tuple(entry for entry in of_prompt if entry is not None),
         )
 
-    def take_over(self, before: Handover) -> None:
+    def import_request(self, before: Handover) -> None:
         """Begin with what it came to elsewhere. Raises RequestRejected where the text is at its end, or another one."""
         tokens, told = before.token_ids.tolist(), before.num_told_tokens
         self._num_preemptions = before.num_preemptions
@@ -209,10 +209,10 @@ class RequestState:
         return self.completion is not None or len(self._new) >= interval
 
     def take(self) -> StreamChunk:
-        """What is new since the last chunk. The last one of all of the prompt's tickets carries the output."""
+        """What is new since the last chunk. The last one of all of the prompt's request states carries the output."""
         answer, done = self.answer, self.completion is not None
         answer.num_taken += done
-        output = answer.output if done and answer.num_taken == len(answer.tickets) else None
+        output = answer.output if done and answer.num_taken == len(answer.states) else None
         begin, end = self._num_taken, self._num_taken + len(self._new)
         chunk = StreamChunk(
             answer.index, "".join(self._new_text), self._new, self.number, self.completion, output,
@@ -223,7 +223,7 @@ class RequestState:
 
 
 class RequestGroup:
-    """All that was asked for of one prompt, by resolved `params`: a ticket for each continuation that is made."""
+    """All that was asked for of one prompt, by resolved `params`: a request state for each continuation that is made."""
 
     def __init__(
         self, index: int, prompt: str | None, params: SamplingParams, prepared: PreparedParams | None = None
@@ -232,25 +232,25 @@ class RequestGroup:
         self.prompt = prompt
         self.params = params
         self.prepared = prepared  # held so that the constraint stays compiled until the request ends
-        self.tickets: Sequence[RequestState] = ()
-        self.num_taken = 0  # tickets whose last chunk was given
+        self.states: Sequence[RequestState] = ()
+        self.num_taken = 0  # request states whose last chunk was given
 
     @property
     def exportable(self) -> list[RequestState]:
         """Those that have not ended; of a beam search the first one, which stands for all."""
-        tickets = self.tickets if (self.params.num_beams or 1) == 1 else self.tickets[:1]
-        return [ticket for ticket in tickets if ticket.completion is None]
+        states = self.states if (self.params.num_beams or 1) == 1 else self.states[:1]
+        return [state for state in states if state.completion is None]
 
     @property
     def output(self) -> RequestOutput:
-        """What became of it. Of the tickets that have ended, which must be all."""
-        first = self.tickets[0].request
-        completions = [ticket.completion for ticket in self.tickets if ticket.completion is not None]
+        """What became of it. Of the request states that have ended, which must be all."""
+        first = self.states[0].request
+        completions = [state.completion for state in self.states if state.completion is not None]
         if self.params.num_started > (n := self.params.n or 1):
             completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # of equals the first stays first
         return RequestOutput(
             first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
-            self.tickets[0].prompt_logprobs, self.tickets[0].num_cached_tokens or 0,
+            self.states[0].prompt_logprobs, self.states[0].num_cached_tokens or 0,
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class BuiltinLogitsProcessor(Protocol):
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
         """Treat `x[places]`, float32 [len(places), vocab], the logits of `rows`, in place. They all ask for it."""
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         """`rows` go on with `tokens`, which is remembered where it matters."""
 
 
@@ -68,7 +68,7 @@ class LogitBias:
         ids = index(np.concatenate([ids for ids, _ in each]), x)
         x[of_row, ids] += torch.from_numpy(np.concatenate([values for _, values in each])).to(x.device)
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         pass
 
 
@@ -102,7 +102,7 @@ class RepetitionPenalty:
         values = x[of_row, ids]
         x[of_row, ids] = torch.where(values < 0, values * penalty, values / penalty)
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         self.seen.mark(rows, tokens)
 
 
@@ -134,7 +134,7 @@ class FrequencyPenalty:
         frequency, presence = torch.from_numpy(self._penalties[rows]).to(x.device)[who].unbind(-1)
         x[index(places, x)[who], ids] -= frequency * counts + presence
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         self._counts.count(rows, tokens)
 
 
@@ -176,7 +176,7 @@ class BadWords:
         of_row = index(np.repeat(places, [len(ids) for ids in banned]), x)
         x[of_row, index(np.concatenate(banned), x)] = -torch.inf
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         pass  # the histories know
 
     def _words_of(self, sampling: Sampling) -> _Words:
@@ -261,7 +261,7 @@ class MinLength:
             again = torch.isneginf(x.amax(-1))[of_row]
             x[of_row[again], ids[again]] = values[again]
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         pass
 
 

@@ -203,9 +203,9 @@ class Constrained:
         allowed, may_end = self._constraints.masks([self._matchers[row] for row in rows.tolist()])
         for i, row in enumerate(rows.tolist()):
             if self._matchers[row].is_error():
+                error = _format_error(self._matchers[row])
                 self._troubles.setdefault(
-                    row,
-                    f"the constraint cannot be followed: {_told(self._matchers[row])}; use a smaller or less ambiguous one",
+                    row, f"the constraint cannot be followed: {error}; use a smaller or less ambiguous one"
                 )
                 allowed[i], may_end[i] = False, False
             allowed[i, self._ends[row]] = may_end[i]
@@ -216,7 +216,7 @@ class Constrained:
             if len(ends := self._ends[int(rows[i])]):
                 x[int(places[i]), int(ends[0])] = 0.0  # whatever ruled it out
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         """The matchers of `rows` go on with `tokens`."""
         if self._ends:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -287,11 +287,11 @@ def _trouble(matcher: Any, data: Any) -> str | None:
             trial.consume_token(int(mask.argmax()))
             trial.compute_bitmask()
             if trial.is_error():
-                return _told(trial)
-    return _told(matcher) if matcher.is_error() else None
+                return _format_error(trial)
+    return _format_error(matcher) if matcher.is_error() else None
 
 
-def _told(matcher: Any) -> str:
+def _format_error(matcher: Any) -> str:
     """The first line of what a matcher says against it."""
     return _shortened(str(matcher.get_error()).strip().partition("\n")[0])
 

@@ -33,7 +33,7 @@ class Histories:
         """int64[known]: the tokens of a row that keeps them. Read-only, valid until the next one."""
         return self._tokens[row][: self._known[row]]
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         """A token more for each of `rows` that keeps them."""
         if not self._known:
             return

@@ -57,7 +57,7 @@ class Processors:
                 self._troubles.setdefault(row, str(refused))
                 x[place] = torch.nan
 
-    def took(self, rows: Rows, tokens: Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         """Nothing: the histories know."""
 
     def _processed(self, scores: Tensor, row: int) -> Tensor:

@@ -57,7 +57,7 @@ class DrawnTokens:
 
     Attributes:
         tokens: int64[n]; 0 where a row has none.
-        packed: float64[2, n]: what `Sampler.drew` has to know on the host, so that one copy brings it.
+        packed: float64[2, n]: what `Sampler.collect_samples` has to know on the host, so that one copy brings it.
     """
 
     tokens: Tensor
@@ -67,9 +67,9 @@ class DrawnTokens:
 class Sampler:
     """Sampling settings of the running rows, and the draw of their next tokens. Not safe for concurrent use.
 
-    `sample` does all that rows may ask for, and waits for the device. Rows that are `plain` get the same tokens without a wait
-    too: by `settings` on the host, whose arrays the caller uploads, `draw`, which only queues, and `drew`, when the values have
-    come to the host.
+    `sample` does all that rows may ask for, and waits for the device. Rows that are `plain` get the same tokens without
+    a wait in three parts: `settings` on the host, whose arrays the caller uploads; `draw`, which only queues; and
+    `collect_samples`, when the values are on the host.
 
     Args:
         num_rows: Rows there can be; row ids are below it.
@@ -103,7 +103,7 @@ class Sampler:
             Processors(num_rows, self._histories, self._troubles),
             self._constrained,
         )
-        self._warpers = SamplingTransforms(num_rows, vocab_size, device, self._at_hand)
+        self._transforms = SamplingTransforms(num_rows, vocab_size, device, self._at_hand)
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:
         """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""
@@ -112,14 +112,14 @@ class Sampler:
         self._index[row] = sampling.index
         self._num_candidates[row] = sampling.num_candidates
         self._least_kept[row] = max(2, 1 + len(sampling.stop_token_ids))
-        self._warpers.admit(row, sampling)
+        self._transforms.admit(row, sampling)
         asked = [treatment.admit(row, sampling, token_ids, num_prompt) for treatment in self._treatments]
         self._asks[row] = any(asked)
 
     def release(self, rows: Rows) -> None:
         """Forget `rows`: back to plain greedy. Rows that were never admitted are fine."""
         self._asks[rows] = False
-        self._warpers.release(rows)
+        self._transforms.release(rows)
         self._histories.drop(rows)
         for treatment in self._treatments:
             treatment.release(rows)
@@ -140,19 +140,19 @@ class Sampler:
             others.
         """
         treated = self._treated(rows, positions)
-        tokens, top = self._drawn(rows, positions, logits, self._warpers.draws(rows) & ~treated)
+        tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~treated)
         bad = ~np.isfinite(top)
         plain = ~(treated | bad)
         bad[plain] = ~self._well(top[plain], rows[plain])
         for part, x in chunks(logits, np.flatnonzero(treated & ~bad)):
             who, at = rows[part], positions[part]
             self._treat(x, who, at)
-            tokens[part], top = self._drawn(who, at, x, self._warpers.draws(who))
+            tokens[part], top = self._drawn(who, at, x, self._transforms.draws(who))
             bad[part] = ~self._well(top, who)
         if not bad.any():
-            self.took(rows, tokens)
+            self.record_tokens(rows, tokens)
             return tokens.astype(np.int32), None
-        self.took(rows[~bad], tokens[~bad])
+        self.record_tokens(rows[~bad], tokens[~bad])
         return tokens.astype(np.int32), bad
 
     def plain(self, rows: Rows, positions: Int64) -> bool:
@@ -161,7 +161,7 @@ class Sampler:
 
     def settings(self, rows: Rows, positions: Int64) -> DrawSettings:
         """What `draw` needs of `rows`, which are `plain` at `positions`."""
-        return self._settings(rows, positions, self._warpers.draws(rows))
+        return self._settings(rows, positions, self._transforms.draws(rows))
 
     def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> DrawnTokens:
         """Queue the draw of the next token of each row on the device: what `sample` gives, without waiting for anything.
@@ -175,12 +175,12 @@ class Sampler:
         warmed = top
         if settings.parts:
             places, temperature = uploaded[:2]
-            tokens = tokens.scatter(0, places, self._warpers.draw(logits, settings, uploaded))
+            tokens = tokens.scatter(0, places, self._transforms.draw(logits, settings, uploaded))
             warmed = top / torch.ones_like(top).scatter_(0, places, temperature)
         tokens = tokens.masked_fill((warmed - warmed).isnan(), 0)  # not finite, in the fewest operations
         return DrawnTokens(tokens, packed(tokens, top))
 
-    def drew(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
+    def collect_samples(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
         """(tokens int32[n], bool[n] telling the rows that have none) as of `sample`, of plain `rows`, not released since.
 
         `told` is the `DrawnTokens.packed` of their draw, on the host.
@@ -195,7 +195,7 @@ class Sampler:
 
         The treatments have log-probabilities before them, as in transformers' beam search. Where a row has a temperature, its
         keys are the log-probabilities then, plus Gumbel noise; else they are the same. Ties: the lowest id. Nothing is
-        remembered: somebody else chooses, and tells by `took`, or by another `admit`. Arguments as for `sample`.
+        remembered: somebody else chooses, and tells by `record_tokens`, or by another `admit`. Arguments as for `sample`.
 
         Returns:
             None for a row that has no candidates: see `sample`.
@@ -205,23 +205,23 @@ class Sampler:
             x = torch.log_softmax(x, -1)
             self._treat(x, rows[part], positions[part])
             well = self._well(argmax(x)[1], rows[part])
-            drawn = np.flatnonzero(self._warpers.draws(rows[part]) & well)
+            drawn = np.flatnonzero(self._transforms.draws(rows[part]) & well)
             if drawn.size:
                 places, who = index(drawn, x), rows[part][drawn]
-                x[places] = self._warpers.scores(x[places], who, self._least_kept[who])
+                x[places] = self._transforms.scores(x[places], who, self._least_kept[who])
             logprobs = x.cpu().numpy()
             for i in np.flatnonzero(well):
                 found[part[i]] = self._best(logprobs[i], int(rows[part[i]]), int(positions[part[i]]))
         return found
 
-    def took(self, rows: Rows, tokens: Int32 | Int64) -> None:
+    def record_tokens(self, rows: Rows, tokens: Int32 | Int64) -> None:
         """`rows` go on with `tokens`, int[n], whoever chose them: they enter the histories."""
         if not self._asks[rows].any():
             return
         tokens = tokens.astype(np.int64, copy=False)
-        self._histories.took(rows, tokens)
+        self._histories.record_tokens(rows, tokens)
         for treatment in self._treatments:
-            treatment.took(rows, tokens)
+            treatment.record_tokens(rows, tokens)
 
     def trouble(self, row: int) -> str | None:
         """Why `row` has no token, in a sentence, where it is not its logits. It stands until the row is released."""
@@ -242,10 +242,10 @@ class Sampler:
         x = logits.detach().float().clone()
         self._treat(x, rows, positions)
         result = torch.nn.functional.one_hot(index(argmax(x)[0], x), self._vocab_size).float()
-        settings = self._settings(rows, positions, self._warpers.draws(rows))
+        settings = self._settings(rows, positions, self._transforms.draws(rows))
         uploaded = [on_device(array, x) for array in settings.arrays]
         for part in settings.parts:
-            weights = self._warpers.weights(x, part, uploaded)[:, : self._vocab_size]
+            weights = self._transforms.weights(x, part, uploaded)[:, : self._vocab_size]
             result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
         return result
 
@@ -270,7 +270,7 @@ class Sampler:
             return NOBODY
         who = rows[places]
         noise = uniform(self._seed[who], self._index[who], positions[places])
-        return self._warpers.settings(places, who, noise)
+        return self._transforms.settings(places, who, noise)
 
     def _drawn(self, rows: Rows, positions: Int64, logits: Tensor, drawing: Bool) -> Best:
         """(tokens, largest logits) on the host of `rows`, of which those that are `drawing` draw. May overwrite `logits`."""
@@ -280,7 +280,7 @@ class Sampler:
 
     def _well(self, top: Float32, rows: Rows) -> Bool:
         """bool[m]: which of `rows`, whose logits were finite, are well by their largest one; the others have a trouble."""
-        well = np.isfinite(self._warpers.warmed(top, rows))
+        well = np.isfinite(self._transforms.warmed(top, rows))
         for i in np.flatnonzero(~well):
             ruled_out = "what was asked for rules out every token that could come next"
             overflow = "the logits overflow under the temperature, the penalties or the biases that were asked for"
@@ -291,7 +291,7 @@ class Sampler:
         """The candidates of one row, from its treated log-probabilities [vocab]."""
         ids = np.flatnonzero(logprobs > -np.inf)
         keys = logprobs[ids]
-        if self._warpers.draws(np.array([row]))[0]:
+        if self._transforms.draws(np.array([row]))[0]:
             noise = gumbel(int(self._seed[row]), int(self._index[row]), position, ids)
             keys = (keys + noise).astype(np.float32)
         k = int(self._num_candidates[row])

@@ -68,7 +68,7 @@ def test_what_graphs_are_worth(bench: Bench) -> None:
     tapes: list[Tape] = []
     options = {"overlap": True, "prefix_caching": False, "max_model_len": 64}
     with decode.capturing(bench) as captured, decode.engine(bench, **options) as llm:
-        runner: Any = llm._desk.engine.core.runner  # type: ignore[union-attr]
+        runner: Any = llm._manager.engine.core.runner  # type: ignore[union-attr]
         runner.kernel = DenseKernel()
         runner.record((1, 2, 4), recorder(tapes))
         assert captured[0] == Figure(decode.CAPTURED, 3, "count", better="higher") and len(captured) == 3

@@ -187,7 +187,7 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
 
 def test_a_renewed_manager_has_the_same_bound() -> None:
     cache = Cache(3)
-    cache.manager = cache.manager.renewed()
+    cache.manager = cache.manager.rebuilt()
     cache.run(A)
     assert cache.cached == cache.manager.max_cached_blocks == 3
 

@@ -27,8 +27,8 @@ def test_the_chain_parked_first_goes_first_and_its_deepest_node_before_the_other
     policy = make(CAPACITY)
     add_chain(policy, 0, 1, 2)
     add_chain(policy, 3, 4, 5)
-    policy.park(ids(0, 1, 2))
-    policy.park(ids(3, 4, 5))
+    policy.mark_evictable(ids(0, 1, 2))
+    policy.mark_evictable(ids(3, 4, 5))
     assert policy.victims(4).tolist() == [2, 1, 0, 5]
     assert policy.victims(4).tolist() == [2, 1, 0, 5]
     assert policy.victims(99).tolist() == [2, 1, 0, 5, 4, 3]
@@ -40,12 +40,12 @@ def test_a_prefix_used_again_goes_last(make):
     """Scenario B 14: A ends, B ends, A's prompt runs again and ends."""
     policy = make(CAPACITY)
     add_chain(policy, 0, 1, 2)
-    policy.park(ids(0, 1, 2))
+    policy.mark_evictable(ids(0, 1, 2))
     add_chain(policy, 3, 4, 5)
-    policy.park(ids(3, 4, 5))
+    policy.mark_evictable(ids(3, 4, 5))
     policy.hit(ids(0, 1, 2))
     policy.take(ids(0, 1, 2))
-    policy.park(ids(0, 1, 2))
+    policy.mark_evictable(ids(0, 1, 2))
     assert policy.victims(2).tolist() == [5, 4]
 
 
@@ -54,7 +54,7 @@ def test_only_parked_nodes_go(make):
     policy = make(CAPACITY)
     add_chain(policy, 0, 1, 2, 3)
     assert policy.victims(4).tolist() == []
-    policy.park(ids(2, 3))
+    policy.mark_evictable(ids(2, 3))
     assert policy.victims(4).tolist() == [3, 2]
     policy.take(ids(2))
     policy.remove(ids(3))
@@ -66,8 +66,8 @@ def test_lru_goes_by_the_end_of_a_use_not_by_its_begin():
     policy = Lru(CAPACITY)
     add_chain(policy, 0, 1)
     add_chain(policy, 2, 3)
-    policy.park(ids(2, 3))  # began later, ended first
-    policy.park(ids(0, 1))
+    policy.mark_evictable(ids(2, 3))  # began later, ended first
+    policy.mark_evictable(ids(0, 1))
     assert policy.victims(4).tolist() == [3, 2, 1, 0]
     assert np.argsort(policy.ranks(ids(0, 1, 2, 3))).tolist() == [3, 2, 1, 0]
 
@@ -75,12 +75,12 @@ def test_lru_goes_by_the_end_of_a_use_not_by_its_begin():
 def test_reuse_density_gives_up_once_used_nodes_before_older_ones_used_twice():
     policy = ReuseDensity(CAPACITY)
     add_chain(policy, 0, 1)
-    policy.park(ids(0, 1))
+    policy.mark_evictable(ids(0, 1))
     policy.hit(ids(0))
     policy.take(ids(0))
-    policy.park(ids(0))
+    policy.mark_evictable(ids(0))
     add_chain(policy, 2, 3)
-    policy.park(ids(2, 3))
+    policy.mark_evictable(ids(2, 3))
     assert policy.victims(4)[-1] == 0
     assert policy.ranks(ids(0))[0] > policy.ranks(ids(2))[0]
 
@@ -88,28 +88,28 @@ def test_reuse_density_gives_up_once_used_nodes_before_older_ones_used_twice():
 def test_reuse_density_knows_again_what_it_saw_evicted():
     policy = ReuseDensity(CAPACITY)
     add_chain(policy, 0)
-    policy.park(ids(0))
+    policy.mark_evictable(ids(0))
     policy.remove(ids(0))
     policy.add(ids(7), ids(-1), np.array([1000], np.uint64))  # the same key
     add_chain(policy, 1)
-    policy.park(ids(7))
-    policy.park(ids(1))
+    policy.mark_evictable(ids(7))
+    policy.mark_evictable(ids(1))
     assert policy.victims(2).tolist() == [1, 7]
 
 
 def test_a_node_waits_for_the_last_that_stands_behind_it_and_follows_at_once():
     policy = ReuseDensity(CAPACITY)
     add_chain(policy, 0, 1)
-    policy.park(ids(0, 1))
+    policy.mark_evictable(ids(0, 1))
     for _ in range(4):
         policy.hit(ids(0, 1))
         policy.take(ids(0, 1))
-        policy.park(ids(0, 1))
+        policy.mark_evictable(ids(0, 1))
     add_chain(policy, 2)
-    policy.park(ids(2))
+    policy.mark_evictable(ids(2))
     policy._uses[0] = 1  # plant what the order of uses forbids: a parent worth less than its child
     policy.take(ids(0))
-    policy.park(ids(0))
+    policy.mark_evictable(ids(0))
     assert policy.victims(1).tolist() == [2]
     assert policy.victims(3).tolist() == [2, 1, 0]
 
@@ -124,12 +124,12 @@ def test_what_lies_longer_than_ages_count_goes_in_the_order_of_time():
     policy = ReuseDensity(CAPACITY)
     for node in range(3):
         add_chain(policy, node)
-        policy.park(ids(node))
+        policy.mark_evictable(ids(node))
     add_chain(policy, 9)
     for _ in range(16 * SLICES * (HORIZON + 1)):
-        policy.park(ids(9))
+        policy.mark_evictable(ids(9))
         policy.take(ids(9))
-    policy.park(ids(9))
+    policy.mark_evictable(ids(9))
     assert policy.victims(9).tolist() == [0, 1, 2, 9]
     assert policy.ranks(ids(0, 1, 2)).tolist() == [0, 0, 0]
 
@@ -158,7 +158,7 @@ def hits_in_a_loop(policy: EvictionPolicy) -> int:
             policy.add(ids(node), ids(nodes[-1] if nodes else -1), np.array([block + 1], np.uint64))
             where[block], block_of[node] = node, block
             nodes.append(node)
-        policy.park(ids(*nodes))
+        policy.mark_evictable(ids(*nodes))
     return hits
 
 
@@ -278,7 +278,7 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
             naive.parked[node] = (naive.calls, now)
             naive.kind[node] = min(naive.uses[node].bit_length() - 1, NUM_CLASSES - 1)
         if gone:
-            policy.park(ids(*gone))
+            policy.mark_evictable(ids(*gone))
 
     for _ in range(data.draw(st.integers(1, 60))):
         if running and data.draw(st.booleans()):

@@ -50,19 +50,19 @@ def test_slots_are_given_from_the_lowest_and_used_ones_again_first() -> None:
 def test_a_plan_takes_each_copy_once() -> None:
     tier = HostTier(5)
     assert tier.take_swaps() is None
-    tier.owe_out(ids(7, 8), tier.take(2))
+    tier.queue_swap_out(ids(7, 8), tier.take(2))
     assert copies(tier.take_swaps()) == ({7: 1, 8: 2}, {}, {})
     assert tier.take_swaps() is None
-    tier.owe_in(ids(2, 1), ids(9, 4))
+    tier.queue_swap_in(ids(2, 1), ids(9, 4))
     assert copies(tier.take_swaps()) == ({}, {}, {2: 9, 1: 4})
     assert tier.take_swaps() is None and tier.num_free == 5
 
 
 def test_a_slot_that_is_read_is_nobodys_until_a_plan_has_it() -> None:
     tier = HostTier(2)
-    tier.owe_out(ids(7, 8), tier.take(2))
+    tier.queue_swap_out(ids(7, 8), tier.take(2))
     tier.take_swaps()
-    tier.owe_in(ids(1), ids(9))
+    tier.queue_swap_in(ids(1), ids(9))
     assert tier.num_free == 0
     tier.check_invariants(ids(2))
     tier.take_swaps()
@@ -71,21 +71,21 @@ def test_a_slot_that_is_read_is_nobodys_until_a_plan_has_it() -> None:
 
 def test_only_the_last_copy_to_a_slot_is_owed_and_none_to_one_that_was_freed() -> None:
     tier = HostTier(2)
-    tier.owe_out(ids(7, 8), tier.take(2))
+    tier.queue_swap_out(ids(7, 8), tier.take(2))
     tier.free(ids(1, 2))
-    tier.owe_out(ids(9), tier.take(1))
+    tier.queue_swap_out(ids(9), tier.take(1))
     assert copies(tier.take_swaps()) == ({9: 2}, {}, {})
-    tier.owe_out(ids(5), tier.take(1))
+    tier.queue_swap_out(ids(5), tier.take(1))
     tier.free(ids(1))
     assert tier.take_swaps() is None, "all was called off"
 
 
 def test_what_is_wanted_before_it_left_goes_straight_to_its_new_block() -> None:
     tier = HostTier(3)
-    tier.owe_out(ids(7), tier.take(1))
+    tier.queue_swap_out(ids(7), tier.take(1))
     tier.take_swaps()
-    tier.owe_out(ids(8), tier.take(1))
-    tier.owe_in(ids(1, 2), ids(3, 4))
+    tier.queue_swap_out(ids(8), tier.take(1))
+    tier.queue_swap_in(ids(1, 2), ids(3, 4))
     assert tier.num_free == 2, "slot 2, where nothing is written"
     assert copies(tier.take_swaps()) == ({}, {8: 4}, {1: 3})
     assert tier.num_free == 3
@@ -93,9 +93,9 @@ def test_what_is_wanted_before_it_left_goes_straight_to_its_new_block() -> None:
 
 def test_copies_that_no_chunk_depends_on_come_last_and_may_be_done_beside_the_chunks() -> None:
     tier = HostTier(9)
-    tier.owe_out(ids(7, 8), tier.take(2), beside=True)
-    tier.owe_out(ids(5, 6), tier.take(2))
-    tier.owe_out(ids(9), tier.take(1), beside=True)
+    tier.queue_swap_out(ids(7, 8), tier.take(2), beside=True)
+    tier.queue_swap_out(ids(5, 6), tier.take(2))
+    tier.queue_swap_out(ids(9), tier.take(1), beside=True)
     swaps = tier.take_swaps()
     assert (swaps.out_blocks.tolist(), swaps.out_slots.tolist(), swaps.num_before) == (
         [5, 6, 7, 8, 9],
@@ -103,18 +103,18 @@ def test_copies_that_no_chunk_depends_on_come_last_and_may_be_done_beside_the_ch
         2,
     )
     assert swaps.any_beside
-    tier.owe_in(ids(3), ids(11))
+    tier.queue_swap_in(ids(3), ids(11))
     assert tier.is_arriving(ids(2, 11)) and not tier.is_arriving(ids(2, 12))
     swaps = tier.take_swaps()
     assert (swaps.num_before, swaps.any_beside) == (0, True), "what comes in is there when the plan is over"
     assert not tier.is_arriving(ids(11))
     slot = tier.take(1)
-    tier.owe_out(ids(7), slot, beside=True)
+    tier.queue_swap_out(ids(7), slot, beside=True)
     swaps = tier.take_swaps(alone=False)
     assert (swaps.num_before, swaps.any_beside) == (1, False), "the plan moves blocks as well"
     both = tier.take(2)
-    tier.owe_out(ids(7, 8), both, beside=True)
-    tier.owe_in(both[:1], ids(12))
+    tier.queue_swap_out(ids(7, 8), both, beside=True)
+    tier.queue_swap_in(both[:1], ids(12))
     assert tier.is_arriving(ids(12))
     swaps = tier.take_swaps()
     assert (swaps.back.sources.tolist(), swaps.back.targets.tolist()) == ([7], [12])
@@ -319,7 +319,7 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     cache.manager.check_invariants()
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
-    assert cache.manager.renewed().host.num_slots == 20
+    assert cache.manager.rebuilt().host.num_slots == 20
 
 
 def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:

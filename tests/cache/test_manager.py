@@ -194,10 +194,10 @@ def test_shrink_moves_blocks_of_every_group():
 def test_renewed_keeps_the_pools_extents(mapped):
     cache = CacheManager(16, 4, 3, 64, blocks_per_extent=4, mapped=[0, 1])
     cache.extend(rows(0), rows(16))
-    fresh = cache.renewed(mapped)
+    fresh = cache.rebuilt(mapped)
     assert fresh.mapped_extents.tolist() == (mapped or [0, 1])
     assert fresh.counts().live == 0
-    assert CacheManager(16, 4, 3, 64).renewed([0]).usable == 15, "a pool without extents is mapped as a whole"
+    assert CacheManager(16, 4, 3, 64).rebuilt([0]).usable == 15, "a pool without extents is mapped as a whole"
 
 
 UNMAPPED, UNWRITTEN = -2, -1

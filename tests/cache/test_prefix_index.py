@@ -106,7 +106,7 @@ class Pool:
             self.references[block] -= 1
         gone = [block for block in blocks if self.references[block] == 0]
         findable = self.index.findable(gone).tolist()
-        self.index.park([block for block, found in zip(gone, findable, strict=True) if found])
+        self.index.mark_evictable([block for block, found in zip(gone, findable, strict=True) if found])
         self.free += [block for block, found in zip(gone, findable, strict=True) if not found]
 
     def check(self) -> None:
@@ -272,9 +272,9 @@ def test_nothing_in_use_is_evicted_nor_what_it_stands_behind() -> None:
     pool.free.append(2)
     pool.end(a)
     with pytest.raises(BlockMisuse, match="not in use"):
-        pool.index.park([1])
+        pool.index.mark_evictable([1])
     with pytest.raises(BlockMisuse, match="found"):
-        pool.index.park([9])
+        pool.index.mark_evictable([9])
     with pytest.raises(BlockMisuse, match="named twice"):
         pool.index.evict([1, 1])
     pool.check()
@@ -284,7 +284,7 @@ def test_a_parked_block_before_one_in_use_is_not_evicted() -> None:
     pool = Pool(20)
     a = pool.begin(words(0, 32))
     pool.computed(a, 32)
-    pool.index.park([1])  # a caller's mistake: block 2 was left out
+    pool.index.mark_evictable([1])  # a caller's mistake: block 2 was left out
     with pytest.raises(BlockMisuse, match="in use"):
         pool.index.evict([1])
     pool.index.take([1])

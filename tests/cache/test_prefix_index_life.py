@@ -101,7 +101,7 @@ class Life(RuleBasedStateMachine):
             self.references[block] -= 1
         gone = [block for block in blocks if not self.references[block]]
         findable = set(self.blocks.values())
-        self.index.park([block for block in gone if block in findable])
+        self.index.mark_evictable([block for block in gone if block in findable])
         self.free |= {block for block in gone if block not in findable}
 
     def forget(self, blocks: list[int], slots: list[int]) -> None:
@@ -265,7 +265,7 @@ class Life(RuleBasedStateMachine):
                 self.index.take([block])
         if parked or prefix is None:
             with pytest.raises(BlockMisuse):
-                self.index.park([block])
+                self.index.mark_evictable([block])
         free_slots = sorted(set(range(NUM_SLOTS)) - set(self.slots.values()))[:1]
         if free_slots and (prefix is None or len(self.places_behind([prefix])[0]) > 1):
             with pytest.raises(BlockMisuse):

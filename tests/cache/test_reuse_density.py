@@ -67,7 +67,7 @@ class Life:
     def end(self, nodes: list[int]) -> None:
         for node in nodes:
             self.holders[node] -= 1
-        self.policy.park(np.array([node for node in nodes if not self.holders[node]], np.int64))
+        self.policy.mark_evictable(np.array([node for node in nodes if not self.holders[node]], np.int64))
 
     def evict(self, nodes: list[int]) -> None:
         self.policy.remove(np.array(nodes, np.int64))
@@ -109,10 +109,10 @@ def test_a_closed_queue_is_read_again_when_the_last_behind_one_of_it_goes() -> N
     policy = ReuseDensity(64)
     policy.add(np.array([0, 1]), np.array([-1, 0]), np.array([10, 11], np.uint64))
     policy.hit(np.array([1]))  # worth more than its parent, as a node that was known from before
-    policy.park(np.array([0, 1]))
+    policy.mark_evictable(np.array([0, 1]))
     policy.add(np.array([2]), np.array([-1]), np.array([12], np.uint64))
     policy.hit(np.array([2]))
-    policy.park(np.array([2]))
+    policy.mark_evictable(np.array([2]))
     assert policy.victims(1).tolist() == [1]
     assert policy._closed == {(0, 1)}
     assert policy.victims(3).tolist() == [1, 0, 2], "who waits in a closed queue follows at once"

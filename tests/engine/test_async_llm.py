@@ -55,7 +55,7 @@ def llm(shared: AsyncLLM) -> Iterator[AsyncLLM]:
     """The engine that most tests share; each has to leave it idle."""
     yield shared
     asyncio.run(until(lambda: is_idle(shared)))
-    shared._desk.open().core.scheduler.check_invariants()
+    shared._manager.open().core.scheduler.check_invariants()
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def alike(outputs: list[RequestOutput]) -> list[Any]:
 
 def watch_steps(llm: AsyncLLM, told: Callable[[Any], None]) -> None:
     """Tell of each plan before it runs, on the stepper's thread."""
-    runner = llm._desk.open().core.runner
+    runner = llm._manager.open().core.runner
     begin = runner.begin
 
     def watched(plan: Any) -> Any:
@@ -119,7 +119,7 @@ async def go_on_for(llm: AsyncLLM, steps: int) -> None:
             reached.set()
             assert gate.wait(60)
 
-    runner = llm._desk.open().core.runner
+    runner = llm._manager.open().core.runner
     begin = runner.begin
     watch_steps(llm, told)
     llm.resume()
@@ -146,13 +146,13 @@ def test_what_llm_gives_by_every_door() -> None:
     ]
     talk, greedy = [{"role": "user", "content": "the tide"}], up_to(5, temperature=0)
     with LLM("demo", **SHARED) as sync:
-        sync._desk.open().encoder.tokenizer.chat_template = TEMPLATE
+        sync._manager.open().encoder.tokenizer.chat_template = TEMPLATE
         expected, chatted = sync.generate(prompts, params), sync.chat(talk, greedy)
         ids, rendered = sync.tokenize(prompts[0]), sync.render(talk)
 
     async def main() -> None:
         async with AsyncLLM("demo", **SHARED) as llm:
-            llm._desk.open().encoder.tokenizer.chat_template = TEMPLATE
+            llm._manager.open().encoder.tokenizer.chat_template = TEMPLATE
             assert alike(await llm.generate(prompts, params)) == alike(expected)
             assert alike(await llm.generate(iter(prompts), iter(params))) == alike(expected)
             assert alike(await llm.chat(talk, greedy)) == alike(chatted)
@@ -208,7 +208,7 @@ def test_beams_by_this_door_and_their_aborts(load: Callable[..., AsyncLLM], orac
 
     async def stopped() -> None:
         task = asyncio.create_task(last.generate([8], up_to(300, num_beams=4)))
-        await until(lambda: last._desk.open().core.scheduler.num_running)
+        await until(lambda: last._manager.open().core.scheduler.num_running)
         await last.stop()
         assert [o.finish_reason for o in await task] == ["aborted"]
 
@@ -337,25 +337,25 @@ def test_many_loops_and_a_fifth_of_the_callers_go_away(load: Callable[..., Async
 
 def held_blocks(llm: AsyncLLM) -> int:
     """What those that run come to, sharing nothing."""
-    scheduler = llm._desk.open().core.scheduler
+    scheduler = llm._manager.open().core.scheduler
     rows = np.array([s.row for s in scheduler._running.by_row.values()], np.int64)
     return int(scheduler.cache.held_blocks(rows).sum()) if len(rows) else 0
 
 
 def test_half_of_the_streams_dropped_give_their_blocks_back_within_two_steps(load: Callable[..., AsyncLLM]) -> None:
     llm = load(prefix_caching=False)
-    core = llm._desk.open().core
+    core = llm._manager.open().core
     prompts = random_prompts(50)
 
     async def main() -> None:
         streams = [llm.stream(prompt, up_to(60)) for prompt in prompts]
         await llm.pause()  # so that all begin together
         first = asyncio.gather(*(anext(stream) for stream in streams))
-        await until(lambda: len(llm._desk.tickets) == 50)
+        await until(lambda: len(llm._manager.states) == 50)
         await go_on_for(llm, 5)
         await first
         survivors = streams[1::2]
-        ids = {s._submission._call.tickets[0].request.request_id for s in survivors}
+        ids = {s._submission._call.states[0].request.request_id for s in survivors}
         for stream in streams[0:25:2]:
             await stream.aclose()
         del streams, stream  # the others are forgotten
@@ -410,8 +410,8 @@ def test_a_slow_reader_piles_nothing_up(llm: AsyncLLM, oracle: LLM) -> None:
     async def main() -> None:
         stream = llm.stream([5, 6], up_to(50))
         first = await anext(stream)
-        await until(lambda: not llm._desk.tickets)
-        assert not stream._chunks and not llm._stepper._outbox
+        await until(lambda: not llm._manager.states)
+        assert not stream._chunks and not llm._engine_thread._outbox
         (last,) = [chunk async for chunk in stream]
         assert first.token_ids + last.token_ids == expected.token_ids
         assert last.finish_reason == "length" and len(first.token_ids) < 50
@@ -427,19 +427,19 @@ def test_one_call_for_each_loop_and_step(llm: AsyncLLM) -> None:
         send = loop.call_soon_threadsafe
 
         def counted(callback: Any, *arguments: Any, **more: Any) -> Any:
-            if threading.current_thread() is llm._stepper:
+            if threading.current_thread() is llm._engine_thread:
                 calls.append(len(arguments[0]))
             return send(callback, *arguments, **more)
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
-        step = llm._desk.step
-        llm._desk.step = lambda: (steps.append(0), step())[1]  # type: ignore[method-assign]
+        step = llm._manager.step
+        llm._manager.step = lambda: (steps.append(0), step())[1]  # type: ignore[method-assign]
         await llm.pause()  # so that all begin together
         tasks = [asyncio.create_task(streamed(i)) for i in range(20)]
-        await until(lambda: len(llm._desk.tickets) == 20)
+        await until(lambda: len(llm._manager.states) == 20)
         llm.resume()
         await asyncio.gather(*tasks)
-        del llm._desk.step
+        del llm._manager.step
         assert sum(calls) > 100 and len(calls) <= len(steps) + 25
 
     async def streamed(i: int) -> None:
@@ -489,13 +489,13 @@ def test_calls_wait_for_room_first_come_first_served(load: Callable[..., AsyncLL
         for i in range(12):
             tasks.append(asyncio.create_task(one(i)))
             await asyncio.sleep(0)
-        await until(lambda: len(llm._stepper._arrived) == 9)
+        await until(lambda: len(llm._engine_thread._arrived) == 9)
         assert (await llm.stats())["waiting"] == 3
         most: list[int] = []
-        watch_steps(llm, lambda plan: most.append(llm._desk.open().core.scheduler.num_waiting))
+        watch_steps(llm, lambda plan: most.append(llm._manager.open().core.scheduler.num_waiting))
         for i in (5, 11):
             tasks[i].cancel()
-        await until(lambda: len(llm._stepper._arrived) == 7)
+        await until(lambda: len(llm._engine_thread._arrived) == 7)
         llm.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert done == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
@@ -519,14 +519,14 @@ def test_a_pause_keeps_everything_where_it_is(llm: AsyncLLM, oracle: LLM) -> Non
     async def main() -> None:
         await llm.pause()
         running = [asyncio.create_task(llm.generate(p, up_to(40))) for p in prompts[:3]]
-        await until(lambda: len(llm._desk.tickets) == 3)
+        await until(lambda: len(llm._manager.states) == 3)
         await go_on_for(llm, 5)
         await llm.pause()
         before = await llm.stats()
         assert (before["running"], before["waiting"], before["blocks"]["live"]) == (3, 0, held_blocks(llm))
-        assert llm._desk._serve_memory() is not None
+        assert llm._manager._serve_memory() is not None
         later = asyncio.create_task(llm.generate(prompts[3], up_to(40)))
-        await until(lambda: len(llm._desk.tickets) == 4)
+        await until(lambda: len(llm._manager.states) == 4)
         assert await llm.stats() == before | {"waiting": 1}
         assert not any(task.done() for task in (later, *running))
         hasty = asyncio.create_task(llm.pause())
@@ -558,7 +558,7 @@ def test_a_drain_refuses_who_comes_and_waits_for_who_is_there(load: Callable[...
         await asyncio.sleep(0)
         draining = asyncio.create_task(llm.drain())
         await draining
-        assert not llm._desk.tickets
+        assert not llm._manager.states
         assert [output.finish_reason for task in tasks for output in await task] == ["length"] * 9
         await first
         assert [chunk async for chunk in stream][-1].finish_reason == "length"
@@ -582,7 +582,7 @@ def test_stop_with_fifty_in_flight(load: Callable[..., AsyncLLM], oracle: LLM, t
     new = 480 if timeout_s == 0 else 12
     before = set(threading.enumerate())
     llm = load(max_seqs=8, max_waiting=20)
-    arena, ends = llm._desk.open().arena, Ends(llm)
+    arena, ends = llm._manager.open().arena, Ends(llm)
 
     async def main() -> None:
         tasks = [asyncio.create_task(llm.generate([5 + i, 6], up_to(new))) for i in range(48)]
@@ -591,7 +591,9 @@ def test_stop_with_fifty_in_flight(load: Callable[..., AsyncLLM], oracle: LLM, t
         first = await anext(unread)
         waiting = asyncio.create_task(anext(stream))
         await until(
-            lambda: ends.added and len(llm._desk.tickets) + len(llm._stepper._arrived) + len(ends.finished) == 50
+            lambda: (
+                ends.added and len(llm._manager.states) + len(llm._engine_thread._arrived) + len(ends.finished) == 50
+            )
         )
         await asyncio.gather(llm.stop(timeout_s), llm.stop(timeout_s))
         assert set(threading.enumerate()) <= before
@@ -629,9 +631,9 @@ def test_a_stop_whose_time_is_up_aborts_the_rest(load: Callable[..., AsyncLLM]) 
 
     async def main() -> None:
         task = asyncio.create_task(llm.generate([5], LONG))
-        await until(lambda: llm._desk.tickets)
+        await until(lambda: llm._manager.states)
         stopping = asyncio.create_task(llm.stop(0.01))
-        await until(lambda: llm._stepper._inbox.qsize() >= 2)  # a drain, and the end
+        await until(lambda: llm._engine_thread._inbox.qsize() >= 2)  # a drain, and the end
         held.set()
         await stopping
         (output,) = await task
@@ -649,7 +651,7 @@ def test_stop_before_anything_and_in_a_pause(load: Callable[..., AsyncLLM]) -> N
             pass
         await paused.pause()
         task = asyncio.create_task(paused.generate([[5], [6]], LONG))
-        await until(lambda: paused._desk.tickets)
+        await until(lambda: paused._manager.states)
         await paused.stop()
         assert [o.finish_reason for o in await task] == ["aborted"] * 2
 
@@ -664,7 +666,7 @@ def test_one_that_is_forgotten_gives_its_memory_back_and_ends_its_thread(saved: 
         stream = AsyncLLM(saved, **SHARED).stream([5, 6], up_to(5))
         gc.collect()
         await anext(stream)
-        arena = stream._submission._llm._desk.open().arena
+        arena = stream._submission._llm._manager.open().arena
         assert [chunk async for chunk in stream][-1].finish_reason == "length"
         assert arena.mapped_bytes > 0
         del stream
@@ -700,7 +702,7 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
         kv_memory=14 * BLOCK, max_seqs=3 if state[0] == "a" else 4, max_chunk_tokens=16,
         host_kv_memory="1MiB" if state[0] == "e" else None,
     )  # fmt: skip
-    core = llm._desk.open().core
+    core = llm._manager.open().core
     scheduler = core.scheduler
     scheduler.limits = replace(scheduler.limits, forecast=False)  # else nobody who has to give way is let in
     if state[0] == "e":
@@ -715,9 +717,9 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
         loop, cancelled = asyncio.get_running_loop(), threading.Event()
         await llm.pause()
         others = [asyncio.create_task(llm.generate(p, up_to(60))) for p in prompts[:3]]
-        await until(lambda: len(llm._desk.tickets) == 3)
+        await until(lambda: len(llm._manager.states) == 3)
         task = asyncio.create_task(llm.generate(victim, up_to(60), priority=1))
-        await until(lambda: len(llm._desk.tickets) == 4)
+        await until(lambda: len(llm._manager.states) == 4)
 
         def cancel() -> None:
             task.cancel()
@@ -764,7 +766,7 @@ def test_closing_twice_or_what_has_ended_changes_nothing(llm: AsyncLLM) -> None:
         task = asyncio.create_task(llm.generate([5], up_to(1)))
         await task
         task.cancel()
-        llm._stepper.forget(stream._submission._call)
+        llm._engine_thread.forget(stream._submission._call)
         stats = await llm.stats()
         assert (stats["steps"], stats["running"]) == (before["steps"] + 1, 0)
 
@@ -817,10 +819,10 @@ def test_an_error_in_a_step_ends_its_requests_with_it(
         fail_at(llm, 7, error)
         await llm.pause()
         tasks = [asyncio.create_task(llm.generate([5 + i], up_to(20))) for i in range(5)]
-        await until(lambda: len(llm._desk.tickets) == 5)
+        await until(lambda: len(llm._manager.states) == 5)
         stream = llm.stream([10], up_to(20))
         reading = asyncio.create_task(anext(stream))
-        await until(lambda: len(llm._desk.tickets) == 6)
+        await until(lambda: len(llm._manager.states) == 6)
         llm.resume()
         outputs = [output for task in tasks for output in await task]
         await reading
@@ -841,7 +843,7 @@ def test_an_engine_that_breaks_wakes_everybody(
 ) -> None:
     """A fault of the house's own, outside of what a step ends requests for: all end, memory is back, then it is closed."""
     llm, hard = load(max_waiting=2), load()
-    arenas = [one._desk.open().arena for one in (llm, hard)]
+    arenas = [one._manager.open().arena for one in (llm, hard)]
 
     def why(end: Any) -> str:
         """What a caller is told: by its output where it was queued."""
@@ -851,7 +853,7 @@ def test_an_engine_that_breaks_wakes_everybody(
         tasks = [asyncio.create_task(llm.generate([5], LONG)) for _ in range(10)]
         stream = llm.stream([5], LONG)
         await anext(stream)
-        monkeypatch.setattr(llm._desk, "step", lambda: 1 / 0)
+        monkeypatch.setattr(llm._manager, "step", lambda: 1 / 0)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         for end in ended:
             assert "ZeroDivisionError" in why(end)
@@ -863,7 +865,7 @@ def test_an_engine_that_breaks_wakes_everybody(
         task = asyncio.create_task(hard.generate([5], LONG))
         unread = hard.stream([6], LONG)
         await anext(unread)
-        monkeypatch.setattr(hard._desk, "_advance", lambda engine: 1 / 0)
+        monkeypatch.setattr(hard._manager, "_advance", lambda engine: 1 / 0)
         (end,) = await asyncio.gather(task, return_exceptions=True)
         assert "ZeroDivisionError" in why(end)
         await hard.stop()
@@ -880,8 +882,8 @@ def test_whoever_comes_as_the_engine_breaks_is_told_why(
 ) -> None:
     """By the cause of what every door raises: of calls that are being tokenised, of later ones, of a stream left unread."""
     llm = load()
-    desk = llm._desk
-    encoder, model, broken = desk.open().encoder, weakref.ref(desk.open().core.runner.model), threading.Event()
+    manager = llm._manager
+    encoder, model, broken = manager.open().encoder, weakref.ref(manager.open().core.runner.model), threading.Event()
     encode = encoder.encode
 
     def slow(*given: Any) -> Any:
@@ -894,10 +896,10 @@ def test_whoever_comes_as_the_engine_breaks_is_told_why(
         encoder.encode = slow  # type: ignore[method-assign]
         late = [asyncio.create_task(ask) for ask in (llm.generate([5]), llm.tokenize([5]), anext(llm.stream([5])))]
         await asyncio.sleep(0)
-        monkeypatch.setattr(desk, "_advance", lambda engine: 1 / 0)
-        await until(lambda: desk.engine is None)
+        monkeypatch.setattr(manager, "_advance", lambda engine: 1 / 0)
+        await until(lambda: manager.engine is None)
         broken.set()
-        await until(lambda: llm._stepper.ended)
+        await until(lambda: llm._engine_thread.ended)
         refusals = await asyncio.gather(*late, return_exceptions=True)
         for ask in (llm.generate([5]), llm.stats(), llm.drain(), llm.pause(), anext(llm.generate_each([[5]]))):
             refusals += await asyncio.gather(ask, return_exceptions=True)
@@ -913,7 +915,7 @@ def test_whoever_comes_as_the_engine_breaks_is_told_why(
 
 def test_a_long_tokenising_holds_nobody_up_and_can_be_left(load: Callable[..., AsyncLLM]) -> None:
     llm = load()
-    ends, encoder, gate = Ends(llm), llm._desk.open().encoder, threading.Event()
+    ends, encoder, gate = Ends(llm), llm._manager.open().encoder, threading.Event()
     encode = encoder.encode
     encoder.encode = lambda *given: (gate.wait(60), encode(*given))[1]  # type: ignore[method-assign]
 
@@ -934,7 +936,7 @@ def test_a_long_tokenising_holds_nobody_up_and_can_be_left(load: Callable[..., A
 def test_an_error_of_the_tokenizer_is_its_own_requests() -> None:
     async def main() -> None:
         async with AsyncLLM("demo", **SHARED) as llm:
-            encoder = llm._desk.open().encoder
+            encoder = llm._manager.open().encoder
             encode = encoder.encode
 
             def broken(prompt: Any, params: Any) -> Any:

@@ -118,18 +118,18 @@ def check(
 
 def check_clean(llm: LLM, expected: dict[str, RequestOutput]) -> None:
     """All blocks are back, and the engine goes on."""
-    scheduler = llm._desk.open().core.scheduler
+    scheduler = llm._manager.open().core.scheduler
     scheduler.check_invariants()
     counts = scheduler.cache.counts()
     assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
-    assert not llm._desk.tickets and not llm._desk.searches
+    assert not llm._manager.states and not llm._manager.searches
     assert check(served(llm, LOAD[1:3]), LOAD[1:3], expected, None) == 0
 
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_a_fault_that_comes_once(llm: LLM, expected, point: Point, caplog) -> None:
     llm.reset_prefix_cache()
-    with planted(point.owner(llm._desk.open()), point.name, 1, always=False) as fault:
+    with planted(point.owner(llm._manager.open()), point.name, 1, always=False) as fault:
         outputs = served(llm, LOAD)
     assert fault.num_raised or point.name == "release_buffers", "the load does not come by"
     # A fault concerns one request: one output, or the two of a beam search.
@@ -142,7 +142,7 @@ def test_a_fault_that_comes_once(llm: LLM, expected, point: Point, caplog) -> No
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_a_fault_at_any_call(llm: LLM, expected, point: Point, first: int, caplog) -> None:
     llm.reset_prefix_cache()
-    with planted(point.owner(llm._desk.open()), point.name, first, always=False):
+    with planted(point.owner(llm._manager.open()), point.name, first, always=False):
         outputs = served(llm, LOAD)
     assert check(outputs, LOAD, expected, point.once) <= 2
     check_clean(llm, expected)
@@ -151,7 +151,7 @@ def test_a_fault_at_any_call(llm: LLM, expected, point: Point, first: int, caplo
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
     llm.reset_prefix_cache()
-    with planted(point.owner(llm._desk.open()), point.name, 1, always=True) as fault:
+    with planted(point.owner(llm._manager.open()), point.name, 1, always=True) as fault:
         outputs = served(llm, LOAD)
     assert fault.num_raised or point.name == "release_buffers"
     assert bool(check(outputs, LOAD, expected, point.always)) == (point.always is not None)
@@ -162,7 +162,10 @@ def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
 def test_a_fault_while_a_step_is_made_ready_for_its_repetition(llm: LLM, expected, free: str, caplog) -> None:
     llm.reset_prefix_cache()
     owner = TorchKernel if free == "release_buffers" else runner_module
-    with planted(llm._desk.open().core.runner, "model", 3, always=False), planted(owner, free, 1, always=True) as fault:
+    with (
+        planted(llm._manager.open().core.runner, "model", 3, always=False),
+        planted(owner, free, 1, always=True) as fault,
+    ):
         assert check(served(llm, LOAD), LOAD, expected, None) == 0
     assert fault.num_raised
     check_clean(llm, expected)
@@ -183,7 +186,7 @@ def test_what_is_no_exception_ends_its_own_request_too(llm: LLM, expected, kind:
     with planted(Detokenizer, "push", 5, always=False) as text:
         text._kind = kind
         assert check(served(llm, LOAD), LOAD, expected, EVERYBODY) <= 1 and text.num_raised
-    with planted(llm._desk.open().core.runner, "model", 3, always=False) as model:
+    with planted(llm._manager.open().core.runner, "model", 3, always=False) as model:
         model._kind = kind
         assert check(served(llm, LOAD), LOAD, expected, None) == 0 and model.num_raised
     check_clean(llm, expected)
@@ -213,7 +216,7 @@ def test_a_step_that_is_too_large_for_the_memory_is_computed_in_parts(llm: LLM, 
         return model(**step)
 
     too_large.forward = model.forward  # type: ignore[attr-defined]
-    with planted(llm._desk.open().core.runner, "model", 0, always=False) as fault:
+    with planted(llm._manager.open().core.runner, "model", 0, always=False) as fault:
         fault._inner = too_large
         assert check(served(llm, LOAD), LOAD, expected, None) == 0
     check_clean(llm, expected)
@@ -264,7 +267,7 @@ def test_a_fault_with_tasks_and_streams(expected, name: str, always: bool, caplo
 
     async def life() -> list[RequestOutput]:
         async with AsyncLLM("demo", **ENGINE) as llm:
-            with planted(point.owner(llm._desk.open()), point.name, 1, always) as fault:
+            with planted(point.owner(llm._manager.open()), point.name, 1, always) as fault:
                 outputs = await asyncio.gather(*(one(llm, i, what) for i, what in enumerate(LOAD)))
             assert fault.num_raised
             again = await asyncio.gather(*(one(llm, i, what) for i, what in enumerate(LOAD[:4])))

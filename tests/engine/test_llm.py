@@ -161,14 +161,14 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """The engine that most tests share; each has to leave it idle."""
     yield shared
     assert is_idle(shared), shared.stats()
-    assert not shared._desk.tickets
+    assert not shared._manager.states
 
 
 @contextmanager
 def scripted(llm: LLM, *scripts: tuple[Any, list[int]]) -> Iterator[None]:
     """Within, what follows each of the given prompts is the given tokens, and then BOS for ever."""
     after = {ids_of(prompt): tokens for prompt, tokens in scripts}
-    core = llm._desk.engine.core
+    core = llm._manager.engine.core
     sampler, rows = core.runner.sampler, core.scheduler.rows
     sample = sampler.sample
 
@@ -662,7 +662,7 @@ def test_closing_a_stream_of_continuations_ends_all_of_them(llm):
         for _ in range(steps):
             next(chunks)
         chunks.close()
-        assert is_idle(llm) and not llm._desk.tickets
+        assert is_idle(llm) and not llm._manager.states
 
 
 @pytest.mark.parametrize("n", [0, -1, 4097, 1.0, True, "2"])
@@ -770,7 +770,7 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
     cycle: dict[str, Any] = {"stream": llm.stream([5], up_to(200))}
     next(cycle["stream"])
     cycle["self"] = cycle
-    begin = llm._desk.engine.core.runner.begin
+    begin = llm._manager.engine.core.runner.begin
     done: list[Any] = []
 
     def collecting(plan: Any) -> Any:
@@ -783,7 +783,7 @@ def test_a_forgotten_stream_may_be_collected_in_the_middle_of_a_step(saved):
         done.append(is_idle(llm))
         llm.close()
 
-    llm._desk.engine.core.runner.begin = collecting
+    llm._manager.engine.core.runner.begin = collecting
     del cycle
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -827,13 +827,13 @@ def test_a_seed_is_a_promise(llm):
 
 def test_a_lower_priority_number_goes_first(saved, load):
     llm = load(saved, max_seqs=1)
-    begin, order = llm._desk.engine.core.runner.begin, []
+    begin, order = llm._manager.engine.core.runner.begin, []
 
     def watched(plan: Any) -> Any:
         order.extend(tuple(new.token_ids.tolist()) for new in plan.admitted)
         return begin(plan)
 
-    llm._desk.engine.core.runner.begin = watched
+    llm._manager.engine.core.runner.begin = watched
     first = llm.stream([5], up_to(12))
     next(first)
     streams = [llm.stream([6], up_to(2), priority=5), llm.stream([[7], [8]], up_to(2), priority=-1)]
@@ -870,7 +870,7 @@ def test_stats_are_plain_data_and_count(saved, load):
 
 def test_stats_wait_for_no_step(saved, load):
     llm = load(saved)
-    inside, goes_on, begin = threading.Event(), threading.Event(), llm._desk.engine.core.runner.begin
+    inside, goes_on, begin = threading.Event(), threading.Event(), llm._manager.engine.core.runner.begin
 
     def slow(plan: Any) -> Any:
         if plan.step_id == 3:
@@ -878,7 +878,7 @@ def test_stats_wait_for_no_step(saved, load):
             assert goes_on.wait(60)
         return begin(plan)
 
-    llm._desk.engine.core.runner.begin = slow
+    llm._manager.engine.core.runner.begin = slow
     got: list[Any] = []
 
     def look() -> None:
@@ -929,7 +929,7 @@ def test_what_stays_cached_is_bounded(saved, load, elastic):
     """With 0 nothing stays, and requests that run together share all the same."""
     prompts = [list(range(5 + i, 70 + i)) for i in range(3)]
     memory = {"min": 256 << 10, "max": MIB} if elastic else MIB
-    block_bytes = load(saved, share=False)._desk.engine.plan.geometry.block_stride
+    block_bytes = load(saved, share=False)._manager.engine.plan.geometry.block_stride
     for bound, blocks in ((f"{2 * block_bytes}", 2), (5 * block_bytes - 1, 4), (0, 0), ("0", 0), (1, 0)):
         llm = load(saved, prefix_cache_memory=bound, kv_memory=memory, share=False)
         for prompt in prompts:
@@ -953,7 +953,7 @@ def test_engines_with_one_secret_hash_prefixes_alike(saved, load, caplog):
     caplog.set_level(logging.DEBUG)
 
     def digests(**options):
-        hasher = load(saved, **options)._desk.engine.core.scheduler.cache.index.hasher
+        hasher = load(saved, **options)._manager.engine.core.scheduler.cache.index.hasher
         return [hasher.chain(range(64), salt).digests(4).tolist() for salt in (None, b"tenant")]
 
     shared = digests(prefix_hash_secret=SECRET)
@@ -962,7 +962,14 @@ def test_engines_with_one_secret_hash_prefixes_alike(saved, load, caplog):
     assert digests() != digests() != shared, "random without one"
     llm = load(saved, prefix_hash_secret=SECRET)
     assert llm.generate([list(range(5, 70))], up_to(3))[0].token_ids == plain(tuple(range(5, 70)))[:3]
-    shown = [repr(llm.config), str(llm.config), repr(llm), json.dumps(llm.stats()), repr(llm._desk.engine), caplog.text]
+    shown = [
+        repr(llm.config),
+        str(llm.config),
+        repr(llm),
+        json.dumps(llm.stats()),
+        repr(llm._manager.engine),
+        caplog.text,
+    ]
     assert not any(text in told for told in shown for text in (SECRET.decode(), SECRET.hex(), str(list(SECRET))))
     assert "prefix_hash_secret" not in repr(llm.config)
 
@@ -1151,7 +1158,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str, bool]]] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_leaves_a_usable_engine(saved, load, place, call):
     llm = load(saved, max_step_tokens=16)
-    core = llm._desk.engine.core
+    core = llm._manager.engine.core
     owner, name, ran = PLACES[place](core)
     raise_at(owner, name, call, KeyboardInterrupt(), ran)
     with pytest.raises(KeyboardInterrupt):
@@ -1159,14 +1166,14 @@ def test_an_interrupt_leaves_a_usable_engine(saved, load, place, call):
     assert is_idle(llm), llm.stats()
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._desk.tickets
+    assert is_idle(llm) and not llm._manager.states
 
 
 @pytest.mark.parametrize("place", ["before the step runs", "before tokens are taken in"])
 def test_an_interrupt_is_no_error_to_be_logged(saved, load, place, caplog):
     """Whoever presses Ctrl-C knows: no traceback on standard error."""
     llm = load(saved)
-    owner, name, ran = PLACES[place](llm._desk.engine.core)
+    owner, name, ran = PLACES[place](llm._manager.engine.core)
     raise_at(owner, name, 1, KeyboardInterrupt(), ran)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, up_to(12))
@@ -1176,7 +1183,7 @@ def test_an_interrupt_is_no_error_to_be_logged(saved, load, place, caplog):
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_of_the_engines_own_ends_requests_with_the_reason(saved, load, place, caplog):
     llm = load(saved)
-    core = llm._desk.engine.core
+    core = llm._manager.engine.core
     owner, name, ran = PLACES[place](core)
     raise_at(owner, name, 6, RuntimeError("planted"), ran)
     outputs = llm.generate(PROMPTS * 2, up_to(12))
@@ -1185,7 +1192,7 @@ def test_an_error_of_the_engines_own_ends_requests_with_the_reason(saved, load, 
         assert output.token_ids == plain(prompt)[: len(output.token_ids)]
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._desk.tickets
+    assert is_idle(llm) and not llm._manager.states
 
 
 def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
@@ -1193,7 +1200,7 @@ def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
     chunks = llm.stream([5, 6], up_to(12))
     later = llm.stream([[7], [8]], up_to(12))
     tokens = next(chunks).token_ids
-    raise_at(llm._desk.engine.core.runner, "begin", 0, KeyboardInterrupt())
+    raise_at(llm._manager.engine.core.runner, "begin", 0, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([9], up_to(5))
     last = list(chunks)[-1].output
@@ -1209,10 +1216,10 @@ def test_an_interrupt_between_an_end_and_who_waits_for_it_leaves_nobody_waiting(
     llm = load(saved)
     finish, broken = RequestState.finish, iter([True, False])
 
-    def interrupted(ticket: Any, *how: Any) -> None:
+    def interrupted(state: Any, *how: Any) -> None:
         if next(broken, False):
             raise KeyboardInterrupt
-        finish(ticket, *how)
+        finish(state, *how)
 
     monkeypatch.setattr(RequestState, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -1229,7 +1236,7 @@ def test_an_interrupt_between_an_end_and_who_waits_for_it_leaves_nobody_waiting(
 
 def break_decoding(llm: LLM, token: int, error: BaseException) -> Callable[[], None]:
     """From now on decoding `token` raises. Returns what ends that."""
-    tokenizer = llm._desk.engine.encoder.tokenizer
+    tokenizer = llm._manager.engine.encoder.tokenizer
     decode = tokenizer.decode
 
     def broken(ids: Any, **how: Any) -> str:
@@ -1243,8 +1250,8 @@ def break_decoding(llm: LLM, token: int, error: BaseException) -> Callable[[], N
 
 def limit_steps(llm: LLM, most: int = 300) -> None:
     """Let the engine raise where it would step for ever."""
-    step, steps = llm._desk.engine.core.step, iter(range(most))
-    llm._desk.engine.core.step = lambda: (next(steps), step())[1]
+    step, steps = llm._manager.engine.core.step, iter(range(most))
+    llm._manager.engine.core.step = lambda: (next(steps), step())[1]
 
 
 @pytest.mark.parametrize("stop", [None, "never"], ids=["text at the end", "text as it comes"])
@@ -1263,7 +1270,7 @@ def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(saved, load, st
     assert outputs[0].text == (decoded(plain(fourth)[:3]) if stop else "")
     assert tokens_of(outputs[1:]) == [plain(p) for p in others] != []
     assert [o.text for o in outputs[1:]] == [decoded(o.token_ids) for o in outputs[1:]]
-    assert is_idle(llm) and not llm._desk.tickets
+    assert is_idle(llm) and not llm._manager.states
 
 
 def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
@@ -1281,12 +1288,12 @@ def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
     ended = [c.output for c in other if c.output]
     assert [len(o.token_ids) for o in ended] == [4] * len(others)
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._desk.tickets
+    assert is_idle(llm) and not llm._manager.states
 
 
 def test_a_model_that_fails_ends_its_request_with_the_reason(saved, load, caplog):
     llm = load(saved)
-    runner = llm._desk.engine.core.runner
+    runner = llm._manager.engine.core.runner
     model = runner.model
 
     def broken(**inputs: Any) -> Any:
@@ -1308,7 +1315,7 @@ def test_a_model_that_fails_ends_its_request_with_the_reason(saved, load, caplog
 
 def test_closing(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB, max_seqs=2)
-    arena = llm._desk.engine.arena
+    arena = llm._manager.engine.arena
     assert arena.mapped_bytes == llm.stats()["kv_bytes"] > 0.9 * MIB
     started, queued = llm.stream([[5, 6], [7]], up_to(200)), llm.stream([8], up_to(200))
     tokens = [next(started), next(started), next(started)]
@@ -1335,7 +1342,7 @@ def test_closing(saved):
 
 def test_as_a_context_manager(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB)
-    arena, model = llm._desk.engine.arena, weakref.ref(llm._desk.engine.core.runner.model)
+    arena, model = llm._manager.engine.arena, weakref.ref(llm._manager.engine.core.runner.model)
     with pytest.raises(RequestRejected), llm:
         llm.generate([])
     assert arena.mapped_bytes == 0
@@ -1346,7 +1353,7 @@ def test_as_a_context_manager(saved):
 
 def test_closing_ends_what_another_thread_waits_for(saved):
     llm = LLM(saved, device="cpu", kv_memory=MIB)
-    begin, running = llm._desk.engine.core.runner.begin, threading.Event()
+    begin, running = llm._manager.engine.core.runner.begin, threading.Event()
     got: list[Any] = []
 
     def told(plan: Any) -> Any:
@@ -1354,7 +1361,7 @@ def test_closing_ends_what_another_thread_waits_for(saved):
             running.set()
         return begin(plan)
 
-    llm._desk.engine.core.runner.begin = told
+    llm._manager.engine.core.runner.begin = told
 
     def close() -> None:
         running.wait(30)
@@ -1440,7 +1447,7 @@ def test_the_plan_is_what_the_start_takes(saved, load):
     for options in ({"kv_memory": "4MiB"}, {"kv_memory": 3 * MIB, **small}, {"kv_memory": "auto"}):
         plan = plan_only(EngineConfig.resolve(saved, device="cpu", **options), context=480)
         llm = load(saved, max_step_tokens=20_000, **options)
-        stats, engine = llm.stats(), llm._desk.engine
+        stats, engine = llm.stats(), llm._manager.engine
         weights = sum(p.numel() * p.element_size() for p in engine.core.runner.model.parameters())
         assert plan.weights_bytes == pytest.approx(weights, rel=0.05)
         assert plan.kv_bytes == pytest.approx(engine.arena.num_extents * engine.arena.extent_bytes, rel=0.05)

@@ -28,9 +28,9 @@ def llm() -> Iterator[LLM]:
 def test_it_is_the_engine_and_no_step_is_pending(llm: LLM) -> None:
     stream = llm.stream(PROMPT, GREEDY)
     tokens = [*next(stream).token_ids]
-    assert llm._desk.engine is not None and llm._desk.engine.core.is_ahead
+    assert llm._manager.engine is not None and llm._manager.engine.core.is_ahead
     with llm.locked_engine() as engine:
-        assert engine is llm._desk.engine and engine.encoder.vocab_size == VOCAB
+        assert engine is llm._manager.engine and engine.encoder.vocab_size == VOCAB
         assert not engine.core.is_ahead
         steps = engine.core.scheduler.stats.steps
     assert llm.stats()["steps"] == steps
@@ -44,7 +44,7 @@ def test_other_threads_wait_until_it_is_let_go(llm: LLM) -> None:
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPT, GREEDY)))
     with llm.locked_engine() as engine:
         thread.start()
-        wait_until(lambda: llm._desk.lock._waiting, "the thread to wait")
+        wait_until(lambda: llm._manager.lock._waiting, "the thread to wait")
         assert engine.core.scheduler.stats.steps == 0
     thread.join()
     assert len(outputs[0].token_ids) == 30
@@ -68,7 +68,7 @@ def test_a_call_from_within_is_refused_and_takes_nothing(llm: LLM, call: Callabl
     with llm.locked_engine() as engine:
         with pytest.raises(RuntimeError, match=r"inside locked_engine\(\)"):
             call(llm)
-        assert not llm._desk.lock.acquire(blocking=False), "still locked"
+        assert not llm._manager.lock.acquire(blocking=False), "still locked"
         assert not engine.core.has_work
     assert llm.stats()["running"] == 0
 
@@ -88,4 +88,4 @@ def test_a_closed_engine_is_not_given(llm: LLM) -> None:
     llm.close()
     with pytest.raises(EngineClosed), llm.locked_engine():
         pass
-    assert llm._desk.lock.acquire(blocking=False)
+    assert llm._manager.lock.acquire(blocking=False)

@@ -99,7 +99,7 @@ def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attenti
         with LLM(
             "demo", device="cuda", dtype="float32", kv_memory="256MiB", share=False, attention=attention, **options
         ) as llm:  # fmt: skip
-            stats, kernel = llm.stats(), llm._desk.engine.core.runner.kernel
+            stats, kernel = llm.stats(), llm._manager.engine.core.runner.kernel
             assert stats["overlap"] is not bool(options)
             assert bool(stats["cuda_graphs"]) == (kernel.captures and not options), kernel.name
             told.append(told_by(llm))

@@ -295,7 +295,7 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
         with pytest.raises(InvalidCallOrder):
             scheduler.apply(plan, result)
     world.finish(first)
-    for call in (scheduler.schedule, lambda: scheduler.withdraw("a"), lambda: scheduler.steer([])):
+    for call in (scheduler.schedule, lambda: scheduler.withdraw("a"), lambda: scheduler.apply_beam_moves([])):
         with pytest.raises(InvalidCallOrder):
             call()
     world.run()
@@ -502,7 +502,7 @@ def test_a_scheduler_that_breaks_meanwhile_tells_every_end_once() -> None:
     assert [end.request_id for end in world.finish(plan).finished] == ["a"]
     world.add("c", PROMPT + 2, 3)
     world.abort("c")
-    fresh, emissions = world.scheduler.renewed("TypeError: broke")
+    fresh, emissions = world.scheduler.rebuilt("TypeError: broke")
     told = {end.request_id: (end.reason, len(end.token_ids)) for end in emissions.finished}
     assert told == {"b": ("error", 3), "c": ("error", 0)}
     assert not fresh.has_work and fresh.rows.num_free == 2

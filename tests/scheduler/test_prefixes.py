@@ -309,7 +309,7 @@ def test_a_broken_scheduler_tells_what_was_found_and_hashes_as_before() -> None:
     alone(world, "a", prompt)
     world.add("b", prompt, max_new=30)
     world.step()
-    fresh, told = world.scheduler.renewed("broke")
+    fresh, told = world.scheduler.rebuilt("broke")
     assert [end.num_cached_tokens for end in told.finished] == [48]
     assert fresh.cache.index.hasher is world.cache.index.hasher, "hashes stay what they are"
 

@@ -523,9 +523,9 @@ def test_a_broken_scheduler_goes_on_with_the_same_extents():
     world.scheduler.limit_blocks = 19
     world.scheduler.grow(1)
     world.schedule()
-    fresh, _ = world.scheduler.renewed("broke", mapped=frozenset({0, 1, 2, 3}))
+    fresh, _ = world.scheduler.rebuilt("broke", mapped=frozenset({0, 1, 2, 3}))
     assert (fresh.cache.usable, fresh.limit_blocks) == (15, 19)
-    fresh, _ = world.scheduler.renewed("broke")
+    fresh, _ = world.scheduler.rebuilt("broke")
     assert (fresh.cache.usable, fresh.num_extents) == (11, 3)
     fresh.check_invariants()
 

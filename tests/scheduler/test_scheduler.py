@@ -329,7 +329,7 @@ def test_a_broken_scheduler_is_renewed_and_tells_every_end():
     world.scheduler.rows.take = None  # breaks the next admission, half way
     with pytest.raises(TypeError):
         world.scheduler.schedule()
-    fresh, emissions = world.scheduler.renewed("TypeError: broke")
+    fresh, emissions = world.scheduler.rebuilt("TypeError: broke")
     assert {(end.request_id, end.reason, len(end.token_ids)) for end in emissions.finished} == {
         ("a", "error", 3), ("b", "error", 3), ("c", "error", 3), ("late", "error", 0)
     }  # fmt: skip

@@ -220,7 +220,7 @@ def test_a_renewed_scheduler_has_an_empty_host_tier() -> None:
     fill(world, 2, 60, 30)
     while not world.scheduler.stats.preemptions:
         world.step()
-    fresh, emissions = world.scheduler.renewed("broke")
+    fresh, emissions = world.scheduler.rebuilt("broke")
     assert len(emissions.finished) == 2
     assert fresh.cache.host is not world.cache.host and fresh.cache.host.num_used == 0
     fresh.check_invariants()

@@ -307,7 +307,7 @@ def test_a_request_is_handed_over_while_a_step_is_under_way(both: tuple[LLM, LLM
         stream = here.stream("It was", params)
         told = [token for _ in range(4) for token in next(stream).token_ids]
         data = stream.requests[0].export()
-        rest = [token for chunk in there.take_over(data) for token in chunk.token_ids]
+        rest = [token for chunk in there.import_request(data) for token in chunk.token_ids]
         assert told + rest == right
         assert here.stats()["running"] == 0
 
@@ -327,7 +327,7 @@ def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> Non
 
     async def main() -> list[list[int]]:
         async with AsyncLLM("demo", kv_memory="4MiB", device="cpu", overlap=True) as llm:
-            core = llm._desk.open().core
+            core = llm._manager.open().core
             asked = [tokens(llm, params, 3 if i == 2 else None) for i, params in enumerate(each)]
             tasks = [asyncio.create_task(one) for one in asked]
             for _ in range(3):

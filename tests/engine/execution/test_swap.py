@@ -242,7 +242,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def admit_whatever_fits(llm: LLM) -> None:
     """Else the forecast, which knows how long these outputs may be, lets nobody in who has to give way."""
-    scheduler = llm._desk.open().core.scheduler
+    scheduler = llm._manager.open().core.scheduler
     scheduler.limits = replace(scheduler.limits, forecast=False)
 
 
@@ -268,7 +268,7 @@ def test_an_engine_swaps_within_its_host_memory(saved):
         assert 0 < after["used_blocks"] <= after["total_blocks"]
         json.dumps(after)
         json.dumps(llm.explain())
-        pool = llm._desk.open().core.runner.host
+        pool = llm._manager.open().core.runner.host
     assert pool.mapped_bytes == 0
     with LLM(saved, prefix_caching=False, **options) as llm:
         assert llm.stats()["host_tier"] is None

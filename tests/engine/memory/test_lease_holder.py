@@ -79,15 +79,15 @@ def engine(**options: Any) -> LLM:
 
 def hoard(llm: LLM) -> None:
     """Let the pool be as large as it may, so that it exceeds what its process' minimum has in reserve."""
-    assert llm._desk.engine is not None and llm._desk.engine.core.memory is not None
-    core, lease = llm._desk.engine.core, llm._desk.engine.core.memory.lease
+    assert llm._manager.engine is not None and llm._manager.engine.core.memory is not None
+    core, lease = llm._manager.engine.core, llm._manager.engine.core.memory.lease
     assert lease is not None
     most = memory(llm)["base_bytes"] + KV["max"]
     lease.ask(most, expires_s=600)
     wait_until(lambda: lease.granted_bytes >= most, "the grant")
-    with llm._desk.lock:
+    with llm._manager.lock:
         core.scheduler.grow(32)
-        llm._desk._advance(llm._desk.engine)
+        llm._manager._advance(llm._manager.engine)
     assert memory(llm)["kv_bytes"] == KV["max"]
     wait_until(lambda: BrokerClient(own_dir().socket).leases()[0].held.get("kv") == KV["max"], "the report to be heard")
 
@@ -292,10 +292,10 @@ def test_a_host_tier_goes_first_where_it_lies_in_the_memory_that_is_recalled(dev
     with LLM("demo", kv_memory=KV, host_kv_memory="64MiB", max_seqs=16, max_step_tokens=512, idle_s=600) as llm:
         assert said(llm) == alone()
         hoard(llm)
-        assert llm._desk.engine is not None
-        pool = llm._desk.engine.core.runner.host
+        assert llm._manager.engine is not None
+        pool = llm._manager.engine.core.runner.host
         assert pool is not None
-        with llm._desk.lock:  # something lies there
+        with llm._manager.lock:  # something lies there
             pool._populate(np.arange(1, 9, dtype=np.int32))
         assert llm.stats()["host_tier"]["bytes"] > 0
         device.client.recall(str(os.getpid()), 40 * MIB)

@@ -32,7 +32,7 @@ def test_a_turn_that_raises_is_counted_and_the_next_one_comes(error: BaseExcepti
 def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is idle goes back though the thread has failed, and the statistics tell of the fault."""
     with LLM("demo", device="cpu", kv_memory={"min": "1MiB", "max": "8MiB"}, share=False, idle_s=0.2) as llm:
-        serve, failed, again = llm._desk._serve_memory, threading.Event(), threading.Event()
+        serve, failed, again = llm._manager._serve_memory, threading.Event(), threading.Event()
 
         def broken() -> float | None:
             if not failed.is_set():
@@ -41,7 +41,7 @@ def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.
             again.set()
             return serve()
 
-        monkeypatch.setattr(llm._desk, "_serve_memory", broken)
+        monkeypatch.setattr(llm._manager, "_serve_memory", broken)
         llm.generate(["the sea"] * 40, SamplingParams(max_new_tokens=64, ignore_eos=True), progress=False)
         grown = llm.stats()["memory"]["grown_bytes"]
         assert grown > 0 and failed.wait(30) and again.wait(30)

@@ -61,7 +61,7 @@ def test_a_forked_child_has_no_engine(llm: LLM, call: str, busy: bool, monkeypat
     thread = threading.Thread(target=lambda: long.extend(llm.generate([[6], [7]], LONG, progress=False)))
     if busy:
         inside, goes_on = threading.Event(), threading.Event()
-        runner = llm._desk.open().core.runner
+        runner = llm._manager.open().core.runner
         begin = runner.begin
 
         def slow(plan):

@@ -12,7 +12,7 @@ from engines import TinyEngine
 from families import VOCAB, tiny
 
 from pagetide import LLM, RequestRejected, SamplingParams
-from pagetide.engine.requests.beams import BeamRules, BeamSearch, BeamTickets
+from pagetide.engine.requests.beams import BeamGroup, BeamRules, BeamSearch
 from pagetide.engine.requests.outputs import Completion
 from pagetide.engine.requests.states import RequestGroup, RequestState
 from pagetide.scheduler.outcome import Finished
@@ -63,8 +63,8 @@ def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) 
         )
         requests = Request(name, np.array(ids, np.int32), sampling).forked(rules.num_beams)
         answer = RequestGroup(0, None, params)
-        answer.tickets = [RequestState(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
-        search = BeamTickets(BeamSearch(rules, [r.request_id for r in requests]), requests, answer.tickets)
+        answer.states = [RequestState(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
+        search = BeamGroup(BeamSearch(rules, [r.request_id for r in requests]), requests, answer.states)
         for request in requests:
             engine.core.add(request)
             searches[request.request_id] = search
@@ -80,7 +80,7 @@ def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) 
         for request_id, candidates in emissions.candidates:
             moves, others = searches[request_id].take(request_id, candidates)
             if moves:
-                scheduler.steer(moves, spare=others)
+                scheduler.apply_beam_moves(moves, spare=others)
             for other in others if not moves else ():
                 engine.core.abort(other, "stop")
         scheduler.check_invariants()
@@ -215,7 +215,7 @@ def test_drawn_beams_are_a_function_of_the_seed():
             for request_id, candidates in engine.core.step().candidates:
                 search.tell(request_id, candidates)
             if search.ready:
-                engine.core.scheduler.steer(search.choose())
+                engine.core.scheduler.apply_beam_moves(search.choose())
         return [h.token_ids for h in search.best], engine.preemptions
 
     plain, _ = drawn(100)
@@ -254,12 +254,12 @@ def test_generate_and_stream(llm):
     )[:, len(ids) :].tolist()  # fmt: skip
     (output,) = llm.generate("The sea was", params)
     assert [c.token_ids for c in output.completions] == want
-    tokenizer = llm._desk.open().encoder.tokenizer
+    tokenizer = llm._manager.open().encoder.tokenizer
     assert [c.text for c in output.completions] == [tokenizer.decode(row) for row in want]
     chunks = list(llm.stream("The sea was", params))
     assert [(c.number, c.token_ids) for c in chunks] == [(0, want[0]), (1, want[1])]
     assert [c.text for c in chunks] == [c.text for c in output.completions]
-    assert not llm._desk.searches
+    assert not llm._manager.searches
 
 
 def test_beams_beside_others_that_draw(llm):
@@ -287,11 +287,11 @@ def test_beams_of_a_form_end_when_it_is_whole(llm, ignore_eos):
 def test_a_stream_that_is_closed_ends_its_beams(llm):
     stream = llm.stream("Call me", SamplingParams(num_beams=4, n=2, max_new_tokens=200, temperature=0))
     for _ in range(5):
-        llm._desk.step()
+        llm._manager.step()
     stream.close()
     stats = llm.stats()
     assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
-    assert not llm._desk.searches
+    assert not llm._manager.searches
 
 
 def test_a_search_whose_first_beam_lost_its_place_can_be_ended(llm):
@@ -309,12 +309,12 @@ def test_a_search_whose_first_beam_lost_its_place_can_be_ended(llm):
     params = SamplingParams(num_beams=2, max_new_tokens=900, temperature=0, logits_processors=[allow])
     stream = llm.stream([ids], params)
     for _ in range(6):
-        llm._desk.step()
+        llm._manager.step()
     assert llm.stats()["running"] == 1
     before = llm.stats()["steps"]
     stream.close()
     assert llm.stats()["steps"] <= before + 2
-    assert llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
 
 
 def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
@@ -329,7 +329,7 @@ def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
             [SamplingParams(num_beams=3, max_new_tokens=8, temperature=0), SamplingParams(max_new_tokens=8, temperature=0)],
         )  # fmt: skip
     assert bad.finish_reason == "error" and "planted" in bad.error
-    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
 
 
 @pytest.mark.parametrize("penalty", [300.0, -300.0, 1e308, -1e308])
@@ -339,7 +339,7 @@ def test_a_length_penalty_beyond_what_numbers_hold_ends_nobody(llm, penalty):
     searched, other = llm.generate(["Call me", "Call me"], [beams, SamplingParams(max_new_tokens=20, temperature=0)])
     assert [c.finish_reason for c in searched.completions] == ["length", "length"]
     assert [len(c.token_ids) for c in searched.completions] == [20, 20]
-    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_beams_where_few_tokens_are_allowed(llm, given):
     assert {c.finish_reason for c in output.completions} <= {"stop", "length"}, output.error
     if "regex" in given:
         assert all(re.fullmatch("x[0-9]{3}", c.text) for c in output.completions)
-    assert llm.stats()["blocks"]["live"] == 0 and not llm._desk.searches
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_what_makes_no_sense_is_refused(given):
 def test_beams_of_a_prompt_that_is_refused(llm):
     with pytest.raises(RequestRejected):
         llm.generate("word " * 10_000, SamplingParams(num_beams=2))
-    assert not llm._desk.searches
+    assert not llm._manager.searches
 
 
 def test_a_search_hands_on_what_ended_it():
@@ -380,8 +380,8 @@ def test_a_search_hands_on_what_ended_it():
     params = SamplingParams(num_beams=2)
     requests = Request("b", np.array([1, 2], np.int32), params.resolve()).forked(2)
     answer = RequestGroup(0, None, params)
-    answer.tickets = [RequestState(answer, 0, requests[0], None, False)]
-    search = BeamTickets(BeamSearch(rules, ["b", "b.1"]), requests, answer.tickets)
+    answer.states = [RequestState(answer, 0, requests[0], None, False)]
+    search = BeamGroup(BeamSearch(rules, ["b", "b.1"]), requests, answer.states)
     values = np.array([-0.5, -1.0], np.float32)
     search.take("b", Candidates(0, np.array([7, 8], np.int32), values, values))
     none = np.empty(0, np.int32)

@@ -74,18 +74,18 @@ def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
     prompt = np.arange(3, dtype=np.int32)
     answer = RequestGroup(0, None, params)
     requests = Request("r", prompt, params.resolve()).forked(7)
-    answer.tickets = tickets = [RequestState(answer, i, request, None, False) for i, request in enumerate(requests)]
+    answer.states = states = [RequestState(answer, i, request, None, False) for i, request in enumerate(requests)]
     ends = [
         ("error", [-0.1]), ("length", [-2.0, -4.0]), ("aborted", [-0.1]), ("length", []),
         ("stop", [-1.0]), ("length", [-3.0]), ("length", [-3.0, -3.5]),
     ]  # fmt: skip
-    for ticket, (reason, logprobs) in zip(tickets, ends, strict=True):
+    for state, (reason, logprobs) in zip(states, ends, strict=True):
         for j, logprob in enumerate(logprobs):
-            one = np.full((1, 1), 50 + ticket.number, np.int32)
-            ticket.score(ChunkLogprobs(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
-            ticket.push(50 + ticket.number, 1.0)
-        tokens = np.full(len(logprobs), 50 + ticket.number, np.int32)
-        ticket.finish(Finished(ticket.request.request_id, reason, tokens, 0), 2.0)
+            one = np.full((1, 1), 50 + state.number, np.int32)
+            state.score(ChunkLogprobs(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
+            state.push(50 + state.number, 1.0)
+        tokens = np.full(len(logprobs), 50 + state.number, np.int32)
+        state.finish(Finished(state.request.request_id, reason, tokens, 0), 2.0)
     assert [c.token_ids[:1] for c in answer.output.completions] == [[54], [51], [55], [56]]
     answer.params = replace(params, n=6)
     assert [c.finish_reason for c in answer.output.completions[4:]] == ["error", "aborted"]

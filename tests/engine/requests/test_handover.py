@@ -102,7 +102,7 @@ class Journey:
     def go_on(self, llm: LLM, interval: int = 1) -> Journey:
         data = self.export()
         if data:
-            self.stream, self._at_first = llm.take_over(data, stream_interval=interval), False
+            self.stream, self._at_first = llm.import_request(data, stream_interval=interval), False
         return self
 
     def outputs(self) -> dict[Any, RequestOutput]:
@@ -174,10 +174,10 @@ def test_what_no_chunk_gave_is_given_there(engines: list[LLM]) -> None:
     stream = engines[0].stream(PROMPT, SAMPLED, stream_interval=20)
     (handle,) = stream.requests
     for _ in range(9):
-        engines[0]._desk.step()
+        engines[0]._manager.step()
     data = handle.export()
     assert (len(data["token_ids"]), data["num_told_tokens"], data["num_told_characters"]) == (9, 0, 0)
-    first = next(there := engines[1].take_over(data))
+    first = next(there := engines[1].import_request(data))
     assert first.token_ids == undisturbed.token_ids[:9]
     check_alike(*there.outputs(), undisturbed)
     (chunk,) = stream
@@ -194,12 +194,12 @@ def test_what_an_interrupt_left_behind_is_exported_too(engines: list[LLM], monke
     with monkeypatch.context() as patched:
         patched.setattr(TextStream, "push", _interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm._desk.step()
-    assert llm._desk._undelivered, "a token is still to be given out"
+            llm._manager.step()
+    assert llm._manager._undelivered, "a token is still to be given out"
     (handle,) = other.requests
     data = handle.export()
     assert data["token_ids"] == undisturbed.token_ids[:2]
-    check_alike(*engines[1].take_over(data).outputs(), undisturbed)
+    check_alike(*engines[1].import_request(data).outputs(), undisturbed)
 
 
 def _interrupted(self: TextStream, ids: Any) -> Any:
@@ -211,12 +211,12 @@ def test_beams_begin_anew_and_are_the_same(engines: list[LLM]) -> None:
     (undisturbed,) = engines[0].generate(PROMPT, params)
     stream = engines[0].stream(PROMPT, params)
     for _ in range(6):
-        engines[0]._desk.step()
+        engines[0]._manager.step()
     (handle,) = stream.requests
     data = handle.export()
     assert data["token_ids"] == []
     assert (live_blocks(engines[0]), [c.finish_reason for c in stream.outputs()[0].completions]) == (0, ["aborted"] * 2)
-    (output,) = engines[1].take_over(json.loads(json.dumps(data))).outputs()
+    (output,) = engines[1].import_request(json.loads(json.dumps(data))).outputs()
     assert [c.token_ids for c in output.completions] == [c.token_ids for c in undisturbed.completions]
 
 
@@ -235,7 +235,7 @@ def small(blocks: int, **more: Any) -> LLM:
     """Token ids only, over a pool of few blocks that takes in whoever fits now."""
     llm = LLM(model(), share=False, kv_memory=(blocks + 1) * BLOCK_BYTES, block_size=4, **more)
     assert llm.stats()["blocks"]["usable"] == blocks or blocks > 63
-    scheduler = llm._desk.open().core.scheduler
+    scheduler = llm._manager.open().core.scheduler
     scheduler.limits = replace(scheduler.limits, forecast=False)
     return llm
 
@@ -270,7 +270,7 @@ def test_under_pressure_on_both_sides(alone: Callable[..., RequestOutput]) -> No
 
 def sequence_of(llm: LLM, request_id: str) -> Any:
     """What the scheduler knows of it."""
-    return llm._desk.open().core.scheduler._sequences[request_id]
+    return llm._manager.open().core.scheduler._sequences[request_id]
 
 
 def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
@@ -286,18 +286,18 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
             held, sequence = live_blocks(here), sequence_of(here, numbered[name].request_id)
             had_row, own = sequence.row is not None, sequence.request.request_id
             exported[state] = name, json.loads(json.dumps(numbered[name].export()))
-            assert own not in here._desk.open().core.scheduler._sequences
+            assert own not in here._manager.open().core.scheduler._sequences
             assert (live_blocks(here) < held) == had_row
 
-        here._desk.step()
+        here._manager.step()
         fork = sequence_of(here, numbered[4, 1].request_id)
         assert fork.behind and fork.leader is sequence_of(here, numbered[4, 0].request_id)
         take("behind its leader", (4, 1))
         take("waiting", (3, 0))
         while (middle := sequence_of(here, numbered[2, 0].request_id)).row is None:
-            here._desk.step()
-        scheduler = here._desk.open().core.scheduler
-        here._desk.step()
+            here._manager.step()
+        scheduler = here._manager.open().core.scheduler
+        here._manager.step()
         assert 0 < scheduler.rows.computed[middle.row] < 30, "in the middle of its prompt"
         take("in its prompt", (2, 0))
         assert 0 < len(exported["in its prompt"][1]["prompt_logprobs"]["ranks"]) < 29
@@ -305,11 +305,11 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
         assert len(exported["decoding"][1]["token_ids"]) > 0
         preempted = sequence_of(here, numbered[1, 0].request_id)
         scheduler.make_idle(10**6)
-        here._desk.step()
+        here._manager.step()
         assert preempted.preemptions == 1
         assert preempted.request.request_id in scheduler.cache.host.tails
         take("preempted", (1, 0))
-        outputs = there.take_over([data for _, data in exported.values()]).outputs()
+        outputs = there.import_request([data for _, data in exported.values()]).outputs()
         for output, (state, (name, _)) in zip(outputs, exported.items(), strict=True):
             check_alike(output, alone(*asked[name[0]]), name[1])
             assert output.num_preemptions == (state == "preempted")
@@ -336,7 +336,7 @@ def test_what_has_ended_or_is_code_is_not_exported(engines: list[LLM]) -> None:
     assert stream.requests == ()
     ending = llm.stream(PROMPT, SAMPLED)
     (handle,) = ending.requests
-    llm._desk.open().core.abort(handle.request_id)
+    llm._manager.open().core.abort(handle.request_id)
     with pytest.raises(RequestRejected, match="is at its end, which the next step tells"):
         handle.export()
     assert ending.outputs()[0].finish_reason == "aborted"
@@ -404,17 +404,17 @@ def test_wrong_data_is_refused_and_nothing_starts(case: str, exported: dict[str,
     changed = change(data)
     given = changed if case in ("no mapping", "none at all", "a list of others") else [exported, data]
     with pytest.raises(RequestRejected, match=message):
-        engines[1].take_over(given)
-    assert not engines[1]._desk.has_work
+        engines[1].import_request(given)
+    assert not engines[1]._manager.has_work
 
 
 def test_what_does_not_fit_here_is_refused(engines: list[LLM]) -> None:
     long = Journey(engines[0].stream([5] * 40, replace(SAMPLED, ignore_eos=True))).read(25).export()
     too_long = pytest.raises(PromptTooLong, match=r"has 65 tokens \(25 of them generated\); .* 63 at most")
     with open_demo(kv_memory="4MiB", max_model_len=64) as short, too_long:
-        short.take_over(long)
+        short.import_request(long)
     with pytest.raises(RequestRejected, match="stream_interval must be"):
-        engines[1].take_over(long, stream_interval=0)
+        engines[1].import_request(long, stream_interval=0)
 
 
 # -- everything else that goes along -----------------------------------------------------------------------------------
@@ -422,12 +422,12 @@ def test_what_does_not_fit_here_is_refused(engines: list[LLM]) -> None:
 
 def test_counters_are_added_up_and_the_rest_goes_along(exported: dict[str, Any], engines: list[LLM]) -> None:
     data = copy.deepcopy(exported) | {"num_preemptions": 3, "first_token_s": 1.5, "total_s": 100.0}
-    (urgent,) = engines[1].take_over(data, priority=-5).requests
-    (usual,) = engines[1].take_over(data).requests
+    (urgent,) = engines[1].import_request(data, priority=-5).requests
+    (usual,) = engines[1].import_request(data).requests
     urgent, again = urgent.export(), usual.export()
     assert urgent == data | {"priority": -5, "total_s": urgent["total_s"], "first_token_s": pytest.approx(1.5)}
     assert (again["cache_salt"], again["priority"]) == ("tenant", 0)
-    output = engines[0].take_over(again).outputs()[0].completions[0]
+    output = engines[0].import_request(again).outputs()[0].completions[0]
     assert output.num_preemptions == 3
     assert output.timings.first_token_s == pytest.approx(1.5)
     assert 100 < output.timings.total_s < 1000
@@ -454,9 +454,9 @@ OLD = {  # of version 1, as a release before the present one exported it
 def test_data_of_an_older_version_are_read(engines: list[LLM]) -> None:
     params = SamplingParams(temperature=1.0, seed=5, logprobs=1, max_new_tokens=12, stop="\n\n\n")
     (undisturbed,) = engines[0].generate(["Once upon a time"], params)
-    (output,) = engines[1].take_over(OLD).outputs()
+    (output,) = engines[1].import_request(OLD).outputs()
     assert (output.token_ids, output.text) == (undisturbed.token_ids, undisturbed.text)
-    (handle,) = engines[0].take_over(OLD).requests
+    (handle,) = engines[0].import_request(OLD).requests
     again = handle.export()
     assert (again["version"], again["num_cached_tokens"], again["num_told_tokens"]) == (2, None, 3)
     assert {*again} - {*OLD} == {"num_cached_tokens"}
@@ -470,20 +470,20 @@ def test_the_tokens_found_cached_are_those_of_where_it_began(engines: list[LLM])
     (data,) = journey.export()
     assert data["num_cached_tokens"] == 28, "seven blocks of 4"
     assert journey.stream.outputs()[0].num_cached_tokens == 28, "the end of it here says so too"
-    assert second.take_over(data).outputs()[0].num_cached_tokens == 28, "though nothing was found there"
+    assert second.import_request(data).outputs()[0].num_cached_tokens == 28, "though nothing was found there"
     (waiting,) = Journey(second.stream(prompt, SAMPLED)).export()
     assert waiting["num_cached_tokens"] is None, "it was not admitted yet"
-    assert first.take_over(waiting).outputs()[0].num_cached_tokens == 28
+    assert first.import_request(waiting).outputs()[0].num_cached_tokens == 28
 
 
 def test_tasks_take_over_and_export(exported: dict[str, Any], engines: list[LLM]) -> None:
-    (output,) = engines[1].take_over(exported).outputs()
+    (output,) = engines[1].import_request(exported).outputs()
     told, endless = len(exported["token_ids"]), copy.deepcopy(exported)
     endless["sampling"]["max_new_tokens"] = 2000  # so that it does not end before it is exported
 
     async def go_on() -> dict[str, Any]:
         async with AsyncLLM("demo", device="cpu", dtype="float32", share=False, kv_memory="4MiB") as llm:
-            stream = llm.take_over([endless, exported], priority=1)
+            stream = llm.import_request([endless, exported], priority=1)
             assert stream.requests == ()
             chunks = [await anext(stream)]
             data = await stream.requests[0].export()
@@ -499,12 +499,12 @@ def test_tasks_take_over_and_export(exported: dict[str, Any], engines: list[LLM]
             check_alike(ends[1], output)
             assert stream.requests == ()
             with pytest.raises(RequestRejected, match="version"):
-                await anext(llm.take_over({}))
+                await anext(llm.import_request({}))
             return data
 
     data = asyncio.run(go_on())
     data["sampling"]["max_new_tokens"] = len(data["token_ids"]) + 20
-    assert engines[1].take_over(data).outputs()[0].token_ids[:20] == output.token_ids
+    assert engines[1].import_request(data).outputs()[0].token_ids[:20] == output.token_ids
 
 
 def test_another_process_goes_on(engines: list[LLM], child: subprocess.Popen[str]) -> None:

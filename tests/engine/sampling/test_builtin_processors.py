@@ -151,7 +151,7 @@ def test_a_word_may_begin_in_the_prompt_and_be_the_whole_of_it() -> None:
     ):  # behind 5 6, behind 5 6 7, behind 5 6 7 1, behind a 0
         shares = sampler.distribution(_ids([0]), np.array([2]), torch.zeros(1, 10))[0]
         assert (shares == 0).nonzero().flatten().tolist() == banned
-        sampler.took(_ids([0]), _ids([token]))
+        sampler.record_tokens(_ids([0]), _ids([token]))
 
 
 def test_an_end_id_alone_is_no_bad_word() -> None:

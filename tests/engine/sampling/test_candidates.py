@@ -153,8 +153,8 @@ def test_who_chooses_tells_what_was_taken() -> None:
     sampling = Sampling(9, num_candidates=3, frequency_penalty=1.0, bad_words=((6, 5),))
     sampler, x = _sampler(8, sampling), torch.arange(8.0)[None]
     assert _found(sampler, x)[0][0].tolist() == _found(sampler, x)[0][0].tolist() == [7, 6, 5]
-    sampler.took(np.array([0]), np.array([7]))
-    sampler.took(np.array([0]), np.array([6], np.int32))
+    sampler.record_tokens(np.array([0]), np.array([7]))
+    sampler.record_tokens(np.array([0]), np.array([6], np.int32))
     assert _found(sampler, x)[0][0].tolist() == [7, 6, 3]  # 5 would end a bad word, and 4 is in the output already
-    sampler.took(np.array([0]), np.array([7]))
+    sampler.record_tokens(np.array([0]), np.array([7]))
     assert _found(sampler, x)[0][0].tolist() == [5, 6, 7]

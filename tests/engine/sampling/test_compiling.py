@@ -137,7 +137,7 @@ def test_other_threads_generate_meanwhile(llm: LLM, compiler: Compiler) -> None:
 
 def test_a_request_that_runs_is_never_compiled_for_again(llm: LLM, compiler: Compiler) -> None:
     compiler.let_go.set()
-    constraints = llm._desk.open().encoder.constraints
+    constraints = llm._manager.open().encoder.constraints
     for chunk in llm.stream("The sea", asking("[ab]{9}")):
         for i in range(70):
             constraints.of(("regex", f"{len(compiler.texts)} {i}"))  # each a new one
@@ -147,8 +147,8 @@ def test_a_request_that_runs_is_never_compiled_for_again(llm: LLM, compiler: Com
 
 
 def test_several_prompts_of_one_call_are_prepared_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, params = llm._desk, SamplingParams(bad_words=["x", "y"], stop="z", max_new_tokens=1)
-    asked = desk.encode(["a", "b", "c", "d"], [params, params, SamplingParams(), params])
+    manager, params = llm._manager, SamplingParams(bad_words=["x", "y"], stop="z", max_new_tokens=1)
+    asked = manager.encode(["a", "b", "c", "d"], [params, params, SamplingParams(), params])
     assert [one.prepared is asked[0].prepared for one in asked] == [True, True, False, True]
 
 

@@ -84,9 +84,9 @@ def _texts(ids: set[int]) -> set[str]:
 def test_nothing_else_may_come_and_the_end_where_the_grammar_may_end(constraints: Constraints) -> None:
     output = Output(constraints, ("regex", "ab?"), temperature=1.0, stop_token_ids=(END, 30))
     assert _texts(output.allowed()) == {"a", "ab"}
-    output.sampler.took(np.array([0]), np.array(_ids("a")))
+    output.sampler.record_tokens(np.array([0]), np.array(_ids("a")))
     assert output.allowed() == {*_ids("b"), END, 30}  # both end ids, the ordinary one too
-    output.sampler.took(np.array([0]), np.array(_ids("b")))
+    output.sampler.record_tokens(np.array([0]), np.array(_ids("b")))
     assert output.allowed() == {END, 30}
     assert Output(constraints, ("regex", "ab?"), *_ids("a"), temperature=1.0, stop_token_ids=()).allowed() == {
         *_ids("b")
@@ -101,7 +101,7 @@ def test_admitted_again_it_goes_on_as_it_was(constraints: Constraints, constrain
     whole = Output(constraints, constraint, temperature=1.0)
     for n, token in enumerate(_ids(text)):
         assert Output(constraints, constraint, *_ids(text)[:n], temperature=1.0).allowed() == whole.allowed()
-        whole.sampler.took(np.array([0]), np.array([token]))
+        whole.sampler.record_tokens(np.array([0]), np.array([token]))
     assert whole.allowed()
 
 
@@ -287,7 +287,7 @@ def _is_document(text: str | None) -> bool:
 
 
 def test_documents_are_whole_and_the_same_under_preemption(llm: LLM) -> None:
-    scheduler = llm._desk.open().core.scheduler
+    scheduler = llm._manager.open().core.scheduler
     # With it they would wait rather than force each other out.
     scheduler.limits = replace(scheduler.limits, forecast=False)
     kinds = [(0.0, 1), (1.0, 2), (1.5, 1), (1.2, 1), (0.8, 2)]

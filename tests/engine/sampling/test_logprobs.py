@@ -339,12 +339,12 @@ def test_one_for_each_token_behind_a_stop_string_and_of_what_is_aborted(llm: LLM
     assert stopped.finish_reason == "stop" and len(stopped.token_ids) < 12
     logprobs = stopped.completions[0].logprobs
     assert logprobs is not None and [one.token_id for one in logprobs] == stopped.token_ids
-    desk = llm._desk
-    (ticket,) = desk.submit(
-        desk.encode(TEXTS[0], SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)), 0, None
+    manager = llm._manager
+    (state,) = manager.submit(
+        manager.encode(TEXTS[0], SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)), 0, None
     )
-    desk.step_for(ticket)
-    desk.drop([ticket])
-    output = ticket.answer.output
+    manager.step_for(state)
+    manager.drop([state])
+    output = state.answer.output
     assert (output.finish_reason, output.completions[0].logprobs) == ("aborted", ())
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 6, "as far as it was computed"

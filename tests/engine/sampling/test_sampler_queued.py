@@ -54,7 +54,7 @@ def _queued(sampler: Sampler, rows: Sequence[int], at: int, x: Tensor) -> Told:
     asked = sampler.settings(who, positions)
     drawn = sampler.draw(x.clone(), asked, [torch.from_numpy(array) for array in asked.arrays])
     assert drawn.tokens.dtype == torch.int64
-    told = _told(sampler, rows, *sampler.drew(who, drawn.packed.numpy()))
+    told = _told(sampler, rows, *sampler.collect_samples(who, drawn.packed.numpy()))
     assert drawn.tokens.tolist() == told[0]
     return told
 
@@ -263,5 +263,5 @@ def test_cuda_sees_no_wait_and_gives_the_tokens_of_sample() -> None:
             drawn = sampler.draw(copy, asked, uploaded)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert sampler.drew(rows, drawn.packed.cpu().numpy())[0].tolist() == expected.tolist()
+        assert sampler.collect_samples(rows, drawn.packed.cpu().numpy())[0].tolist() == expected.tolist()
         assert drawn.tokens.tolist() == expected.tolist()
