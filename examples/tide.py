@@ -236,7 +236,7 @@ def _serve_trace(
     }
 
 
-class EngineProcess:
+class TideEngine:
     """This file as the process of an engine."""
 
     def __init__(self, arrivals: Sequence[Arrival], seed: int, environ: dict[str, str]) -> None:
@@ -281,11 +281,11 @@ class EngineProcess:
 def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     """Both engines and the stranger on one device, until the last request is done."""
     capacity = len(traces) * _minimum_bytes(seed) + GROWTH + HEADROOM
-    engines: list[EngineProcess] = []
+    engines: list[TideEngine] = []
     with ExternalProcess() as stranger, PrivateDevice(capacity, HEADROOM, stranger) as device:
         try:
             for number, trace in enumerate(traces):
-                engines.append(EngineProcess(trace, seed + 100_000 * number, device.environ))
+                engines.append(TideEngine(trace, seed + 100_000 * number, device.environ))
             for engine in engines:
                 engine.hear()
             tide = Tide(seconds, capacity, HEADROOM)
@@ -306,14 +306,14 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
 def _minimum_bytes(seed: int) -> int:
     """What one engine holds at least: a process with torch, weights, the least KV. Asked of one on trial."""
     with PrivateDevice(TRIAL_CAPACITY, HEADROOM) as device:
-        engine = EngineProcess([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
+        engine = TideEngine([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
         try:
             return int(engine.hear())
         finally:
             engine.close()
 
 
-def _watch(tide: Tide, engines: Sequence[EngineProcess], device: PrivateDevice, stranger: ExternalProcess) -> None:
+def _watch(tide: Tide, engines: Sequence[TideEngine], device: PrivateDevice, stranger: ExternalProcess) -> None:
     """Start the trace; sample and move the stranger until the engines are done."""
     began = time.monotonic() + 0.2
     for engine in engines:
@@ -328,7 +328,7 @@ def _watch(tide: Tide, engines: Sequence[EngineProcess], device: PrivateDevice, 
     stranger.hold(0)
 
 
-def _sample(at_s: float, engines: Sequence[EngineProcess], device: PrivateDevice, stranger: ExternalProcess) -> Sample:
+def _sample(at_s: float, engines: Sequence[TideEngine], device: PrivateDevice, stranger: ExternalProcess) -> Sample:
     leases = {lease.pid: lease for lease in device.leases()}
     kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
     other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))

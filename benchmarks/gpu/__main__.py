@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --results benchmarks/results                the parts in the order of their value
     python -m benchmarks.gpu --only attention,swap --results DIR         some of them, and what they need
-    python -m benchmarks.gpu --only memory --seconds 180 --budget-s 300  the stranger for three minutes
+    python -m benchmarks.gpu --only memory --seconds 180 --budget-s 300  the external process for three minutes
     python -m benchmarks.gpu --only decode --no-overlap --no-cuda-graphs  the engine without them
     python -m benchmarks.gpu --device cpu --tiny                         every part's code on a CPU; the figures mean nothing
 
@@ -34,7 +34,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", metavar="DIR", type=Path, help="where gpu.json and gpu.md are written")
     parser.add_argument("--json", metavar="FILE", type=Path, help="where this run alone is written")
     parser.add_argument("--budget-s", type=above_0, default=360.0, help="for all parts together (%(default)g)")
-    parser.add_argument("--seconds", type=above_0, default=40.0, help="of the stranger in memory (%(default)g)")
+    parser.add_argument("--seconds", type=above_0, default=40.0, help="of the external process in memory (%(default)g)")
     parser.add_argument("--attention", metavar="NAME", help="the engine's, in place of its choice")
     parser.add_argument(
         "--overlap", action=argparse.BooleanOptionalAction, help="begin steps ahead, or do not (on CUDA they are)"

@@ -43,7 +43,7 @@ class Scale:
     recall_rounds: int
     recall_context: int  # of the rows that fill what is recalled
     steps: int  # of a pool at rest, for its p99
-    stranger_bytes: int
+    external_bytes: int
     capacity_bytes: int | None  # of a test device; None: the real one
 
     @property
@@ -66,13 +66,13 @@ REAL = Scale(
     hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, dtype="bfloat16",
     rows=64, context=1024, new_tokens=128, few_tokens=32, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
     pinned_bytes=GIB, gemm=8192, kv_bytes=16 * GIB, recall_bytes=GIB, recall_rounds=5, recall_context=1024, steps=300,
-    stranger_bytes=60 * GIB, capacity_bytes=None,
+    external_bytes=60 * GIB, capacity_bytes=None,
 )  # fmt: skip
 TINY = Scale(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, dtype="float32",
     rows=3, context=40, new_tokens=6, few_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
     pinned_bytes=4 * MIB, gemm=64, kv_bytes=16 * MIB, recall_bytes=4 * MIB, recall_rounds=1, recall_context=512, steps=8,
-    stranger_bytes=64 * MIB, capacity_bytes=16 * GIB,
+    external_bytes=64 * MIB, capacity_bytes=16 * GIB,
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ class Bench:
     clock: DeviceClock
     scale: Scale
     seed: int = 0
-    memory_s: float = 40.0  # for which a stranger takes and returns memory
+    memory_s: float = 40.0  # for which an external process takes and returns memory
     attention: str | None = None  # the engine's kernel, in place of the one it chooses
     overlap: bool | None = None  # whether it begins steps ahead; None: as it does by itself
     cuda_graphs: bool = True

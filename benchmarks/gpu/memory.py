@@ -1,8 +1,8 @@
-"""An engine under more demand than its memory, beside a stranger that takes and returns memory at random.
+"""An engine under more demand than its memory, beside an external process that takes and returns memory at random.
 
-The stranger (stranger.py) asks the driver alone, in pieces of at most the headroom. Every 20 ms it is noted what the engine's
-pool holds, and what it could hold: that, and what the driver calls free, less the headroom. A share of more than 1 means that
-the headroom is not all there at the moment; it counts as 1.
+The external process (external_process.py) asks the driver alone, in pieces of at most the headroom. Every 20 ms the bytes that
+the engine's pool holds are compared with those it could hold: its own, and what the driver calls free, less the headroom. A
+share above 1 means that the headroom is not whole at that moment; it counts as 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pagetide.allocator.lease_policy import Rules
 
 from .bench import Bench
 from .decode import greedy
+from .external_process import AllocatingProcess, ProcessCounts
 from .report import Item, Note, bounded, unmeasured
 from .shared import PoolRig, rig
 from .steps import watched
-from .stranger import ExternalProcess, ProcessCounts
 
 LOOK_S = 0.02
 REQUESTS = 512  # at a time: many more than fit
@@ -41,29 +41,29 @@ def measure(bench: Bench) -> Iterator[Item]:
     scale = bench.scale
     total = _total(bench)
     headroom = Rules.of(total).headroom_bytes
-    stranger = ExternalProcess(bench.clock.cuda, scale.stranger_bytes, bench.seed)
+    external = AllocatingProcess(bench.clock.cuda, scale.external_bytes, bench.seed)
     try:
         with rig(
-            bench, (stranger.process.pid or 0,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)},
+            bench, (external.process.pid or 0,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)},
             idle_s=2.0, max_model_len=16 * scale.context, max_seqs=256,
         ) as one:  # fmt: skip
             seconds = min(bench.memory_s, bench.left_s - 8)
-            yield from _watch(bench, one, stranger, total, headroom, seconds)
+            yield from _watch(bench, one, external, total, headroom, seconds)
     finally:
-        stranger.close()
+        external.close()
 
 
 def _watch(
-    bench: Bench, one: PoolRig, stranger: ExternalProcess, total: int, headroom: int, seconds: float
+    bench: Bench, one: PoolRig, external: AllocatingProcess, total: int, headroom: int, seconds: float
 ) -> Iterator[Item]:  # fmt: skip
     shares, pools = [], []
     with _demand(bench, one) as demand, watched(one.llm) as steps:
         began = time.monotonic()
-        stranger.begin(headroom, seconds / 80)
+        external.begin(headroom, seconds / 80)
         ramp_s = None
         while (now := time.monotonic() - began) < seconds and not demand.raised:
             pool = int(one.arena.mapped_bytes)
-            room = pool + _free(bench, total, stranger) - headroom
+            room = pool + _free(bench, total, external) - headroom
             share = min(1.0, pool / room) if room > 0 else 1.0
             if ramp_s is None and (share >= RAMP_SHARE or now > RAMP_MOST * seconds):
                 ramp_s = now
@@ -71,7 +71,7 @@ def _watch(
                 shares.append(share)
             pools.append(pool)
             time.sleep(LOOK_S)
-        counts = stranger.end()
+        counts = external.end()
     seconds = time.monotonic() - began
     failures = [counts.failures, demand.failures, len(demand.raised)]
     yield bounded("failures", float(sum(failures)), failures)
@@ -93,7 +93,7 @@ def _told(one: PoolRig, counts: ProcessCounts, demand: RequestLoad, pools: list[
     stats = one.llm.stats()
     memory = stats["memory"]
     return (
-        f"stranger: {counts}",
+        f"external: {counts}",
         f"engine: {demand.outputs} outputs, {demand.failures} of them errors; {stats['steps']} steps, "
         f"{stats['preemptions']} preemptions, {memory['refused_resizes']} refused resizes",
         f"pool: {min(pools, default=0) / 1e9:.2f} to {max(pools, default=0) / 1e9:.2f} GB; headroom {headroom / 1e9:.2f} GB",
@@ -157,8 +157,8 @@ def _most(bench: Bench, total: int) -> int:
     return total if bench.clock.cuda else 4 * bench.scale.kv_bytes
 
 
-def _free(bench: Bench, total: int, stranger: ExternalProcess) -> int:
+def _free(bench: Bench, total: int, external: AllocatingProcess) -> int:
     if bench.clock.cuda:
         return int(torch.cuda.mem_get_info()[0])
-    members: list[Any] = [psutil.Process(), psutil.Process(stranger.process.pid)]
+    members: list[Any] = [psutil.Process(), psutil.Process(external.process.pid)]
     return total - sum(process.memory_info().rss for process in members)

@@ -20,16 +20,16 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import attention, bandwidth, decode, parts, profile, report, steps
 from benchmarks.gpu.bench import REAL, TINY, Bench
 from benchmarks.gpu.clock import DeviceClock
+from benchmarks.gpu.external_process import AllocatingProcess
 from benchmarks.gpu.parts import BY_NAME, SPECS, PartRunner, PartSettings, Spec, items_of, with_needs
 from benchmarks.gpu.report import BOUNDS, Item, Note, PartResult, Unmeasured
-from benchmarks.gpu.stranger import ExternalProcess
 
 CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST: 10.0}
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    """The tiny one, with a stranger that stays for half a second."""
+    """The tiny one, with an external process that stays for half a second."""
     return Bench(DeviceClock("cpu"), TINY, memory_s=0.5)
 
 
@@ -141,17 +141,17 @@ def test_an_engine_beside_a_stranger(bench: Bench) -> None:
 
 
 def test_a_stranger_returns_what_it_took() -> None:
-    stranger = ExternalProcess(False, 32 << 20, seed=1)
+    external = AllocatingProcess(False, 32 << 20, seed=1)
     try:
-        stranger.begin(8 << 20, 0.001)
-        while not stranger.held_bytes:
+        external.begin(8 << 20, 0.001)
+        while not external.held_bytes:
             time.sleep(0.001)
-        counts = stranger.end()
+        counts = external.end()
         assert counts.taken > 0 and counts.failures == 0
         assert 0 < counts.most_bytes <= 32 << 20
-        assert stranger.held_bytes == 0
+        assert external.held_bytes == 0
     finally:
-        stranger.close()
+        external.close()
 
 
 def test_decode_is_timed_while_all_rows_decode() -> None:

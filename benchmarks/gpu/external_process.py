@@ -17,7 +17,7 @@ GRAIN = 2 << 20
 
 @dataclass
 class ProcessCounts:
-    """What a stranger did."""
+    """What an external process did."""
 
     taken: int = 0
     returned: int = 0
@@ -25,7 +25,7 @@ class ProcessCounts:
     most_bytes: int = 0
 
 
-class ExternalProcess:
+class AllocatingProcess:
     """The process. It rests until `begin`; `held_bytes` is what it has now."""
 
     def __init__(self, cuda: bool, most_bytes: int, seed: int) -> None:
@@ -36,7 +36,7 @@ class ExternalProcess:
         self.process.start()
         ready = self._pipe.recv()
         if isinstance(ready, str):
-            raise RuntimeError(f"the stranger cannot take memory: {ready}")
+            raise RuntimeError(f"the external process cannot take memory: {ready}")
 
     @property
     def held_bytes(self) -> int:
