@@ -331,8 +331,12 @@ def _watch(tide: Tide, engines: Sequence[TideEngine], device: PrivateDevice, str
 def _sample(at_s: float, engines: Sequence[TideEngine], device: PrivateDevice, stranger: ExternalProcess) -> Sample:
     leases = {lease.pid: lease for lease in device.leases()}
     kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
-    other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
-    return Sample(at_s, other, kv, _resident(stranger.pid), sum(lease.granted_bytes for lease in leases.values()))
+    for _ in range(10):  # until no piece came between the readings: memory that moves would be counted twice
+        strange = _resident(stranger.pid)
+        other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
+        if _resident(stranger.pid) == strange:
+            break
+    return Sample(at_s, other, kv, strange, sum(lease.granted_bytes for lease in leases.values()))
 
 
 def _resident(pid: int) -> int:
@@ -416,7 +420,8 @@ def draw(tide: Tide, prefix: Path) -> None:
     pyplot = _pyplot()
     samples = tide.samples[:: max(1, len(tide.samples) // MOST_POINTS)]
     times = [sample.at_s for sample in samples]
-    other = _calm([sum(sample.other) / MIB for sample in samples])
+    measured = [sum(sample.other) / MIB for sample in samples]
+    other = [min(both) for both in zip(_calm(measured), measured, strict=True)]  # no sum is above what was held
     kv = [[sample.kv[number] / MIB for sample in samples] for number in range(len(NAMES))]
     stranger = [sample.stranger / MIB for sample in samples]
     top = tide.capacity / MIB
