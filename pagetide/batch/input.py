@@ -18,12 +18,12 @@ from ..scheduler.request import SamplingParams
 from .config import STDIN, InputOptions
 
 Format = Literal["text", "jsonl", "openai"]
-AdmissionController = Literal["plain", "completion", "chat"]
+InputKind = Literal["plain", "completion", "chat"]
 
 LONGEST_LINE_BYTES = 32 << 20
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_DOORS: dict[str, AdmissionController] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_DOORS: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 _RENAMED = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
@@ -52,7 +52,7 @@ class InputRequest:
     """
 
     line: int  # from 1
-    door: AdmissionController
+    door: InputKind
     id: str | int | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -230,7 +230,7 @@ def _of_batch(number: int, content: dict[str, Any]) -> InputRequest:
     return _asked(number, _DOORS[url], key, given)
 
 
-def _asked(number: int, door: AdmissionController, key: str | int | None, given: dict[str, Any]) -> InputRequest:
+def _asked(number: int, door: InputKind, key: str | int | None, given: dict[str, Any]) -> InputRequest:
     if "messages" in given:
         messages = _messages(given.pop("messages"))
         options = given.pop("chat_template_kwargs", {})

@@ -69,7 +69,7 @@ def test_what_is_allowed_is_used() -> None:
         ("from pagetide.engine.execution.runner import Runner, _Computed", "_Computed"),
         ("from pagetide._inner import a", "_inner"),
         ("import pagetide._inner", "pagetide._inner"),
-        ("getattr(llm, '_desk')", "_desk"),
+        ("getattr(llm, '_manager')", "_manager"),
         ("mock.patch.object(runner, '_compute')", "_compute"),
         ("def f():\n    class A:\n        x = lambda y: y()._z", "y()._z"),
     ],
