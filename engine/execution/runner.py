@@ -227,7 +227,17 @@ class ModelRunner:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("_model", "storage", "arena", "kernel", "graphs", "_memory_executor", "_layers", "_rows", "_upload"):
+        for name in (
+            "_model",
+            "storage",
+            "arena",
+            "kernel",
+            "graphs",
+            "_memory_executor",
+            "_layers",
+            "_rows",
+            "_upload",
+        ):
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:

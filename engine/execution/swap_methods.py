@@ -153,7 +153,7 @@ class FastestSwapMethod:
                 out[way], back[way] = times
         device.blocks[1 : num_blocks + 1].zero_()
         self.out, self.back = thresholds(counts, out), thresholds(counts, back)
-        log.info("swaps out of the device go %s; back they go %s", _format_error(self.out), _format_error(self.back))
+        log.info("swaps out of the device go %s; back they go %s", _format_choice(self.out), _format_choice(self.back))
         return min(times[-1] for times in out.values()) + min(times[-1] for times in back.values())
 
     def _copy(self, chosen: Chosen, target: Storage, source: Storage, pieces: Pieces, locked: bool) -> None:
@@ -206,6 +206,6 @@ def _check(way: SwapMethod, device: Storage, host: Storage, blocks: BlockIds, ti
         raise ValueError("what it copied from the host differs")
 
 
-def _format_error(chosen: Chosen) -> str:
+def _format_choice(chosen: Chosen) -> str:
     (_, first), *others = chosen
     return "".join([f"by {first.name}", *(f", from {least:,} pieces on by {way.name}" for least, way in others)])

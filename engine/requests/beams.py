@@ -96,14 +96,14 @@ class BeamSearch:
         self.over = False
         self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
         self._spare: list[str] = []  # requests that no beam goes on in
-        self._format_error: dict[str, Candidates] = {}
+        self._candidates: dict[str, Candidates] = {}
         self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
 
     @property
     def ready(self) -> bool:
         """Whether all have told that there are to choose from."""
         speak = self._beams if self._length else self._beams[:1]
-        return not self.over and all(beam.request_id in self._format_error for beam in speak)
+        return not self.over and all(beam.request_id in self._candidates for beam in speak)
 
     @property
     def best(self) -> list[Hypothesis]:
@@ -115,7 +115,7 @@ class BeamSearch:
     def tell(self, request_id: str, candidates: Candidates) -> None:
         """What a beam could go on with. A spare request has no say."""
         if request_id not in self._spare:
-            self._format_error[request_id] = candidates
+            self._candidates[request_id] = candidates
 
     def choose(self) -> list[BeamMove]:
         """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
@@ -138,7 +138,7 @@ class BeamSearch:
     def _taken(self) -> list[_Next]:
         """The best candidates of all beams, best first."""
         rules, beams = self.rules, self._beams if self._length else self._beams[:1]
-        told = [self._format_error[beam.request_id] for beam in beams]
+        told = [self._candidates[beam.request_id] for beam in beams]
         owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in told])
         before = np.array([beam.logprob for beam in beams], np.float32)[owners]
         tokens = np.concatenate([c.token_ids for c in told])
@@ -153,7 +153,7 @@ class BeamSearch:
     def _keep_ended(self, taken: list[_Next]) -> None:
         """Those that end, of the first `num_beams`, are whole, and beams that nothing can follow; the best of all stay."""
         for beam in self._beams if self._length else ():
-            if not len(self._format_error[beam.request_id].token_ids):
+            if not len(self._candidates[beam.request_id].token_ids):
                 self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
         for one in taken[: self.rules.num_beams]:
             if one.ends:
@@ -188,7 +188,7 @@ class BeamSearch:
             source = name if first else names[one.beam]
             moves.append(BeamMove(name, source, one.token))
             beams.append(_Beam(name, [*self._beams[one.beam].token_ids, one.token], one.logprob))
-        self._beams, self._format_error, self._spare = beams, {}, spare[::-1]
+        self._beams, self._candidates, self._spare = beams, {}, spare[::-1]
         return moves
 
     def _hypothesis(self, tokens: list[int], logprob: np.float32) -> Hypothesis:

@@ -53,7 +53,7 @@ def self_check(
     todo = [part for part in PARTS if part not in known] if tries else []
     kept = True
     if todo:
-        where = _format_error(f"cuda:{index}", identity)
+        where = _format_device(f"cuda:{index}", identity)
         log.info("self-check of %s: %d parts are tried, once for this device, driver and versions", where, len(todo))
         faulty = [one.part for one in known.values() if one.state == FAILED]
         found = (attempt or partial(_in_processes, index, faulty))(todo, identity)
@@ -76,7 +76,7 @@ def at_start(index: int, check: Callable[[int], CheckReport] = self_check) -> Ch
 
 def say(report: CheckReport) -> None:
     """Log what is switched off, and what could not be tried: a warning each."""
-    where = _format_error(report.device, report.identity)
+    where = _format_device(report.device, report.identity)
     for part, reason in report.faults.items():
         log.warning(
             "self-check of %s: %s is switched off, as it failed: %s. Without it %s. `pagetide doctor` shows the result, "
@@ -111,7 +111,7 @@ def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[PartOu
     return True
 
 
-def _format_error(device: str, identity: Mapping[str, Any]) -> str:
+def _format_device(device: str, identity: Mapping[str, Any]) -> str:
     return f"{device} ({identity['name']}, driver {identity['driver']})"
 
 
