@@ -1,1 +1,1 @@
-"""pagetide.allocator: address ranges, extents and blocks. Pure logic; no torch."""
+"""pagetide.allocator: address ranges, extents, blocks and leases. No torch."""

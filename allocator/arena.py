@@ -1,8 +1,8 @@
 """The contract of an arena: one reserved address range of a device, backed extent by extent.
 
-Addresses never move. Physical memory comes with `map` and goes with `unmap`, a whole extent at a time; what lies in an
-extent after it was mapped is zero bytes. Where that takes a device long, a part of it goes on in the background: memory is
-made before `map` needs it, and given back after `unmap`.
+Addresses never move. Physical memory comes with `map` and goes with `unmap`, in whole extents; a newly mapped extent
+contains zeros. On devices where this is slow, part of it runs in the background: memory is created before `map` needs
+it and released after `unmap`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .lease_record import HeldBounds
 
 
 class Arena(Protocol):
-    """What every arena offers: `HostArena`, `CudaArena`, `LeasedArena`. tests/arena_contract.py says it as tests."""
+    """The interface of every arena: `HostArena`, `CudaArena`, `LeasedArena`. tests/arena_contract.py tests the contract."""
 
     @property
     def num_extents(self) -> int:
@@ -31,7 +31,7 @@ class Arena(Protocol):
 
     @property
     def mapped_extents(self) -> frozenset[int]:
-        """The extents that have memory behind them now."""
+        """The extents with memory now."""
         ...
 
     @property
@@ -41,10 +41,10 @@ class Arena(Protocol):
 
     @property
     def held(self) -> HeldBounds:
-        """Bytes between which what the arena holds of the device lies, from now until the next call.
+        """Bounds on the device bytes that the arena holds, valid until the next call.
 
-        That is what is mapped, what is ready to be mapped, and what is on its way in the background: it counts from
-        before it comes until after it has gone. What is mapped is all that is held after `trim`.
+        They count memory that is mapped, prepared, or being created or released in the background. After `trim`, only
+        mapped memory is held.
         """
         ...
 
@@ -52,60 +52,60 @@ class Arena(Protocol):
     def buffer(self) -> object:
         """The owner of the whole range, `num_extents * extent_bytes` long.
 
-        It has the buffer protocol (host) or `__cuda_array_interface__` (CUDA, once extent 0 is mapped). Whoever holds
-        it, or a view of it, keeps the address range alive; touching an unmapped extent is undefined.
+        It has the buffer protocol (host) or `__cuda_array_interface__` (CUDA, once extent 0 is mapped). Any reference
+        to it, or to a view of it, keeps the address range alive; touching an unmapped extent is undefined.
         """
         ...
 
     def map(self, extents: Sequence[int]) -> None:
         """Put memory behind `extents`, all or none.
 
-        Raises OutOfDeviceMemory; DriverError where there is a driver; BlockMisuse if one is mapped already.
+        Raises OutOfDeviceMemory; DriverError on a device with a driver; BlockMisuse if an extent is already mapped.
         """
         ...
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Give the memory behind `extents` back to the device. Raises BlockMisuse if one is not mapped."""
+        """Return the memory of `extents` to the device. Raises BlockMisuse if one is not mapped."""
         ...
 
     def prepare(self, num_extents: int) -> None:
-        """Have memory for the next `num_extents` to be mapped made ready in the background, as far as the arena does that.
+        """Prepare memory for the next `num_extents` extents in the background, if the arena supports that.
 
-        What was made ready for more goes again. Raises ValueError for less than 0.
+        Memory prepared beyond that is released. Raises ValueError for a negative number.
         """
         ...
 
     def trim(self) -> None:
-        """Give up what is held though not mapped, and wait until the device has it back. Raises DriverError."""
+        """Release memory that is held but not mapped, and wait until the device has it back. Raises DriverError."""
         ...
 
     def drain_failures(self) -> list[DriverError]:
-        """What failed in the background, oldest first, each told once."""
+        """Background failures, oldest first, each returned once."""
         ...
 
     def close(self) -> None:
-        """Unmap everything and refuse further calls; the address range goes with its last view. Idempotent."""
+        """Unmap everything and refuse further calls; the address range lives until its last view is gone. Idempotent."""
         ...
 
 
 class NoPreparedExtents:
-    """The part of the contract that is nothing to do where memory comes with `map` and is gone after `unmap`."""
+    """Background operations that do nothing, for arenas that act entirely within `map` and `unmap`."""
 
     def prepare(self, num_extents: int) -> None:
-        """Nothing: `map` makes memory. Raises ValueError for less than 0."""
+        """Do nothing: `map` makes memory. Raises ValueError for a negative number."""
         if num_extents < 0:
             raise ValueError(f"num_extents must not be negative, got {num_extents}")
 
     def trim(self) -> None:
-        """Nothing: what is not mapped is not held."""
+        """Do nothing: only mapped memory is held."""
 
     def drain_failures(self) -> list[DriverError]:
-        """None: nothing goes on in the background."""
+        """Always empty: nothing runs in the background."""
         return []
 
 
 def extents_to_map(extents: Sequence[int], num_extents: int, mapped: AbstractSet[int]) -> frozenset[int]:
-    """`extents` as a set. Raises BlockMisuse unless each is named once, inside the arena and not mapped."""
+    """`extents` as a set. Raises BlockMisuse unless they are distinct, inside the arena and not mapped."""
     wanted = _distinct(extents, num_extents)
     if wrong := wanted & mapped:
         raise BlockMisuse(f"extents {sorted(wrong)} are mapped already")
@@ -113,7 +113,7 @@ def extents_to_map(extents: Sequence[int], num_extents: int, mapped: AbstractSet
 
 
 def extents_to_unmap(extents: Sequence[int], num_extents: int, mapped: AbstractSet[int]) -> frozenset[int]:
-    """`extents` as a set. Raises BlockMisuse unless each is named once, inside the arena and mapped."""
+    """`extents` as a set. Raises BlockMisuse unless they are distinct, inside the arena and mapped."""
     wanted = _distinct(extents, num_extents)
     if wrong := wanted - mapped:
         raise BlockMisuse(f"extents {sorted(wrong)} are not mapped")
@@ -121,7 +121,7 @@ def extents_to_unmap(extents: Sequence[int], num_extents: int, mapped: AbstractS
 
 
 def _distinct(extents: Sequence[int], num_extents: int) -> frozenset[int]:
-    wanted = frozenset(map(index, extents))  # numpy's integers too, but no floats
+    wanted = frozenset(map(index, extents))  # accepts numpy integers, rejects floats
     if len(wanted) != len(extents):
         raise BlockMisuse(f"an extent is named twice in {list(extents)}")
     if outside := [extent for extent in wanted if not 0 <= extent < num_extents]:
@@ -130,7 +130,7 @@ def _distinct(extents: Sequence[int], num_extents: int) -> frozenset[int]:
 
 
 def runs(extents: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours merged, of extents in rising order: [1, 2, 5] -> (1, 3), (5, 6)."""
+    """Merge neighbours in ascending extents: [1, 2, 5] -> (1, 3), (5, 6)."""
     start = 0
     for end in range(1, len(extents) + 1):
         if end == len(extents) or extents[end] != extents[end - 1] + 1:

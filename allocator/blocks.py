@@ -1,29 +1,30 @@
-"""The block allocator: which blocks of a pool are free, who refers to the others, which of them a copy still needs.
+"""The block allocator: tracks which blocks of a pool are free, referenced, cached, or pinned by copies.
 
-Three facts about a block are independent: references (block tables that hold it), whether it is findable (the prefix index
-has a hash of it) and pins (unfinished copies that read or write it). From them follows exactly one state:
+Three facts about a block are independent: references (block tables that hold it), findability (the prefix index has its
+hash) and pins (unfinished copies that read or write it). They determine exactly one state:
 
     state      references  findable  pins
     free       0           no        0      in an extent that drains: draining
     live       >= 1        any       any
-    cached     0           yes       0      in an extent that drains too, until it is moved or forgotten
+    cached     0           yes       0      in a draining extent too, until it is moved or forgotten
     in flight  0           any       >= 1
 
-    call              what it asks of each block     what becomes of it
+    call              required state of each block   resulting state
     allocate          free                           live
-    retain            live, or findable              live: a prefix hit, even while a copy reads the block or brings it
-    release           live                           without a reference: in flight, cached or free (or draining), as above
+    retain            live, or findable              live: a prefix hit, even while a copy reads or writes the block
+    release           live                           without references: in flight, cached or free (or draining), as above
     publish           live, not findable             the same, findable
     forget            findable                       not findable: a cached one is free (or draining)
     pin               live, cached or in flight      a cached one is in flight
     unpin             pinned                         without pins and references: cached or free (or draining)
     move, the source  live or cached, without pins   in flight, not findable: free (or draining) when unpinned
-    move, the target  free                           live or in flight, and findable, as its source was; pinned
+    move, the target  free                           live or in flight, findable as its source was; pinned
 
-Blocks lie in extents (extents.py), which come (`map`) and go (`drain`, `unmap`) while others are in use. Each block is
-taken from the extent that has the fewest free ones, so that others run empty; and what is live or cached in an extent can
-be moved (`move`) into the holes of others, so that N free blocks always give N blocks' bytes back, up to one extent; where
-they are too few, cached blocks can be forgotten for it (drain.py). Why it is so: docs/decisions/0012-elastic-blocks.md.
+Blocks lie in extents (extents.py), which come (`map`) and go (`drain`, `unmap`) while other extents are in use. Blocks
+are allocated from the extent with the fewest free ones, so that other extents run empty. Live and cached blocks of an
+extent can be moved (`move`) into holes of others, so N free blocks always return the memory of N blocks, rounded down
+to whole extents. If there are too few holes, cached blocks can be forgotten instead (drain.py).
+docs/decisions/0012-elastic-blocks.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .errors import BlockMisuse, NoFreeBlocks
 from .extents import DRAINING, ExtentIds, Extents
 
 NULL_BLOCK = 0
-_FIXED_EXTENT = 1024  # blocks of an extent where nobody asks: what is free in one is found in 2 us
+_FIXED_EXTENT = 1024  # blocks per extent by default: a free one in an extent is found in 2 us
 _NONE: BlockIndex = np.empty(0, np.int64)
 _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
-_ONE = np.uint32(1)  # of the type of `room`: np.add.at is ten times slower when it has to convert
+_ONE = np.uint32(1)  # same type as `room`: np.add.at is ten times slower when it converts
 
 
 class BlockCounts(NamedTuple):
-    """Blocks by state. The null block is not counted; `mapped` is the sum of the others."""
+    """Blocks by state, without the null block; `mapped` is the sum of the others."""
 
     free: int
     draining: int
@@ -58,14 +59,15 @@ class BlockCounts(NamedTuple):
 
 
 class BlockAllocator:
-    """Hands out the blocks `1 .. num_blocks - 1`; block 0 is the null block, target of padding, never handed out.
+    """Allocates the blocks `1 .. num_blocks - 1`; block 0 is the null block, the target of padding, and is never allocated.
 
-    Block b lies in extent `b // blocks_per_extent`; `num_blocks` is a whole number of extents, of which `mapped` have
-    memory at the start (None: all). Extent 0, where the null block is, is always mapped. With `blocks_per_extent` None a
-    pool of any size is mapped as a whole and stays so.
+    Block b lies in extent `b // blocks_per_extent`. `num_blocks` is a whole number of extents, and the extents `mapped`
+    have memory at the start (None: all). Extent 0, with the null block, is always mapped. If `blocks_per_extent` is
+    None, a pool of any size is mapped permanently as a whole.
 
-    Every call is all or nothing: one that raises has changed nothing. Costs are those of a few array operations over the
-    blocks in question and the extents, however many blocks the pool has; `plan_drain` and the check look at all.
+    Every call is all or nothing: a call that raises has changed nothing. A call costs a few array operations over its
+    blocks and the extents, whatever the pool's size. `plan_drain`, `cached_blocks` and `check_invariants` scan the pool;
+    so do `pending_free_blocks` and `drainable_extents` while blocks are pinned.
     """
 
     def __init__(
@@ -88,17 +90,17 @@ class BlockAllocator:
         self._references = np.zeros(num_blocks, np.int32)
         self._pins = np.zeros(num_blocks, np.int32)
         self._findable = np.zeros(num_blocks, np.bool_)
-        self._mark = np.empty(num_blocks, np.int32)  # scratch, to see an id given twice without sorting
+        self._mark = np.empty(num_blocks, np.int32)  # scratch: detects duplicate ids without sorting
         self._extents = Extents(num_extents, num_extents if fixed else 1, at_start)
-        self._free = np.zeros(num_extents * per, np.bool_)  # or draining: mapped, not in use, not findable
+        self._free = np.zeros(num_extents * per, np.bool_)  # free or draining: mapped, not in use, not findable
         self._by_extent = self._free.reshape(num_extents, per)
         self._by_extent[at_start] = True
         self._free[NULL_BLOCK] = False
         self._free[num_blocks:] = False
         self._extents.room[at_start] = per
         self._extents.room[0] -= 1
-        self._extents.room[-1] -= fixed * (num_extents * per - num_blocks)  # a fixed pool's last extent may be cut
-        self._at_hand: BlockIndex = _NONE  # the free blocks of the fullest extent, until another becomes free
+        self._extents.room[-1] -= fixed * (num_extents * per - num_blocks)  # a fixed pool's last extent may be partial
+        self._at_hand: BlockIndex = _NONE  # cache: the free blocks of the fullest extent; cleared when a block is freed
         self._extent_at_hand = 0
         self._mapped = self._usable = self._num_free = int(self._extents.room.sum())
         self._num_draining = 0
@@ -109,12 +111,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give at once."""
+        """Blocks that `allocate` can return now."""
         return self._num_free
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give once all cached ones are forgotten, as far as those do not drain."""
+        """Blocks that `allocate` could return after forgetting all cached blocks outside draining extents."""
         cached = self._num_cached
         if cached and self._extents.num_draining:
             cached -= len(self._cached_of(occupied(self._extents.draining, self._by_extent)))
@@ -122,7 +124,7 @@ class BlockAllocator:
 
     @property
     def pending_free_blocks(self) -> int:
-        """Blocks in flight that are free or cached once the copies are done: those of extents that do not drain. Read-only."""
+        """Blocks in flight, outside draining extents, that become free or cached when their copies finish. Read-only."""
         if not self._in_flight:
             return 0
         in_flight = np.flatnonzero((self._pins > 0) & (self._references == 0))
@@ -130,12 +132,12 @@ class BlockAllocator:
 
     @property
     def capacity(self) -> int:
-        """Blocks there would be to hand out if every extent were mapped."""
+        """Blocks that could be allocated if every extent were mapped."""
         return self.num_blocks - 1
 
     @property
     def usable(self) -> int:
-        """Blocks there are to hand out, in use or not: those of the mapped extents that do not drain."""
+        """Blocks of the mapped extents that do not drain, in use or not."""
         return self._usable
 
     @property
@@ -145,7 +147,7 @@ class BlockAllocator:
 
     @property
     def drainable_extents(self) -> ExtentIds:
-        """Extents that may be given back when what is live in them is moved: mapped, without pins, not extent 0."""
+        """Extents that can be drained: mapped, not draining, without pinned blocks, not extent 0."""
         extents = self._extents.drainable
         if self._num_pinned:
             pinned = np.flatnonzero(self._pins) // self.blocks_per_extent
@@ -154,7 +156,7 @@ class BlockAllocator:
 
     @property
     def mapped_extents(self) -> ExtentIds:
-        """Extents with memory, the draining ones included, lowest first. Read-only."""
+        """Extents with memory, including draining ones, lowest first. Read-only."""
         return self._extents.mapped
 
     @property
@@ -168,12 +170,12 @@ class BlockAllocator:
         return BlockCounts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
-        """How many block tables hold each of `ids`. Read-only."""
+        """The number of block tables that hold each of `ids`. Read-only."""
         return self._references[self._checked(ids)]
 
     @property
     def cached_blocks(self) -> BlockIds:
-        """The cached blocks of extents that do not drain: those that may be evicted. Looks at the whole pool. Read-only."""
+        """The cached blocks outside draining extents, which may be evicted. Scans the whole pool. Read-only."""
         return np.flatnonzero(self._are_cached).astype(np.int32)
 
     def occupied(self, extents: Iterable[int]) -> BlockIds:
@@ -186,9 +188,9 @@ class BlockAllocator:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def allocate(self, n: int) -> BlockIds:
-        """Take `n` free blocks with one reference each. Raises NoFreeBlocks when fewer are free.
+        """Take `n` free blocks with one reference each. Raises NoFreeBlocks if fewer are free.
 
-        Each is the lowest free one of the open extent with the fewest free blocks; of equal extents the lowest.
+        Each is the lowest free block of the open extent with the fewest free blocks; of equal extents the lowest.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} blocks")
@@ -207,7 +209,7 @@ class BlockAllocator:
     def retain(self, ids: Iterable[int] | BlockIds) -> BlockIds:
         """Add a reference to each of `ids`, which must be live or findable. Returns those that had none before.
 
-        Raises BlockMisuse for others.
+        Raises BlockMisuse for other blocks.
         """
         ids, times = self._counted(ids)
         idle = self._references[ids] == 0
@@ -224,9 +226,10 @@ class BlockAllocator:
         return first.astype(np.int32)
 
     def release(self, ids: Iterable[int] | BlockIds) -> BlockIds:
-        """Drop a reference from each of `ids`; blocks without one become free, in flight while pinned, else cached if findable.
+        """Drop a reference from each of `ids`.
 
-        Returns the findable ones that have no reference any more, in the order given where each is given once. Raises
+        A block left without references becomes in flight if pinned, else cached if findable, else free (or draining).
+        Returns the findable blocks left without references, in the given order if each is given once. Raises
         BlockMisuse for the null block, an id outside the pool, or more releases of a block than it has references.
         """
         ids, times = self._counted(ids)
@@ -244,7 +247,7 @@ class BlockAllocator:
         return findable
 
     def publish(self, ids: Iterable[int] | BlockIds) -> None:
-        """`ids` (live, distinct) can be found as prefixes from now on. Raises BlockMisuse, also for those that can already."""
+        """Make `ids` (live, distinct) findable as prefixes. Raises BlockMisuse, also for blocks that already are."""
         ids, times = self._counted(ids)
         wrong = (self._references[ids] == 0) | self._findable[ids] | (times != 1)
         if wrong.any():
@@ -255,7 +258,7 @@ class BlockAllocator:
         self._num_findable += len(ids)
 
     def forget(self, ids: Iterable[int] | BlockIds) -> None:
-        """`ids` (findable, distinct) cannot be found any more: cached ones are free. Raises BlockMisuse for others."""
+        """Make `ids` (findable, distinct) unfindable; cached ones become free. Raises BlockMisuse for other blocks."""
         ids, times = self._counted(ids)
         wrong = ~self._findable[ids] | (times != 1)
         if wrong.any():
@@ -267,7 +270,7 @@ class BlockAllocator:
         self._become_free(cached)
 
     def pin(self, ids: Iterable[int] | BlockIds) -> None:
-        """Keep `ids` (live, cached or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
+        """Protect `ids` (live, cached or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
         ids, times = self._counted(ids)
         first = self._pins[ids] == 0
         idle = ids[first & (self._references[ids] == 0)]
@@ -280,7 +283,7 @@ class BlockAllocator:
         self._pins[ids] += times
 
     def unpin(self, ids: Iterable[int] | BlockIds) -> None:
-        """The copy is done: drop a pin from each of `ids`. Raises BlockMisuse for more unpins than pins."""
+        """Drop a pin from each of `ids` after the copy. Raises BlockMisuse for more unpins than pins."""
         ids, times = self._counted(ids)
         left = self._pins[ids] - times
         if (left < 0).any():
@@ -293,11 +296,11 @@ class BlockAllocator:
         self._come_to_rest(landed)
 
     def move(self, sources: Iterable[int] | BlockIds) -> BlockIds:
-        """Give what refers to `sources` (live or cached, distinct, without pins) to as many free blocks. Returns these.
+        """Move `sources` (live or cached, distinct, unpinned) to free blocks, which are returned.
 
-        References and findability go over. Both sides are pinned once, for the copy that the caller owes: `unpin` them when
-        it is done. Until then the sources, and the targets of cached ones, are in flight. Raises NoFreeBlocks, or
-        BlockMisuse for a block that cannot move.
+        References and findability go to the new blocks. Both sides are pinned once, for the copy that the caller must
+        make: `unpin` them when it is done. Until then the sources, and the targets of cached ones, are in flight. Raises
+        NoFreeBlocks, or BlockMisuse for a block that cannot move.
         """
         ids, times = self._counted(sources)
         references, findable = self._references[ids], self._findable[ids]
@@ -317,7 +320,7 @@ class BlockAllocator:
     # -- extents -------------------------------------------------------------------------------------------------
 
     def map(self, extents: Iterable[int]) -> None:
-        """`extents` have memory now: their blocks are free. Raises BlockMisuse unless all are unmapped."""
+        """Add `extents`, which have memory now: their blocks are free. Raises BlockMisuse unless all are unmapped."""
         ids = self._extents.map(extents)
         self._by_extent[ids] = True
         self._extents.room[ids] = self.blocks_per_extent
@@ -328,18 +331,18 @@ class BlockAllocator:
         self._num_free += blocks
 
     def plan_drain(self, num_extents: int, worth: Worth | None = None) -> DrainPlan:
-        """The cheapest way to give back up to `num_extents` extents without taking a block from anybody. Read-only.
+        """The cheapest way to give back up to `num_extents` extents without taking a referenced block. Read-only.
 
-        With F free blocks, `F // blocks_per_extent` extents can go whichever they are: what is live or cached in them fits
-        into the holes of the others. If that is enough, those with the least to move come first, of equals the highest, so
-        that the mapped ones stay together. If it is not, and `worth` [num_blocks] says which cached blocks to keep longer
-        (the higher; the entries of others mean nothing), as many cached blocks are evicted as holes are lacking, and no more.
-        Then extents with the fewest live blocks come first; of equals those whose dearest cached block is worth least; of
-        equals the highest. Evicted is what is worth least in these extents, and elsewhere only where that is too little.
-        Extents with a pinned block cannot go, nor can extent 0.
+        With F free blocks, any `F // blocks_per_extent` extents can go: their live and cached blocks fit into the holes
+        of the others. If that is enough, extents with the least to move come first, of equals the highest, so that the
+        mapped ones stay together. Otherwise, if `worth` [num_blocks] gives the value of each cached block (higher: keep
+        longer; other entries are ignored), exactly as many cached blocks are evicted as holes are missing. Then extents
+        with the fewest live blocks come first; of equals those with the lowest maximum worth; of equals the highest.
+        Evicted are the blocks of least worth in these extents, and in others only if those are too few. Extents with a
+        pinned block cannot go, nor can extent 0.
 
-        The caller forgets the evictions, and whatever cannot be found without them; drains the extents; and moves what is
-        still `occupied` in them. Then no block in them is findable.
+        The caller forgets the evictions and every block unreachable without them, drains the extents, and moves what is
+        still `occupied` in them. After that no block in them is findable.
         """
         if num_extents < 0:
             raise ValueError(f"cannot give back {num_extents} extents")
@@ -352,14 +355,14 @@ class BlockAllocator:
             unknown = np.isnan(worth) & cached
             if unknown.any():
                 raise ValueError(f"worth is no number for cached blocks {_some(np.flatnonzero(unknown))}")
-            if len(candidates):  # the extents are whole ones
+            if len(candidates):  # the candidates are whole extents
                 evictable = Evictable(cached.reshape(self._by_extent.shape), worth.reshape(self._by_extent.shape))
         return plan_drain(num_extents, candidates, self._by_extent, self._num_free, evictable)
 
     def drain(self, extents: Iterable[int]) -> None:
-        """Allocate nothing in `extents` any more: what is free in them, or becomes free, is draining.
+        """Stop allocating in `extents`: blocks that are free in them, or become free, are draining.
 
-        Raises BlockMisuse unless all are mapped, do not drain yet, and may (extent 0 may not).
+        Raises BlockMisuse unless all are open. Extent 0 may not drain, nor any extent of a pool without `blocks_per_extent`.
         """
         room = self._extents.room.copy()
         ids = self._extents.drain(extents)
@@ -370,7 +373,7 @@ class BlockAllocator:
         self._usable -= len(ids) * self.blocks_per_extent
 
     def undrain(self, extents: Iterable[int]) -> None:
-        """Keep `extents` after all: their draining blocks are free again. Raises BlockMisuse unless all drain."""
+        """Reopen `extents`: their draining blocks are free again. Raises BlockMisuse unless all drain."""
         ids = self._extents.undrain(extents)
         self._extents.room[ids] = room = np.count_nonzero(self._by_extent[ids], axis=1)
         self._num_free += int(room.sum())
@@ -379,7 +382,7 @@ class BlockAllocator:
         self._usable += len(ids) * self.blocks_per_extent
 
     def unmap(self, extents: Iterable[int]) -> None:
-        """The memory of `extents` is gone. Raises BlockMisuse unless all drain and no block in them is in use."""
+        """Remove `extents`, which lose their memory. Raises BlockMisuse unless all drain and no block in them is in use."""
         ids = self._extents.checked(extents, DRAINING)
         used = occupied(ids, self._by_extent)
         if len(used):
@@ -393,10 +396,10 @@ class BlockAllocator:
     # -- checks --------------------------------------------------------------------------------------------------
 
     def check_invariants(self, tables: Iterable[BlockIds] | None = None, findable: BlockIds | None = None) -> None:
-        """Recompute every derived fact. With `tables`, also that references equal the tables that hold each block; with
-        `findable`, the blocks that the prefix index knows, also that just these can be found.
+        """Recompute every derived fact. Raises AssertionError naming a violation.
 
-        Raises AssertionError naming what does not hold.
+        With `tables`, also check that references equal the tables that hold each block; with `findable`, the blocks
+        that the prefix index knows, that exactly these are findable.
         """
         assert (self._references >= 0).all() and (self._pins >= 0).all(), "a negative count"
         extent_of = np.arange(self.num_blocks) // self.blocks_per_extent
@@ -443,10 +446,10 @@ class BlockAllocator:
             wrong = np.flatnonzero(held != self._references)
             assert not len(wrong), f"references differ from the tables at blocks {_some(wrong)}"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------
 
     def _take_fullest(self, n: int) -> BlockIndex:
-        """`n` free blocks of the fullest extents, taken off their room. There must be as many."""
+        """Take `n` free blocks from the fullest extents and reduce their room. The pool must have `n`."""
         room, last = self._extents.room, self._extents.fullest()
         if n <= room[last]:
             free = np.flatnonzero(self._by_extent[last]) + last * self.blocks_per_extent
@@ -466,7 +469,7 @@ class BlockAllocator:
 
     @property
     def _are_cached(self) -> npt.NDArray[np.bool_]:
-        """Of all blocks of the pool, which are cached and in an extent that does not drain."""
+        """A mask over all blocks: cached, and in an extent that does not drain."""
         cached: npt.NDArray[np.bool_] = self._findable & (self._references == 0)
         if self._num_pinned:
             cached &= self._pins == 0
@@ -483,7 +486,7 @@ class BlockAllocator:
         return cached
 
     def _come_to_rest(self, ids: BlockIndex) -> None:
-        """Blocks that nobody holds or pins any more are cached where they are findable, free or draining where not."""
+        """Make blocks without references and pins cached if findable, else free or draining."""
         if self._num_findable:
             findable = self._findable[ids]
             self._num_cached += int(np.count_nonzero(findable))
@@ -491,7 +494,7 @@ class BlockAllocator:
         self._become_free(ids)
 
     def _become_free(self, ids: BlockIndex) -> None:
-        """Blocks that are not in use any more, nor findable, are free, or draining where their extent drains."""
+        """Make unused, unfindable blocks free, or draining if their extent drains."""
         if not len(ids):
             return
         self._free[ids] = True
@@ -508,13 +511,13 @@ class BlockAllocator:
         if array.size and array.dtype.kind not in "iu":
             raise BlockMisuse(f"block ids are integers, got {array.dtype}")
         index = array.astype(np.int64)
-        if index.size and int((index - 1).view(np.uint64).max()) >= self.capacity:  # 0 - 1 is the highest there is
+        if index.size and int((index - 1).view(np.uint64).max()) >= self.capacity:  # 0 - 1 wraps to the maximum
             outside = array[(index <= NULL_BLOCK) | (index > self.capacity)]
             raise BlockMisuse(f"not blocks to use (the pool has 1 .. {self.capacity}): {_some(outside)}")
         return index
 
     def _counted(self, ids: Iterable[int] | BlockIds) -> tuple[BlockIndex, BlockIds | int]:
-        """Distinct ids, and how often each was given (1 when all are distinct)."""
+        """Distinct ids, and how often each was given (1 if all are distinct)."""
         checked = self._checked(ids)
         order = np.arange(len(checked), dtype=np.int32)
         self._mark[checked] = order

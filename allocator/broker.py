@@ -1,13 +1,13 @@
-"""The broker: leases the bytes of the devices to engines over a Unix socket, and has them back when others need them.
+"""The broker: leases device memory to engines over a Unix socket, and recalls it when others need it.
 
-    engines, people ── Connection ──► requests ──► Books: a Ledger for each device ──► orders ──► Connection ──► engines
+    engines, users ── Connection ──► requests ──► LeaseTable: a Ledger per device ──► orders ──► Connection ──► engines
                                                         ▲
-                              every tick: memory as measured, and the records of the leases
+                              every tick: measured memory, and the records of the leases
 
-What it knows is what its open sockets have told it; nothing is kept anywhere else. After a broker that was killed, or that
-ended while engines held leases, the next one gives them a grace period to come back before it grants anything.
+All lease state comes from the open sockets; nothing is stored elsewhere. After a broker that was killed, or that ended while
+engines held leases, its successor gives them a grace period to return before it grants anything.
 
-Everything happens in one event loop. `leases` and `devices` may be called from any thread.
+Everything runs in one event loop. `leases` and `devices` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .quota import Quota
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
-_PLACES_TO_COME = 32  # of these no lease and no reservation can have: for people, and for engines that come back
+_PLACES_TO_COME = 32  # closed to new leases and reservations: for commands and returning engines
 _MAX_ACCEPTED_AT_ONCE = 32
 _IDLE_TICK_S = 1.0
 
 
 def default_rules(info: DeviceInfo, capacity_bytes: int) -> Rules:
-    """The usual rules, the same for every kind of device."""
+    """The default rules, the same for every kind of device."""
     return Rules.of(capacity_bytes)
 
 
 class Broker:
-    """Serves leases of the devices that `readings` has, at `socket_path`. One for a path: its directory's lock sees to that."""
+    """Serves leases of the devices of `readings` at `socket_path`. The directory's lock ensures one broker per path."""
 
     def __init__(
         self,
@@ -66,45 +66,45 @@ class Broker:
         """Does nothing before `start`.
 
         Args:
-            readings: Where memory is seen.
+            readings: The source of memory readings.
             socket_path: Where to listen.
-            gid: The group that may connect too.
-            rules: For a device and its capacity in bytes, asked when it gets its first lease.
-            quota: What one user may have; None: no bounds.
-            set_engines: Told the processes that hold leases on a device whenever these change. A source that counts
-                named processes only, as a test device does, must count these too: used bytes contain the engines'.
-            tick_s: How often measurements are looked at; None: only when `tick` is called.
-            pause_s: Between two decisions that messages ask for, so that many messages cost few of them.
-            grace_s: How long a successor waits for engines to come back.
+            gid: A group that may connect too.
+            rules: Makes a device's rules from its info and capacity in bytes, at its first lease.
+            quota: The bounds for each user; None: none.
+            set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts
+                only named processes, as a test device does, must count these too: used bytes include the engines'.
+            tick_s: Interval between looks at the measurements; None: only when `tick` is called.
+            pause_s: Least interval between decisions triggered by messages, to batch them.
+            grace_s: How long a successor waits for engines to return.
             clock: Monotonic ns, the clock of the readings.
         """
         self._quota = quota
         self._books = LeaseTable(readings, rules, quota, set_engines, clock)
         self._path, self._gid, self._clock = socket_path, gid, clock
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
-        self._connections: dict[Connection, None] = {}  # the oldest first
-        self._pidfds: dict[int, int] = {}  # of the processes of leases that live
+        self._connections: dict[Connection, None] = {}  # oldest first
+        self._pidfds: dict[int, int] = {}  # of the processes of living leases
         self._listener: socket.socket | None = None
         self._identity: os.stat_result | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._somebody = asyncio.Event()
         self._settling: asyncio.Handle | None = None
-        self._settle_at = 0.0  # not before this, by the loop's clock
+        self._settle_at = 0.0  # earliest time of the next decision, on the loop's clock
         self._accepting = False
         self._told: set[str] = set()
 
     def leases(self) -> tuple[wire.LeaseView, ...]:
-        """The leases, as of the last order or tick. From any thread."""
+        """The leases as of the last order or tick. Thread-safe."""
         return self._books.lease_views
 
     def devices(self) -> tuple[DeviceView, ...]:
-        """The devices that have leases or reservations. From any thread."""
+        """The devices with leases or reservations. Thread-safe."""
         return self._books.device_views
 
-    # ---- life -----------------------------------------------------------------------------------
+    # ---- lifecycle ------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen. Raises OSError where the socket cannot be made."""
+        """Listen. Raises OSError if the socket cannot be made."""
         succeeds = self._path.is_socket()
         self._listener = listen(self._path, gid=self._gid)
         self._identity = os.stat(self._path)
@@ -120,7 +120,10 @@ class Broker:
             self._ticking = asyncio.create_task(self._tick_forever(self._tick_s))
 
     async def close(self) -> None:
-        """End every connection. The socket keeps its name if engines hold leases: so a successor waits for them. Idempotent."""
+        """Close every connection. Idempotent.
+
+        The socket's name stays if engines hold leases, so that a successor waits for them.
+        """
         if self._listener is None:
             return
         if self._ticking is not None:
@@ -142,7 +145,7 @@ class Broker:
         self._books.close()
 
     def _remove_name(self) -> None:
-        """Take the socket's name away, unless it is another's by now."""
+        """Remove the socket's name, unless another broker has taken it."""
         assert self._identity is not None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), self._identity):
@@ -152,17 +155,17 @@ class Broker:
         while True:
             try:
                 self.tick()
-            except Exception:  # a fault of ours in one tick must not end all leases
+            except Exception:  # a failed tick must not end all leases
                 log.exception("the broker's tick failed; the next one is in %g s", tick_s)
             if self._connections or self._books.entries:
                 await asyncio.sleep(tick_s)
                 continue
             self._somebody.clear()
-            with contextlib.suppress(TimeoutError):  # nobody is here: waking often is what costs
+            with contextlib.suppress(TimeoutError):  # without clients, long waits save wake-ups
                 await asyncio.wait_for(self._somebody.wait(), _IDLE_TICK_S)
 
     def tick(self) -> None:
-        """Look at the clock, the measurements and the records, and decide. In the thread of the loop."""
+        """Check timeouts, measurements and records, and decide. Only in the loop's thread."""
         now_ns = self._clock()
         for connection in list(self._connections):
             connection.check_times(now_ns)
@@ -173,7 +176,7 @@ class Broker:
             self._unwatch(lease_id)
 
     def _settle_soon(self) -> None:
-        """Decide once the messages that are here have been read: those who ask at once are served together."""
+        """Decide once the pending messages have been read, so that simultaneous requests are served together."""
         if self._settling is None:
             if (delay_s := self._settle_at - self._loop.time()) > 0:
                 self._settling = self._loop.call_later(delay_s, self._settle)
@@ -221,7 +224,7 @@ class Broker:
                 connection.drop(Dropped("is one too many", f"{MAX_CONNECTIONS} engines are connected"))
 
     def _drop_oldest(self) -> None:
-        """Make room: of the clients that hold nothing, the oldest one of the user that has most of them goes."""
+        """Make room: drop the oldest idle client of the user with the most idle clients."""
         idle = [connection for connection in self._connections if not connection.needed]
         if idle:
             crowd, _ = Counter(connection.peer.uid for connection in idle).most_common(1)[0]
@@ -242,12 +245,12 @@ class Broker:
         self._settle_soon()
 
     def _tell_once(self, kind: str, message: str, *arguments: object) -> None:
-        """Log trouble that anybody can cause at will: the first of each kind, the others for who debugs."""
+        """Log trouble that any client can cause: the first of each kind as a warning, later ones at debug level."""
         log.log(logging.DEBUG if kind in self._told else logging.WARNING, message, *arguments)
         self._told.add(kind)
 
     def _received(self, connection: Connection, message: wire.Message) -> None:
-        """Answer one message. Raises Dropped where the client makes no sense."""
+        """Answer one message. Raises Dropped for a violation of the protocol."""
         if not connection.greeted:
             self._greet(connection, message)
             return
@@ -257,10 +260,10 @@ class Broker:
             connection.send(wire.refusal(error))
         except Dropped:
             raise
-        except Exception as error:  # a fault of ours must not end the others' leases
+        except Exception as error:  # a failed answer must not end other leases
             log.exception("a message of pid %d could not be answered", connection.peer.pid)
             raise Dropped("met a fault of the broker", repr(error)) from error
-        if not isinstance(message, wire.ReportMessage):  # which can wait for the tick
+        if not isinstance(message, wire.ReportMessage):  # a report can wait for the tick
             self._settle_soon()
 
     def _greet(self, connection: Connection, message: wire.Message) -> None:
@@ -288,7 +291,7 @@ class Broker:
             case wire.ReleaseMessage():
                 self._books.end(self._lease(connection), "it was released", may_return=False)
             case wire.ListLeasesMessage():
-                if self._settling is not None:  # what came before this message is in the answer
+                if self._settling is not None:  # the answer reflects all earlier messages
                     self._settling.cancel()
                     self._settle()
                 for view in self._books.lease_views:
@@ -307,7 +310,7 @@ class Broker:
 
     def _register(self, connection: Connection, request: wire.RegisterMessage) -> None:
         _refuse_second(connection)
-        for other in list(self._connections):  # an engine that comes back may be quicker than its old socket's end
+        for other in list(self._connections):  # a returning engine may arrive before its old socket's end is noticed
             if other.peer == connection.peer and other is not connection:
                 other.check_open()
         self._check_places(connection)
@@ -328,7 +331,7 @@ class Broker:
             self._loop.add_reader(pidfd, self._process_ended, entry)
 
     def _check_places(self, comer: Connection) -> None:
-        """Raises LeaseRefused where there is no place for another lease or reservation, or none for this user."""
+        """Raise LeaseRefused if there is no place for another lease or reservation, in all or for this user."""
         holders = [connection.peer.uid for connection in self._connections if connection.needed]
         if self._quota is not None:
             uid = comer.peer.uid
@@ -339,7 +342,7 @@ class Broker:
             )
 
     def _process_ended(self, entry: LeaseAccount) -> None:
-        """The second signal of death: a child of the engine may hold its socket open."""
+        """End the lease of a process that has ended: its socket may stay open in a child."""
         self._unwatch(entry.lease_id)
         if entry.connection is not None:
             entry.connection.drop(Dropped("is gone", "its process has ended"))
@@ -365,7 +368,7 @@ def _refuse_second(connection: Connection) -> None:
 
 
 class BrokerThread:
-    """A broker with a loop and a thread of its own, for a process that has neither."""
+    """A broker with its own loop and thread, for a process that has no loop."""
 
     def __init__(self, broker: Broker) -> None:
         """Does nothing before `start`."""
@@ -377,7 +380,7 @@ class BrokerThread:
         self._ended: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Return once the broker listens. Raises what `Broker.start` does."""
+        """Return once the broker listens. Raises what `Broker.start` raises."""
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
@@ -387,7 +390,7 @@ class BrokerThread:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the broker. Idempotent."""
         if self._loop is not None and self._ended is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(timeout_s)
 

@@ -1,13 +1,13 @@
-"""The broker's clients: a channel to its socket that never blocks, and what people ask of it, which does.
+"""The broker's clients: a non-blocking channel to its socket, and the blocking calls of commands.
 
     client = BrokerClient(path)
     for lease in client.leases(): ...
     client.limit("engine", 2 * GIB)
     with client.reserve("GPU-...", 8 * GIB, timeout_s=60) as reservation:
         ...                                   # these bytes are free, and no engine takes them
-        reservation.poll()                    # now and then: if the broker ended, its successor has to be told
+        reservation.poll()                    # now and then: asks a successor again if the broker has ended
 
-Every call of a client is a connection of its own.
+Each call of a client opens its own connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .errors import BrokerUnavailable, LeaseError, ProtocolMismatch, ProtocolVio
 
 _READ_BYTES = 65536
 _MAX_UNSENT_BYTES = 256 * 1024
-_RETRY_S = 1.0  # a reservation's, for a broker to tell
+_RETRY_S = 1.0  # between attempts to renew a reservation
 
 M = TypeVar("M")
 
@@ -37,10 +37,11 @@ class Channel:
     """One connection to a broker. Not thread-safe."""
 
     def __init__(self, path: Path, deadline: float | None = None, *, protocol: int = wire.OLDEST_PROTOCOL) -> None:
-        """Connect and say hello; the answer is looked at with what else comes. Raises BrokerUnavailable.
+        """Connect and send hello; the answer is checked on the first read. Raises BrokerUnavailable.
 
-        While too many others wait to be accepted it tries again until `deadline`, by time.monotonic; without one, not.
-        `protocol` is the version to speak: what people ask is the same in all, so they speak the one that any broker knows.
+        If the socket's backlog is full, it retries until `deadline`, by time.monotonic; without a deadline it does not.
+        `protocol` is the version to speak. Commands are the same in all versions, so they use the oldest one, which
+        every broker knows.
         """
         try:
             self._socket = _connect_by(path, deadline)
@@ -66,11 +67,11 @@ class Channel:
 
     @property
     def unsent(self) -> bool:
-        """Whether the broker has not taken all that was sent."""
+        """Whether some sent data still waits for the broker."""
         return bool(self._out)
 
     def send(self, message: wire.FromClient) -> None:
-        """Send, or keep it until the broker reads. That it does not, or is gone, `receive` and `wait` say."""
+        """Send, or queue until the broker reads. Errors are raised later, by `receive` and `wait`."""
         if self._failure is None:
             self._out += wire.to_frame(message)
             self._flush()
@@ -80,7 +81,7 @@ class Channel:
                 )
 
     def receive(self) -> list[wire.Message]:
-        """What has come. Raises ProtocolMismatch and ProtocolViolation too; after any error only `close`."""
+        """The messages that have come. Raises ProtocolMismatch and ProtocolViolation too; then only `close` is allowed."""
         self._read()
         messages = list(self._inbox)
         self._inbox.clear()
@@ -89,9 +90,9 @@ class Channel:
         return messages
 
     def wait(self, deadline: float, *kinds: type[M]) -> M:
-        """The next message, which is of these kinds or a refusal. `deadline` by time.monotonic.
+        """Wait for the next message, which must be of these kinds or a refusal. `deadline` is by time.monotonic.
 
-        Raises the LeaseRefused that comes instead, and ProtocolViolation for anything else.
+        Raises the LeaseRefused of a refusal, and ProtocolViolation for any other message.
         """
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
@@ -112,19 +113,19 @@ class Channel:
         return message
 
     def take_fd(self) -> int:
-        """The oldest descriptor that came and was not taken; the caller closes it. Raises ProtocolViolation for none."""
+        """The oldest descriptor received and not taken; the caller closes it. Raises ProtocolViolation if there is none."""
         if not self._fds:
             raise ProtocolViolation("the broker sent no descriptor with its answer")
         return self._fds.popleft()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and all descriptors not taken. Idempotent."""
         self._socket.close()
         while self._fds:
             os.close(self._fds.popleft())
 
     def _read(self) -> None:
-        """Take in what has come, up to the first error, which is kept for when the rest was received."""
+        """Read up to the first error, which is kept until the messages before it have been received."""
         if self._failure is not None:
             return
         try:
@@ -154,7 +155,7 @@ class Channel:
         self._greeted = True
 
     def _flush(self) -> None:
-        """Send what the broker takes. One that has gone may have said why: that is for `_read` to find."""
+        """Send what the broker accepts. If it is gone, `_read` reports why: the broker may have sent a reason."""
         while self._out:
             try:
                 sent = self._socket.send(self._out)
@@ -180,17 +181,17 @@ def _connect_by(path: Path, deadline: float | None) -> socket.socket:
 
 
 class Reservation:
-    """Bytes that are kept free for as long as it is open and there is a broker. Made by `BrokerClient.reserve`.
+    """Bytes kept free while it is open and there is a broker. Made by `BrokerClient.reserve`.
 
     Attributes:
-        kept: whether a broker keeps them free now.
-        trouble: why not; None while it does.
+        kept: Whether a broker keeps the bytes free now.
+        trouble: Why not; None while it does.
     """
 
     def __init__(
         self, path: Path, request: wire.ReserveMessage, channel: Channel, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Takes `channel` over, on which the request was answered."""
+        """Take ownership of `channel`, on which the request was answered."""
         self._path, self._request, self._clock = path, request, clock
         self._channel: Channel | None = channel
         self._retry_at = 0.0
@@ -198,11 +199,11 @@ class Reservation:
         self.trouble: str | None = None
 
     def fileno(self) -> int | None:
-        """Readable when `poll` has something to do; None while there is no broker: then call it now and then."""
+        """Readable when `poll` has work; None without a broker: then call `poll` now and then."""
         return None if self._channel is None else self._channel.fileno()
 
     def poll(self) -> None:
-        """Look whether the broker is there still; if not, ask its successor for the same bytes. Never blocks."""
+        """Check the broker; if it is gone, ask its successor for the same bytes. Never blocks."""
         try:
             if self._channel is None:
                 if self._clock() < self._retry_at:
@@ -221,7 +222,7 @@ class Reservation:
             self._retry_at = self._clock() + _RETRY_S
 
     def close(self) -> None:
-        """Keep them free no longer. Idempotent."""
+        """End the reservation. Idempotent."""
         self.kept = False
         if self._channel is not None:
             self._channel.close()
@@ -229,15 +230,15 @@ class Reservation:
 
 
 class BrokerClient:
-    """What people ask of a broker. Every call raises BrokerUnavailable, ProtocolMismatch and LeaseRefused."""
+    """User commands to a broker. Every call raises BrokerUnavailable, ProtocolMismatch and LeaseRefused."""
 
     def __init__(self, path: Path, *, timeout_s: float = 5.0) -> None:
-        """Does nothing yet."""
+        """Does not connect yet."""
         self._path = path
         self._timeout_s = timeout_s
 
     def leases(self) -> tuple[wire.LeaseView, ...]:
-        """All leases, the oldest first."""
+        """All leases, oldest first."""
         with self._channel() as (channel, deadline):
             channel.send(wire.ListLeasesMessage())
             rows = []
@@ -246,22 +247,22 @@ class BrokerClient:
             return tuple(rows)
 
     def limit(self, engine: str, max_bytes: int) -> wire.LimitSetMessage:
-        """Let an engine (name, pid or #number) grow no further. What it is granted above comes back as its requests end."""
+        """Limit an engine (name, pid or #number). Memory above the limit comes back as its requests end."""
         with self._channel() as (channel, deadline):
             channel.send(wire.SetLimitMessage(engine, max_bytes))
             return channel.wait(deadline, wire.LimitSetMessage)
 
     def recall(self, engine: str, num_bytes: int) -> wire.RecallingMessage:
-        """Have an engine (name, pid or #number) give back so much of what it holds; its minimum stays."""
+        """Recall `num_bytes` of what an engine (name, pid or #number) holds; its minimum stays."""
         with self._channel() as (channel, deadline):
             channel.send(wire.RecallBytesMessage(engine, num_bytes))
             return channel.wait(deadline, wire.RecallingMessage)
 
     @contextlib.contextmanager
     def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[Reservation]:
-        """Inside, `num_bytes` of the device are free for whoever knows no broker: engines give them back first.
+        """Keep `num_bytes` free inside the context, for processes without a lease: engines give them back first.
 
-        Waits for them at most `timeout_s`.
+        Waits at most `timeout_s` for them.
         """
         request = wire.ReserveMessage(device_uuid, num_bytes)
         channel = Channel(self._path, time.monotonic() + self._timeout_s)

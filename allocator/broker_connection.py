@@ -1,7 +1,7 @@
-"""One client of the broker: bytes in and out of a socket that may belong to anybody, within bounds.
+"""One client of the broker: reads and writes a socket with an untrusted peer, within bounds.
 
-What a client can do wrong ends its own connection and costs the others nothing: a frame that is none or too long, more
-messages than an engine has reason to send, half a frame and then silence, never reading what it is sent.
+A client's violation ends its own connection and costs other clients nothing: an invalid or oversized frame, too many
+messages, an incomplete frame followed by silence, or not reading what it is sent.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from . import wire
 from .errors import ProtocolViolation
 from .wire import FrameDecoder, Message, to_frame
 
-READ_BYTES = 4096  # at a time, so that one client's flood does not keep the others waiting
+READ_BYTES = 4096  # per read, so that one client cannot delay the others
 MAX_UNREAD_BYTES = 256 * 1024
-MESSAGES_PER_S = 500  # for long, and
-BURST_MESSAGES = 1000  # at once, of one who holds a lease or a reservation;
-STRANGERS_BURST = 100  # of anybody else
+MESSAGES_PER_S = 500  # sustained rate, and
+BURST_MESSAGES = 1000  # burst, of a client with a lease or a reservation;
+STRANGERS_BURST = 100  # of any other client
 HELLO_WITHIN_S = 2.0
 FRAME_WITHIN_S = 5.0
 IDLE_S = 10.0  # without a lease or a reservation
 
 _CREDENTIALS = struct.Struct("3i")
-_SO_PEERPIDFD = 77  # Linux 6.5; in the socket module from no version yet
+_SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module yet
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process at the other end, as the kernel knows it; pid 0 where it is not seen from here."""
+    """The process at the other end, as the kernel reports it; pid 0 if it is not visible here."""
 
     pid: int
     uid: int
@@ -59,12 +59,12 @@ class Connection:
         dropped: Callable[[Connection, Dropped], None],
         clock: Callable[[], int],
     ) -> None:
-        """Takes `sock` over. Raises OSError if it is gone already."""
+        """Take ownership of `sock`. Raises OSError if it is already gone."""
         sock.setblocking(False)
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         self.peer = Peer(pid, uid)
         self.greeted = False
-        self.protocol = wire.PROTOCOL  # the version that the client speaks, once it is greeted
+        self.protocol = wire.PROTOCOL  # the client's version, once it is greeted
         self.lease_id: int | None = None
         self.reservation_id: int | None = None
         self.closed = False
@@ -80,13 +80,13 @@ class Connection:
 
     @property
     def needed(self) -> bool:
-        """Whether a lease or a reservation hangs on it."""
+        """Whether the connection holds a lease or a reservation."""
         return self.lease_id is not None or self.reservation_id is not None
 
     def pidfd(self) -> int | None:
-        """A descriptor that is readable once the peer's process has ended; None where the system has none for it.
+        """A descriptor that becomes readable when the peer's process ends; None if the system cannot provide one.
 
-        Raises ProcessLookupError if it has ended already.
+        Raises ProcessLookupError if the process has already ended.
         """
         try:
             return self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -96,7 +96,7 @@ class Connection:
             return os.pidfd_open(self.peer.pid) if self.peer.pid else None
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Queue a message, with a descriptor that is closed here once it is sent. Drops a client that does not read."""
+        """Queue a message; `fd` is closed here once sent. Drops a client that does not read."""
         if self.closed:
             if fd is not None:
                 os.close(fd)
@@ -109,13 +109,13 @@ class Connection:
             self.drop(Dropped("does not read", f"{self._out_bytes:,} bytes wait for it"))
 
     def drop(self, reason: Dropped) -> None:
-        """End the connection, and say so to whoever opened it. Idempotent."""
+        """Close the connection and call `dropped`. Idempotent."""
         if not self.closed:
             self.close()
             self._dropped(self, reason)
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -128,7 +128,7 @@ class Connection:
         self._out.clear()
 
     def check_open(self) -> None:
-        """Drop a client that has closed its socket, though the loop has not come to it."""
+        """Drop a client that has closed its socket, if the loop has not noticed yet."""
         if not self.closed:
             try:
                 if not self._sock.recv(1, socket.MSG_PEEK):
@@ -139,7 +139,7 @@ class Connection:
                 self.drop(Dropped("is gone", str(error)))
 
     def check_times(self, now_ns: int) -> None:
-        """Drop a client that keeps the broker waiting."""
+        """Drop a client that exceeds a time limit."""
         if not self.greeted and now_ns - self._opened_ns > HELLO_WITHIN_S * 1e9:
             self.drop(Dropped("says nothing", f"no hello within {HELLO_WITHIN_S:g} s"))
         elif self._decoder.has_part and now_ns - self._part_since_ns > FRAME_WITHIN_S * 1e9:
@@ -174,7 +174,7 @@ class Connection:
             self._part_since_ns = self._heard_ns
 
     def _count(self) -> None:
-        """One more message. Raises Dropped for a flood."""
+        """Count one message. Raises Dropped if the rate limit is exceeded."""
         forgotten = (self._heard_ns - self._counted_ns) / 1e9 * MESSAGES_PER_S
         self._burst = max(0.0, self._burst - forgotten) + 1
         self._counted_ns = self._heard_ns

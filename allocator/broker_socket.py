@@ -1,4 +1,4 @@
-"""The broker's address: a Unix socket in a directory, taken over from a broker that was killed, of any length of path."""
+"""The broker's Unix socket: replaces the socket of a killed broker, and supports paths of any length."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST_ADDRESS = 107  # bytes of sun_path, less the final zero (unix(7))
+_LONGEST_ADDRESS = 107  # size of sun_path without the final zero (unix(7))
 _BACKLOG = 512
 
 
 def listen(path: Path, *, gid: int | None = None) -> socket.socket:
-    """A listening socket at `path`, for its owner alone, or for the group `gid` too.
+    """Create a listening socket at `path`, for its owner alone, or for the group `gid` too.
 
-    It gets its name once nobody else can reach it, in the place of one that a dead broker left there. That no two
-    brokers do this at once is the caller's affair: it holds the directory's lock. Raises OSError.
+    The socket gets its final name only after its permissions are set, and replaces the name that a dead broker left.
+    The caller holds the directory's lock, so that no two brokers do this at once. Raises OSError.
     """
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.unlink(missing_ok=True)  # of a broker that was killed while it stood here
+    unfinished.unlink(missing_ok=True)  # left by a broker killed at this point
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         with _address(unfinished) as address:
-            sock.bind(address)  # nobody can connect before listen()
+            sock.bind(address)  # refuses connections until listen()
         if gid is not None:
             os.chown(unfinished, -1, gid)
         unfinished.chmod(0o600 if gid is None else 0o660)
@@ -38,12 +38,12 @@ def listen(path: Path, *, gid: int | None = None) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connected socket that does not block. Raises OSError: nobody listens, not permitted; BlockingIOError: too many wait."""
+    """A connected, non-blocking socket. Raises OSError (no listener, not permitted), BlockingIOError (backlog full)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         with _address(path) as address:
-            sock.connect(address)  # done at once or not at all, as Unix sockets are
+            sock.connect(address)  # Unix sockets connect at once or fail
     except BaseException:
         sock.close()
         raise
@@ -52,7 +52,7 @@ def connect(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """`path` as an address; a long one by way of its directory's descriptor."""
+    """`path` as an address; a long path goes through its directory's descriptor."""
     if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
         yield str(path)
         return

@@ -1,4 +1,4 @@
-"""What people and metrics see of the broker's books: plain rows."""
+"""Rows that show the broker's state to users and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceView:
     uuid: str
     capacity_bytes: int
     headroom_bytes: int
-    granted_bytes: int  # to all leases, those that are reaped too
+    granted_bytes: int  # to all leases, including those being reaped
     foreign_bytes: int
     reserved_bytes: int
 
@@ -59,13 +59,13 @@ def lease_view(entry: LeaseAccount, tenant: LeaseState, now_ns: int) -> wire.Lea
 
 
 def named(entry: LeaseAccount) -> str:
-    """An engine in a sentence."""
+    """The engine's name, pid and lease id, for messages."""
     return f"{entry.terms.name!r} (pid {entry.peer.pid}, #{entry.lease_id})"
 
 
 @lru_cache(maxsize=64)
 def user_name(uid: int) -> str:
-    """The user's name; the number where the system has no name for it, as in a container."""
+    """The user's name, or the uid if the system has no name for it, as in a container."""
     import pwd
 
     try:

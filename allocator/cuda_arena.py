@@ -1,16 +1,16 @@
-"""An arena of CUDA memory: one reserved address range whose extents are mapped and given back by the driver.
+"""An arena of CUDA memory: one reserved address range, mapped and unmapped by extents through the driver.
 
     reserve  cuMemAddressReserve                         addresses, no memory
     map      cuMemCreate, cuMemMap, cuMemSetAccess       one handle per extent, mapped as a whole, at offset 0
              cuMemsetD32Async, cuStreamSynchronize       zeros: the driver promises none, and a handle may be a used one
-    unmap    cuMemUnmap, cuMemRelease                    releasing and creating may be a thread's (cuda_handles.py)
+    unmap    cuMemUnmap, cuMemRelease                    releasing and creating may run in a thread (cuda_handles.py)
     last     cuMemAddressFree                            when the last view of the range is gone
 
-The driver waits for nobody: cuMemUnmap under a running kernel is a fault that ends the process, and mapping under one
-faults on some chips. **`map`, `unmap` and `close` are for fences: no kernel that touches this arena may be queued or
-running.** Nothing here waits for the device, except for the zeros of `map`, on a stream of the arena's own. Extents of
-32 to 128 MiB are worth the calls: 2 MiB ones cost some thirty times as much a byte. Why it is built so:
-docs/decisions/0013-cuda-arena.md.
+The driver does not wait for running work: cuMemUnmap under a running kernel is a fault that ends the process, and
+mapping under one faults on some chips. **Call `map`, `unmap` and `close` only at fences: no kernel that touches this
+arena may be queued or running.** Nothing here waits for the device, except for the zeros of `map`, on the arena's own
+stream. Extents of 32 to 128 MiB make the calls worthwhile: 2 MiB ones cost some thirty times as much per byte.
+docs/decisions/0013-cuda-arena.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from .cuda_handles import HandlePool
 from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
 from .lease_record import HeldBounds
 
-_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream, nor they for it
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronization with other streams
 _ACCESS_ATTEMPTS = 9
 _FIRST_PAUSE_S = 0.0005  # doubled each time: an eighth of a second in all
 
 
 class CudaArena:
-    """`num_extents` extents of `extent_bytes` on a CUDA device, at addresses that never move; see `Arena`.
+    """`num_extents` extents of `extent_bytes` on a CUDA device, at fixed addresses; see `Arena`.
 
-    `device_index` counts as torch does. `budget()` says how many bytes are free to take, by default cuMemGetInfo; `map`
-    asks it before it creates any. A failing call of the driver raises DriverError from `map`, with nothing mapped, and
-    from `unmap` and `close`, where `mapped_extents` and `held` then say what is still there. Calls may come from
-    any thread, one is done at a time.
+    `device_index` counts as torch does. `budget()` returns the bytes free to take, by default from cuMemGetInfo; `map`
+    checks it before it creates memory. A failed driver call raises DriverError: from `map` with nothing mapped; after
+    one from `unmap` or `close`, `mapped_extents` and `held` say what is left. Thread-safe; calls run one at a time.
 
-    With `ready_limit_bytes` up to that many bytes may be held ready though not mapped: `prepare` has memory created
-    ahead, and `unmap` leaves releasing to a thread. What a lease counts is `held` then, and memory is back after `trim`.
-    Nothing is done by a thread before the first `prepare` or `unmap`.
+    With `ready_limit_bytes` up to that many bytes may be held without being mapped: `prepare` creates memory ahead, and
+    `unmap` leaves releasing to a thread. A lease then counts `held`, and memory is back after `trim`. No thread runs
+    before the first `prepare` or `unmap`.
 
-    Raises ValueError for a device that is not there and sizes that are no whole number of granules, DriverUnavailable,
-    OutOfDeviceMemory where no address range is left, DriverError.
+    Raises ValueError for an unknown device and for sizes that are not whole numbers of granules, DriverUnavailable,
+    OutOfDeviceMemory if no address range is left, DriverError.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class CudaArena:
         self._budget = budget or self._range.device.free_bytes
         self._buffer: CudaBuffer | None = CudaBuffer(self._range.base, num_extents * extent_bytes)
         self._owner = weakref.ref(self._buffer)
-        # not at exit: tensors may still be in use then, and the driver takes everything back from a process that ends
+        # Not at exit: tensors may still be in use then, and the driver reclaims everything when the process ends.
         weakref.finalize(self._buffer, self._range.free).atexit = False
 
     @staticmethod
     def granule_bytes(device_index: int = 0, driver: CudaDriver | None = None) -> int:
-        """What the device maps at least, in bytes; extents are multiples of it. Errors as of the class."""
+        """The recommended mapping granularity in bytes; extents are multiples of it. Raises the errors of the class."""
         driver = driver or CudaBindings()
         return recommended_granule(driver, device_number(driver, device_index))
 
@@ -105,7 +104,7 @@ class CudaArena:
 
     @property
     def mapped_extents(self) -> frozenset[int]:
-        """The extents that have memory behind them now."""
+        """The extents with memory now."""
         return self._mapped
 
     @property
@@ -115,16 +114,15 @@ class CudaArena:
 
     @property
     def held(self) -> HeldBounds:
-        """Bytes this arena holds of the device, mapped, ready or on their way, until the next call; see `Arena`."""
+        """Bounds on the device bytes held (mapped, ready, or being created or released) until the next call; see `Arena`."""
         least, most = self._range.pool.num_held
         return HeldBounds(least * self._extent_bytes, most * self._extent_bytes)
 
     @property
     def buffer(self) -> CudaBuffer:
-        """The whole range; it and every tensor made of it by `torch.as_tensor(buffer, device="cuda:N")` own it.
+        """The whole range; it and every tensor made from it by `torch.as_tensor(buffer, device="cuda:N")` own it.
 
-        Raises BlockMisuse unless extent 0 is mapped, since torch asks the driver what lies at the first address, and
-        once closed.
+        Raises BlockMisuse once closed, and unless extent 0 is mapped: torch queries the driver about the first address.
         """
         with self._lock:
             buffer = self._open()
@@ -133,7 +131,7 @@ class CudaArena:
             return buffer
 
     def map(self, extents: Sequence[int]) -> None:
-        """Put zero bytes behind `extents`, all or none. Only at a fence.
+        """Put zeros behind `extents`, all or none. Only at a fence.
 
         Raises OutOfDeviceMemory; DriverError; BlockMisuse if one is mapped.
         """
@@ -145,7 +143,7 @@ class CudaArena:
             self._refuse_beyond_budget(len(wanted))
             try:
                 with self._range.busy():
-                    self._range.keep_only(self._mapped)  # a driver that refused a roll-back may have left some
+                    self._range.keep_only(self._mapped)  # left over if an earlier roll-back failed
                     self._range.put_behind(sorted(wanted))
                     self._range.pool.start(owner)
             except BaseException as error:
@@ -156,10 +154,10 @@ class CudaArena:
             self._mapped |= wanted
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Take the memory away from `extents`. Only at a fence. `held` says when the device has it back.
+        """Unmap `extents`. Only at a fence. `held` says when the device has the memory back.
 
-        That is now, but for `ready_limit_bytes`, which follow a little later; `trim` waits for them. Raises BlockMisuse
-        if one is not mapped; DriverError when all were tried.
+        That is now, except for up to `ready_limit_bytes`, which follow a little later; `trim` waits for them. Raises
+        BlockMisuse if an extent is not mapped; DriverError after all were tried.
         """
         with self._lock:
             owner = self._open()
@@ -175,61 +173,62 @@ class CudaArena:
                     self._range.pool.start(owner)
 
     def prepare(self, num_extents: int) -> None:
-        """Have memory for the next `num_extents` to be mapped created in the background, up to the ready limit.
+        """Create memory for the next `num_extents` extents in the background, up to the ready limit.
 
-        It counts as held until it is mapped, or given up by `trim` or by `prepare(0)`. If the device has not so much,
-        there is less, and `map` asks again for what is missing; `drain_failures` tells of what the driver refused. Not
-        while a CUDA graph is being captured. Raises ValueError for less than 0; DriverError, with nothing asked for.
+        It counts as held until it is mapped, or released by `trim` or `prepare(0)`. If the device has less, less is
+        created, and `map` asks for the rest; `drain_failures` returns what the driver refused. Not during CUDA graph
+        capture. Raises ValueError for a negative number; DriverError, with nothing requested.
         """
         if num_extents < 0:
             raise ValueError(f"num_extents must not be negative, got {num_extents}")
         with self._lock:
             owner, pool = self._open(), self._range.pool
-            if not num_extents and pool.is_emptying:  # without waiting for the driver call it is in
+            if not num_extents and pool.is_emptying:  # do not wait for its current driver call
                 return
             with pool.first():
                 wanted = min(num_extents, self._num_extents - len(self._mapped))
-                if wanted > pool.num_ready:  # the last byte of the card is nobody's, as in `map`
+                if wanted > pool.num_ready:  # never take the last free byte, as in `map`
                     wanted = min(wanted, pool.num_ready + max(0, self._budget()) // self._extent_bytes)
                 pool.want(wanted)
                 pool.start(owner)
 
     def trim(self) -> None:
-        """Give up what is held though not mapped and wait until the device has it back.
+        """Release memory that is held but not mapped, and wait until the device has it back.
 
-        Raises DriverError when all was tried; `held` says what the driver kept.
+        Raises DriverError after all was tried; `held` says what the driver kept.
         """
         with self._lock:
             self._open()
             self._range.give_back(all_but=self._mapped)
 
     def drain_failures(self) -> list[DriverError]:
-        """What failed where no caller waited for it, oldest first, each told once: `prepare`, releasing, roll-backs."""
+        """Failures of prepare, release and roll-backs that no call raised, oldest first, each returned once."""
         return self._range.pool.drain_failures()
 
     def close(self) -> None:
         """Unmap and release everything and refuse further calls; the addresses go with their last view. Idempotent.
 
-        Only at a fence. Raises DriverError when all was tried; calling it again tries what is left.
+        Only at a fence. Raises DriverError after all was tried; another call retries the rest.
         """
         with self._lock:
-            owner, self._buffer = self._owner(), None  # held here: the range must not end in the middle of this
+            # A strong reference: the range must not be freed during this call.
+            owner, self._buffer = self._owner(), None
             if owner is None:
-                return  # it has ended with its last view
+                return  # freed with its last view
             try:
                 self._range.give_back(all_but=frozenset())
             finally:
                 self._mapped = self._mapped.intersection(self._range.behind)
 
     def _roll_back(self) -> None:
-        """Give back what a failed `map` took, and everything else that is not mapped: memory is short, or worse."""
+        """Undo a failed `map`, and release all memory that is not mapped, since memory is short or the driver has failed."""
         try:
             self._range.give_back(all_but=self._mapped)
         except DriverError as error:
-            self._range.pool.note(error)  # the caller hears why the map failed
+            self._range.pool.note(error)  # the caller gets the error of the map
 
     def _refuse_beyond_budget(self, count: int) -> None:
-        """Ask first: creating until the driver refuses would take the last byte from everyone else for a while."""
+        """Check the budget first: creating until the driver refuses would take the last byte from all processes for a while."""
         missing_bytes = (count - self._range.pool.num_ready) * self._extent_bytes
         if missing_bytes > 0 and missing_bytes > (free_bytes := self._budget()):
             raise self._refusal(missing_bytes, free_bytes)
@@ -244,7 +243,7 @@ class CudaArena:
 
 
 class CudaBuffer:
-    """Owns an arena's address range: whoever refers to it, as tensors made by `torch.as_tensor` do, keeps the range."""
+    """Owns an arena's address range: any reference, such as a tensor made by `torch.as_tensor`, keeps the range."""
 
     __slots__ = ("__weakref__", "_address", "_num_bytes")
 
@@ -260,10 +259,10 @@ class CudaBuffer:
 
 
 class _Range:
-    """What an arena has of the driver: context, addresses, a stream, and the handles `behind` extents.
+    """An arena's driver resources: context, addresses, a stream, and the handles `behind` extents.
 
-    It refers neither to the arena nor to the buffer, so that it can outlive both and end with the last view. The
-    arena's lock is around every call; when `free` runs nobody else is left.
+    It refers neither to the arena nor to the buffer, so that it can outlive both and end with the last view. Calls are
+    made under the arena's lock, except `free`, which runs when no other user is left.
     """
 
     def __init__(
@@ -275,7 +274,8 @@ class _Range:
         ready_limit: int,
         pause: Callable[[float], None],
     ) -> None:
-        self.behind: dict[int, int] = {}  # extent -> handle; more than the arena's mapped ones only after a DriverError
+        # extent -> handle; more than the arena's mapped extents only after a DriverError
+        self.behind: dict[int, int] = {}
         self._call = driver.call
         self._extent_bytes = extent_bytes
         self._pause = pause
@@ -293,12 +293,12 @@ class _Range:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """In the device's context, and before what the pool's thread still has to do."""
+        """Make the device's context current, and hold off the pool's thread."""
         with self.pool.first(), self.device.current():
             yield
 
     def put_behind(self, extents: Sequence[int]) -> None:
-        """Map zeroed memory behind `extents`, in rising order. A failure may leave some of them so. Inside `busy`."""
+        """Map zeroed memory behind `extents`, in ascending order. A failure may leave some mapped. Inside `busy`."""
         for extent in extents:
             handle = self.pool.take()
             try:
@@ -312,11 +312,11 @@ class _Range:
         try:
             for extent in extents:
                 self._call("cuMemsetD32Async", self._address(extent), 0, self._extent_bytes // 4, self._stream)
-        finally:  # also when one of them failed: the others must have ended before they lose their memory
+        finally:  # also after a failure: the others must finish before they lose their memory
             self._call("cuStreamSynchronize", self._stream)
 
     def keep_only(self, extents: AbstractSet[int]) -> None:
-        """Unmap every other extent; its handle is ready then. Inside `busy`. Raises DriverError when all was tried."""
+        """Unmap every other extent; their handles become ready. Inside `busy`. Raises DriverError after all were tried."""
         errors = []
         for extent in sorted(self.behind.keys() - extents):
             try:
@@ -329,7 +329,7 @@ class _Range:
             raise errors[0]
 
     def give_back(self, all_but: AbstractSet[int]) -> None:
-        """Unmap every other extent and release all that is ready. Raises DriverError when all was tried."""
+        """Unmap every other extent and release all ready handles. Raises DriverError after all were tried."""
         self.pool.join()
         if self.pool.num_ready or self.behind.keys() - all_but:
             with self.busy():
@@ -339,8 +339,8 @@ class _Range:
                     self.pool.release_all()
 
     def free(self) -> None:
-        """End everything. Where the arena was not closed, first wait for what may still be running on the device."""
-        with self._undo:  # whatever fails, the rest is done
+        """Release everything. If the arena was not closed, first wait for work that may still run on the device."""
+        with self._undo:  # runs the remaining steps after any failure
             try:
                 if self.behind:
                     self._call_in_context("cuCtxSynchronize")
@@ -348,7 +348,7 @@ class _Range:
                 self.give_back(all_but=frozenset())
 
     def _allow_access(self, address: int, length: int) -> None:
-        """cuMemSetAccess, again after a pause while the driver answers NOT_READY. Raises DriverError."""
+        """Call cuMemSetAccess; retry after a pause while the driver returns NOT_READY. Raises DriverError."""
         for attempt in range(_ACCESS_ATTEMPTS):
             try:
                 self._call("cuMemSetAccess", address, length, self.device.number)

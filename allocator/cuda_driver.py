@@ -1,15 +1,15 @@
-"""The door to the CUDA driver: every call of it goes through `CudaDriver.call`, and answers numbers or raises DriverError.
+"""Access to the CUDA driver: every call goes through `CudaDriver.call`, which returns integers or raises DriverError.
 
-Calls have their C names and plain integers as arguments, in C's order, without the places for results: those come back as
-a tuple. Where C takes a struct that says "memory of this device", the device's number stands in its place:
+Calls have their C names and take plain integers, in C's order without the output parameters: outputs are returned as a
+tuple. Where C takes a struct that says "memory of this device", the device's number stands in its place:
 
     call("cuMemCreate", size, device, 0) -> (handle,)
     call("cuMemSetAccess", address, size, device) -> ()
     call("cuMemGetAllocationGranularity", device, option) -> (granule,)
     call("cuMemcpyBatchAsync", targets, sources, sizes, count, stream) -> ()
 
-The last one's first three are addresses of `count` 64-bit numbers each, which are read during the call. All copies have the
-same attributes: sources are read in the stream's order, and preferably beside what computes.
+`targets`, `sources` and `sizes` are addresses of `count` 64-bit numbers each, read during the call. All copies have the
+same attributes: sources are read in stream order, and overlap with compute is preferred.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Any, Protocol
 
 from .errors import DriverError, DriverUnavailable
 
-# of CUresult
+# CUresult codes
 OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
 
 _USES_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _SUPPORTS_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-_BATCH_VERSION = 12080  # of CUDA, whose cuMemcpyBatchAsync every later driver has too
+_BATCH_VERSION = 12080  # the CUDA version of the call's signature; every later driver has it too
 _RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 
 
 class CudaDriver(Protocol):
-    """The seam. `CudaBindings` is the real one."""
+    """The driver interface, which tests replace. `CudaBindings` is the real implementation."""
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
-        """Make one call of the driver; its results. From any thread. Raises DriverError unless it answers CUDA_SUCCESS."""
+        """Make one driver call and return its results. Thread-safe. Raises DriverError unless the result is CUDA_SUCCESS."""
         ...
 
 
 class CudaBindings:
-    """The driver of this machine, through NVIDIA's package cuda-bindings. Its calls let go of the interpreter's lock.
+    """This machine's driver, through NVIDIA's package cuda-bindings. Calls release the GIL.
 
-    Raises DriverUnavailable where the package, the driver or a device is missing.
+    Raises DriverUnavailable if the package, the driver or a device is missing.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class CudaBindings:
         self._batch: _MemcpyBatch | None = None
         try:
             self.call("cuInit", 0)
-        except (RuntimeError, DriverError) as error:  # RuntimeError: there is no libcuda to load
+        except (RuntimeError, DriverError) as error:  # RuntimeError: libcuda is missing
             raise DriverUnavailable(f"this machine has no usable NVIDIA driver or device: {error}") from error
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
@@ -97,8 +97,10 @@ class CudaBindings:
 
 
 class _MemcpyBatch:
-    """cuMemcpyBatchAsync as it was in CUDA 12.8, by its address: CUDA 13 dropped an argument, the bindings take only lists of
-    objects, which take longer to make than the copies, and older ones lack it. Raises DriverError, also where the driver does.
+    """cuMemcpyBatchAsync as in CUDA 12.8, called by its address. Raises DriverError, also if the driver lacks it.
+
+    CUDA 13 dropped an argument. The bindings take only lists of objects, which take longer to build than the copies,
+    and older bindings lack the call.
     """
 
     def __init__(self, cuda: Any) -> None:
@@ -108,7 +110,7 @@ class _MemcpyBatch:
         if not address or not hasattr(cuda, "CUmemcpyAttributes"):
             raise DriverError("cuMemcpyBatchAsync", NOT_FOUND, "CUDA_ERROR_NOT_FOUND: it came with CUDA 12.8")
         pointer, number = ctypes.c_void_p, ctypes.c_size_t
-        prototype = ctypes.CFUNCTYPE(  # which lets go of the interpreter's lock
+        prototype = ctypes.CFUNCTYPE(  # releases the GIL
             ctypes.c_int, pointer, pointer, pointer, number, pointer, pointer, number, pointer, pointer
         )
         self._cuda = cuda
@@ -118,7 +120,8 @@ class _MemcpyBatch:
         self._attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
 
     def __call__(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> tuple[()]:
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)  # the attributes' first copy; which one failed
+        # index of the first copy of the attributes; index of the failed copy
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._function(
             targets, sources, sizes, count, int(self._attributes.getPtr()), ctypes.addressof(first), 1,
             ctypes.addressof(failed), stream,
@@ -129,10 +132,10 @@ class _MemcpyBatch:
 
 
 class CudaDevice:
-    """One CUDA device and its primary context, the one torch uses too, which is kept until `close`.
+    """One CUDA device and its primary context, which torch uses too; retained until `close`.
 
-    `index` counts as torch does, among the devices that CUDA_VISIBLE_DEVICES leaves. Raises ValueError where there is
-    no such device, DriverUnavailable where it cannot map memory by extents, DriverError.
+    `index` counts as torch does, among the devices in CUDA_VISIBLE_DEVICES. Raises ValueError if there is no such
+    device, DriverUnavailable if it cannot map memory by extents, DriverError.
     """
 
     def __init__(self, driver: CudaDriver, index: int) -> None:
@@ -143,7 +146,7 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The device's context is this thread's current one inside; the one before, another device's too, after."""
+        """Make the device's context current in this thread; on exit restore the previous one, even of another device."""
         self.driver.call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -151,12 +154,12 @@ class CudaDevice:
             self.driver.call("cuCtxPopCurrent")
 
     def free_bytes(self) -> int:
-        """Bytes that nobody holds, by cuMemGetInfo. Raises DriverError."""
+        """Free bytes by cuMemGetInfo. Raises DriverError."""
         with self.current():
             return self.driver.call("cuMemGetInfo")[0]
 
     def close(self) -> None:
-        """Let go of the context: the driver ends it with its last user."""
+        """Release the context: the driver destroys it with its last user."""
         self.driver.call("cuDevicePrimaryCtxRelease", self.number)
 
 
@@ -173,12 +176,12 @@ def device_number(driver: CudaDriver, index: int) -> int:
 
 
 def recommended_granule(driver: CudaDriver, number: int) -> int:
-    """What the device best maps multiples of, in bytes, by cuMemGetAllocationGranularity: 2 MiB on every chip so far."""
+    """The recommended mapping granularity in bytes, by cuMemGetAllocationGranularity: 2 MiB on every chip so far."""
     return driver.call("cuMemGetAllocationGranularity", number, _RECOMMENDED)[0]
 
 
 def uses_host_pointers(driver: CudaDriver, index: int) -> bool:
-    """Whether kernels of the device reach locked host memory at the host's own addresses. `index` counts as torch does.
+    """Whether kernels can access locked host memory at the host's addresses. `index` counts as torch does.
 
     Raises DriverError.
     """

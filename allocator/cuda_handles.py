@@ -1,12 +1,12 @@
-"""The physical extents of a CUDA arena while they are mapped nowhere: created ahead of need, released behind it.
+"""The pool of a CUDA arena's unmapped physical handles: created before they are needed, released afterwards.
 
     cuMemCreate ──► ready ── take ──► behind an address (the arena's)
                      ▲  │                       │
                      │  └──► cuMemRelease       │
                      └───────── give ───────────┘
 
-One rule: `wanted` handles shall be ready. A thread creates what is missing, releases what is too many, and ends when
-nothing is left to do. Creating and releasing may go on beside running kernels; only mapping needs a fence.
+The pool aims at `wanted` ready handles. A thread creates missing ones, releases surplus ones, and ends when there is
+nothing to do. Creating and releasing may run beside kernels; only mapping needs a fence.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _KEPT_FAILURES = 64
 
 
 class HandlePool:
-    """Handles of `extent_bytes` each on one device, of which the pool keeps at most `limit` ready.
+    """Handles of `extent_bytes` each on one device; at most `limit` are kept ready.
 
-    Calls are made inside `first()` and, where they call the driver, with the device's context current, unless said
-    otherwise.
+    Unless stated otherwise, call methods inside `first()` and, if they call the driver, with the device's context
+    current.
     """
 
     def __init__(self, device: CudaDevice, extent_bytes: int, limit: int) -> None:
@@ -44,28 +44,29 @@ class HandlePool:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """The pool alone, before the thread's next step. With one lock it would be the thread's again and again."""
+        """Exclusive use of the pool before the thread's next step. With one lock the thread could win it again and again."""
         with self._turn, self._lock:
             yield
 
     @property
     def num_ready(self) -> int:
-        """Handles that `take` gives without creating any. From anywhere."""
+        """Handles that `take` returns without creating one. Callable anywhere."""
         return len(self._ready)
 
     @property
     def is_emptying(self) -> bool:
-        """Whether the thread is releasing all that is ready. From anywhere."""
+        """Whether the thread is releasing all ready handles. Callable anywhere."""
         return self._working and not self._wanted
 
     @property
     def num_held(self) -> tuple[int, int]:
-        """At least and at most so many handles exist, wherever they are, at every instant until the next call.
+        """The least and the most handles that exist, mapped or not, at any instant until the next call.
 
-        What the thread is to create counts from before it does, and what it is to release until after it did. Both are
-        exact when nothing is left to do. From anywhere.
+        A handle to be created counts before its creation, one to be released until after its release. Both numbers are
+        exact when nothing is left to do. Callable anywhere.
         """
-        ready = len(self._ready)  # first: where a creation fails the thread lowers what is wanted, to no less than this
+        # Read first: if a creation fails, the thread lowers `_wanted`, but not below this number.
+        ready = len(self._ready)
         wanted = self._wanted
         return self._taken + min(ready, wanted), self._taken + max(ready, wanted)
 
@@ -81,18 +82,18 @@ class HandlePool:
         return handle
 
     def give(self, handle: int) -> None:
-        """Take back a handle that is mapped nowhere any more; it is ready until `shed` or `start` has it released."""
+        """Return a handle that is no longer mapped; it is ready until `shed` or the thread of `start` releases it."""
         self._ready.append(handle)
         self._taken -= 1
 
     def shed(self) -> None:
-        """Release what is ready beyond the limit, here and now. A failure is kept for `drain_failures`."""
+        """Release ready handles beyond the limit, synchronously. A failure is kept for `drain_failures`."""
         with self._noting_failures():
             while len(self._ready) > self._limit:
                 self._release(self._ready[-1])
 
     def release_all(self) -> None:
-        """Release all that is ready. Nothing is wanted any more.
+        """Release all ready handles, and set the wanted number to 0.
 
         Raises the first DriverError after all were tried. A handle that the driver kept is still ready.
         """
@@ -107,13 +108,13 @@ class HandlePool:
             raise errors[0]
 
     def want(self, count: int) -> None:
-        """`count` handles, or `limit` if that is less, shall be ready from now on; `start` sees to it."""
+        """Set the wanted number of ready handles to `count`, at most `limit`; `start` begins the work."""
         self._wanted = min(count, self._limit)
 
     def start(self, owner: object) -> None:
-        """Have a thread bring what is ready to what is wanted; it keeps `owner` until it ends.
+        """Start a thread that brings the ready handles to the wanted number; it keeps `owner` alive until it ends.
 
-        Where no thread is to be had the work is done when this returns.
+        If no thread can be started, the work is done when this returns.
         """
         if self._working or len(self._ready) == self._wanted:
             return
@@ -122,7 +123,7 @@ class HandlePool:
         try:
             thread.start()
             self._thread = thread
-        except RuntimeError:  # there are too many, or the interpreter is ending
+        except RuntimeError:  # too many threads, or the interpreter is shutting down
             self._working = False
             with self._noting_failures(), self._device.current():
                 while self._advance():
@@ -130,7 +131,7 @@ class HandlePool:
             self._wish_for_no_more()
 
     def join(self) -> None:
-        """Nothing is wanted any more; wait until the thread has ended. Not inside `first()`."""
+        """Set the wanted number to 0 and wait until the thread has ended. Not inside `first()`."""
         with self.first():
             self._wanted = 0
             thread = self._thread
@@ -138,26 +139,26 @@ class HandlePool:
             thread.join()
 
     def note(self, failure: DriverError) -> None:
-        """Keep a failure for `drain_failures`, without the frames it came through: they hold the arena's `owner`."""
+        """Keep a failure for `drain_failures`, without its traceback frames: they refer to the arena's `owner`."""
         failure.__context__ = None
         self._failures.append(failure.with_traceback(None))
 
     def drain_failures(self) -> list[DriverError]:
-        """What failed where no caller waited, oldest first, each told once; the latest 64 are kept. From anywhere."""
+        """Failures that no call raised, oldest first, each returned once; the latest 64 are kept. Callable anywhere."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def _work(self, owner: object) -> None:
-        """The thread: step until nothing is left to do. `owner` stays alive with this call's frame."""
+        """The thread: advance until nothing is left to do. Its frame keeps `owner` alive."""
         try:
             with self._device.current():
                 while True:
                     with self._turn:
-                        pass  # a caller who waits goes first
+                        pass  # lets a waiting caller go first
                     with self._lock:
                         if not self._advance():
                             self._working = False
                             return
-        except BaseException as error:  # no context to be had
+        except BaseException as error:  # no context available
             with self._lock:
                 self._working = False
                 self._wish_for_no_more()
@@ -166,7 +167,7 @@ class HandlePool:
             self.note(error)
 
     def _advance(self) -> bool:
-        """Create or release one handle. False when nothing is left to do, or it failed: trying on would be no use."""
+        """Create or release one handle. False if nothing is left to do or the call failed; a retry would not help."""
         before = len(self._ready)
         with self._noting_failures():
             if before < self._wanted:
@@ -179,7 +180,7 @@ class HandlePool:
         return False
 
     def _wish_for_no_more(self) -> None:
-        """Nobody is going to create what is missing: it does not count any more."""
+        """Lower the wanted number to the ready handles: the missing ones will not be created, so they must not count."""
         self._wanted = min(self._wanted, len(self._ready))
 
     def _create(self) -> int:

@@ -1,8 +1,8 @@
-"""Which extents to give back, what to evict for it and what to move: a pure function of who holds what.
+"""Drain planning: which extents to give back, and which blocks to evict and move for it. Pure.
 
-k extents of B blocks have to lose what lies in them. With F free blocks and a of them in these extents, kB - a blocks have to
-go and F - a holes elsewhere can take them in. So whichever extents they are, they can go once kB - F blocks are evicted,
-and that many are needed: none while kB <= F, and at most (F + C) // B extents can go where C blocks may be evicted.
+k extents of B blocks must lose their contents. With F free blocks, a of them in these extents, kB - a blocks must leave
+and F - a holes elsewhere can take them. So whichever extents are chosen, exactly max(0, kB - F) blocks must be evicted,
+and with C evictable blocks at most (F + C) // B extents can go.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import numpy.typing as npt
 from .extents import ExtentIds
 
 BlockIds = npt.NDArray[np.int32]
-BlockIndex = npt.NDArray[np.int64]  # the same, as numpy indexes fastest
+BlockIndex = npt.NDArray[np.int64]  # int64, which numpy indexes with fastest
 Worth = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrainPlan:
-    """Extents that can be given back, the cheapest first, once `evictions` are forgotten and `moves` have been moved.
+    """Extents that can be given back, cheapest first, once `evictions` are forgotten and `moves` have been moved.
 
-    `moves` are what is then left in the extents, in their order; `evictions` the fewest there can be, least worth first.
-    Where more is forgotten than planned, less is left to move: `BlockAllocator.occupied` tells.
+    `evictions` is the smallest possible set, least worth first. `moves` is what is left in the extents after them, in
+    the order of the extents. If more blocks are forgotten than planned, fewer are left to move: see
+    `BlockAllocator.occupied`.
     """
 
     extents: ExtentIds
@@ -34,7 +35,7 @@ class DrainPlan:
 
 
 class Evictable(NamedTuple):
-    """Which blocks may be evicted, and what these are worth: both [extents, blocks of one]."""
+    """Which blocks may be evicted, and their worth: both [extents, blocks per extent]."""
 
     cached: npt.NDArray[np.bool_]
     worth: Worth
@@ -47,13 +48,13 @@ def plan_drain(
     num_free: int,
     evictable: Evictable | None,
 ) -> DrainPlan:
-    """Give back up to `num_extents` of `candidates` (lowest first), with `num_free` free blocks in all open extents.
+    """Plan to give back up to `num_extents` of `candidates` (lowest first).
 
-    `free` [extents, blocks of one] says which blocks are. Where nothing is `evictable`, nothing is evicted. Read-only. See
-    `BlockAllocator.plan_drain` for what is chosen.
+    `free` [extents, blocks per extent] is the mask of free blocks; `num_free` counts those in all open extents. Without
+    `evictable` nothing is evicted. Read-only. `BlockAllocator.plan_drain` documents the choice.
     """
     per = free.shape[1]
-    extents = candidates[::-1]  # of equals the highest: sorting keeps the order
+    extents = candidates[::-1]  # highest first: the stable sort keeps this order among equals
     used = per - np.count_nonzero(free[extents], axis=1)
     num_cached = 0 if evictable is None else int(np.count_nonzero(evictable.cached))
     most = min(num_extents, len(extents), (num_free + num_cached) // per)
@@ -74,7 +75,7 @@ def plan_drain(
 
 
 def occupied(extents: ExtentIds, free: npt.NDArray[np.bool_]) -> BlockIds:
-    """The blocks of `extents` that are not `free` [extents, blocks of one], in the order of the extents."""
+    """The blocks of `extents` that are not `free` [extents, blocks per extent], in the order of the extents."""
     held = ~free[extents]
     if not held.any():
         return np.empty(0, np.int32)
@@ -84,12 +85,12 @@ def occupied(extents: ExtentIds, free: npt.NDArray[np.bool_]) -> BlockIds:
 
 
 def _cheapest(inside: npt.NDArray[np.bool_], outside: npt.NDArray[np.bool_], worth: Worth, n: int) -> BlockIndex:
-    """The `n` blocks that are worth least, `inside` ones before others; of equals the first. Least worth first."""
+    """The `n` blocks of least worth, least first and `inside` before `outside`; of equals the lowest id."""
     worth = worth.ravel()
 
     def least(blocks: BlockIndex, most: int) -> BlockIndex:
         values = worth[blocks]
-        if 0 < 2 * most < len(blocks):  # sorting all of a large pool would take ten times as long
+        if 0 < 2 * most < len(blocks):  # sorting a large pool entirely would take ten times as long
             blocks = blocks[values <= np.partition(values, most - 1)[most - 1]]
             values = worth[blocks]
         return blocks[np.argsort(values, kind="stable")[:most]]

@@ -1,20 +1,20 @@
 """The errors of the allocator.
 
 AllocatorError
-├── OutOfDeviceMemory   the device refuses the bytes (map)
-├── DriverUnavailable   the driver of this kind of device, or the package that calls it, is not there
-├── DriverError         the device's driver refuses a call, for another reason than lack of memory
-├── NoFreeBlocks        the pool has no such number of free blocks (allocate)
+├── OutOfDeviceMemory   the device has too little free memory (map)
+├── DriverUnavailable   the device's driver, or the package that calls it, is missing
+├── DriverError         a driver call failed for a reason other than lack of memory
+├── NoFreeBlocks        the pool has too few free blocks (allocate)
 ├── BlockMisuse         a caller's mistake: a block freed twice, the null block, an id outside the pool
-└── LeaseError          what goes wrong between an engine and the broker
-    ├── BrokerUnavailable           nobody answers at the socket, or not in time
+└── LeaseError          failures between an engine and the broker
+    ├── BrokerUnavailable           no broker answers at the socket, or not in time
     ├── ProtocolMismatch            the broker speaks another version
-    ├── ProtocolViolation           what came over the socket is no message of this version
-    ├── LeaseRefused                the broker says no
+    ├── ProtocolViolation           received data is no message of this version
+    ├── LeaseRefused                the broker refuses the request
     │   ├── InvalidLease            the numbers contradict each other: min above max (ValueError too)
-    │   ├── MinimumsExceedCapacity  the minimums would not fit: of all leases, or of one user's in what he may be promised
+    │   ├── MinimumsExceedCapacity  the minimums would exceed the device, or one user's quota
     │   ├── UnknownEngine           no lease of that name, or several
-    │   └── NotPermitted            it is another user's engine
+    │   └── NotPermitted            the engine belongs to another user
     ├── LeaseTooSmall               the lease cannot hold what the engine needs to start
     ├── GrantExceeded               more would be held than is granted
     └── LeaseClosed                 the lease has ended
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 
 class AllocatorError(Exception):
-    """Root of everything the allocator raises on purpose."""
+    """Base class of all errors that the allocator raises deliberately."""
 
 
 class OutOfDeviceMemory(AllocatorError):
-    """The device has not the bytes asked for. Nothing was mapped."""
+    """The device has too little free memory. Nothing was mapped."""
 
     def __init__(self, asked_bytes: int, free_bytes: int, what: str = "memory") -> None:
         super().__init__(f"asked for {asked_bytes:,} bytes of {what}, {free_bytes:,} bytes are free")
@@ -37,11 +37,11 @@ class OutOfDeviceMemory(AllocatorError):
 
 
 class DriverUnavailable(AllocatorError):
-    """Extents cannot be mapped on this machine or device at all; the message says what is missing."""
+    """Extents cannot be mapped on this machine or device; the message names what is missing."""
 
 
 class DriverError(AllocatorError):
-    """The device's driver answered a call with an error."""
+    """A call of the device's driver returned an error."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"the device's driver answered {call} with {name} ({code})")
@@ -50,7 +50,7 @@ class DriverError(AllocatorError):
 
 
 class NoFreeBlocks(AllocatorError):
-    """Fewer blocks are free than were asked for. Nothing was allocated."""
+    """Fewer blocks are free than requested. Nothing was allocated."""
 
     def __init__(self, asked: int, available: int) -> None:
         super().__init__(f"asked for {asked:,} blocks, {available:,} are available")
@@ -63,15 +63,15 @@ class BlockMisuse(AllocatorError, ValueError):
 
 
 class LeaseError(AllocatorError):
-    """Root of what goes wrong between an engine and the broker; the message is a sentence for the user."""
+    """Base class of failures between an engine and the broker; the message is a sentence for the user."""
 
 
 class BrokerUnavailable(LeaseError):
-    """Nobody answers at the broker's socket, or not in time."""
+    """No broker answers at the socket, or not in time."""
 
 
 class ProtocolMismatch(LeaseError):
-    """The two ends of a socket are of different versions."""
+    """The two ends of a socket speak different versions."""
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
@@ -83,11 +83,11 @@ class ProtocolMismatch(LeaseError):
 
 
 class ProtocolViolation(LeaseError):
-    """What came over the socket is no message of this version. The connection is of no further use."""
+    """Received data is not a message of this version. The connection cannot be used further."""
 
 
 class LeaseRefused(LeaseError):
-    """The broker refuses what was asked. Nothing was changed."""
+    """The broker refuses the request. Nothing was changed."""
 
 
 class InvalidLease(LeaseRefused, ValueError):
@@ -95,7 +95,7 @@ class InvalidLease(LeaseRefused, ValueError):
 
 
 class MinimumsExceedCapacity(LeaseRefused):
-    """The minimums of all leases together would not fit on the device, or those of one user in what he may be promised."""
+    """The minimums of all leases would exceed the device, or those of one user would exceed the user's quota."""
 
 
 class UnknownEngine(LeaseRefused):
@@ -103,11 +103,11 @@ class UnknownEngine(LeaseRefused):
 
 
 class NotPermitted(LeaseRefused):
-    """Only root, the broker's owner and an engine's own user may do that."""
+    """Only root, the broker's owner and the engine's own user may do this."""
 
 
 class LeaseTooSmall(LeaseError):
-    """The most that a lease may ever hold is less than the engine needs to start."""
+    """The lease's max is less than the engine needs to start."""
 
     def __init__(self, needed_bytes: int, max_bytes: int, what: str) -> None:
         super().__init__(

@@ -1,11 +1,11 @@
-"""The extents of a block pool: which have memory, which of those are being given back, and who has room.
+"""The extents of a block pool: their states and how many free blocks each has.
 
     unmapped ── map ──► open ── drain ──► draining ── unmap ──► unmapped
                          ▲                   │
                          └──── undrain ──────┘
 
-Blocks are allocated in open extents alone. Which blocks lie in an extent, and which of them are free, the block
-allocator knows; here they are only numbers.
+Blocks are allocated only in open extents. The block allocator knows which blocks an extent has and which are free; this
+module only counts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAMES = ("unmapped", "open", "draining")
 
 
 class Extents:
-    """States and room of `num_extents` extents, of which the first `num_fixed` stay as they are for ever.
+    """States and free-block counts of `num_extents` extents; the first `num_fixed` never change.
 
-    At the start those of `mapped` are open and the others unmapped. `room[e]` is how many free blocks open extent `e` has,
-    and 0 for the others; the block allocator mutates it.
+    At the start the `mapped` extents are open and the others unmapped. `room[e]` is the number of free blocks of open
+    extent `e`, and 0 for the others; the block allocator mutates it.
     """
 
     def __init__(self, num_extents: int, num_fixed: int, mapped: Iterable[int]) -> None:
@@ -41,22 +41,22 @@ class Extents:
 
     @property
     def unmapped(self) -> ExtentIds:
-        """Those without memory, lowest first. Read-only."""
+        """Extents without memory, lowest first. Read-only."""
         return np.flatnonzero(self._states == UNMAPPED)
 
     @property
     def mapped(self) -> ExtentIds:
-        """Those with memory, open or draining, lowest first. Read-only."""
+        """Extents with memory, open or draining, lowest first. Read-only."""
         return np.flatnonzero(self._states != UNMAPPED)
 
     @property
     def draining(self) -> ExtentIds:
-        """Those being given back, lowest first. Read-only."""
+        """Extents being given back, lowest first. Read-only."""
         return np.flatnonzero(self._states == DRAINING)
 
     @property
     def drainable(self) -> ExtentIds:
-        """Open ones that may be given back, lowest first. Read-only."""
+        """Open extents that may be given back, lowest first. Read-only."""
         return np.flatnonzero(self._states[self.num_fixed :] == OPEN) + self.num_fixed
 
     def are_open(self, extents: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
@@ -65,42 +65,42 @@ class Extents:
         return open_ones
 
     def fullest(self) -> int:
-        """The extent with the fewest free blocks, but at least one; of equals the lowest. Read-only."""
-        return int((self.room - 1).argmin())  # 0 - 1 is the highest number there is: who has no room comes last
+        """The extent with the fewest free blocks, at least one; of equals the lowest. Read-only."""
+        return int((self.room - 1).argmin())  # 0 - 1 wraps to the maximum, so extents without room come last
 
     def fullest_with(self, num_blocks: int) -> ExtentIds:
-        """The fullest extents, in that order, that have `num_blocks` free blocks between them. There must be as many."""
+        """The fullest extents, in that order, that together have `num_blocks` free blocks. There must be as many."""
         keys = (self.room - 1).astype(np.int64) * self.num_extents + self._numbers
-        most = min(num_blocks, self.num_extents)  # each has one at least
+        most = min(num_blocks, self.num_extents)  # each of the first ones has at least one
         keys = np.sort(np.partition(keys, most - 1)[:most])
         extents = keys % self.num_extents
         return extents[: int(np.searchsorted(np.cumsum(self.room[extents]), num_blocks)) + 1]
 
     def map(self, extents: Iterable[int]) -> ExtentIds:
-        """Unmapped ones become open, without room yet. Returns them. Raises BlockMisuse, with no change."""
+        """Open unmapped extents, without room yet. Returns them. Raises BlockMisuse, with no change."""
         return self._turn(extents, UNMAPPED, OPEN)
 
     def drain(self, extents: Iterable[int]) -> ExtentIds:
-        """Open ones begin to drain, and have no room any more. Returns them. Raises BlockMisuse, with no change."""
+        """Start draining open extents, and set their room to 0. Returns them. Raises BlockMisuse, with no change."""
         ids = self._turn(extents, OPEN, DRAINING)
         self.num_draining += len(ids)
         self.room[ids] = 0
         return ids
 
     def undrain(self, extents: Iterable[int]) -> ExtentIds:
-        """Draining ones are open again, without room yet. Returns them. Raises BlockMisuse, with no change."""
+        """Reopen draining extents, without room yet. Returns them. Raises BlockMisuse, with no change."""
         ids = self._turn(extents, DRAINING, OPEN)
         self.num_draining -= len(ids)
         return ids
 
     def unmap(self, extents: Iterable[int]) -> ExtentIds:
-        """Draining ones lose their memory. Returns them. Raises BlockMisuse, with no change."""
+        """Mark draining extents as unmapped. Returns them. Raises BlockMisuse, with no change."""
         ids = self._turn(extents, DRAINING, UNMAPPED)
         self.num_draining -= len(ids)
         return ids
 
     def checked(self, extents: Iterable[int], state: int) -> ExtentIds:
-        """`extents` as an array. Raises BlockMisuse unless each is there once, may change, and is in `state`."""
+        """`extents` as an array. Raises BlockMisuse unless they are distinct, changeable and in `state`."""
         ids = extents if isinstance(extents, np.ndarray) else np.asarray(list(extents))
         if len(ids) and ids.dtype.kind not in "iu":
             raise BlockMisuse(f"extents are integers, got {ids.dtype}")

@@ -1,18 +1,20 @@
-"""An arena of host memory: one reserved mapping whose extents are populated and given back by madvise.
+"""An arena of host memory: one reserved mapping, populated and returned by extents with madvise.
 
     reserve  mmap(PRIVATE | ANONYMOUS | NORESERVE)      addresses, no memory
     map      budget, then madvise(POPULATE_WRITE)       memory comes now, or the refusal does
     unmap    madvise(DONTNEED)                          memory goes back to the system; zeros come next time
 
-Why so, each measured: MAP_SHARED (what `mmap.mmap(-1, n)` gives) keeps the cgroup's charge and the old bytes after
-DONTNEED. Untouched memory is no memory yet, so without POPULATE the refusal would be a kill at some later write. Inside
-a cgroup even POPULATE is answered by the killer and not by ENOMEM, hence the budget. `mmap.madvise` holds the
-interpreter's lock for its 0.3 s a few GiB, a ctypes call does not. `mmap.close()` under a live tensor is a segmentation
-fault, so nothing here ever closes: the mapping goes when its last view does.
+The reasons, each measured:
+- MAP_SHARED (which `mmap.mmap(-1, n)` uses) keeps the cgroup's charge and the old bytes after DONTNEED.
+- Without POPULATE no memory is allocated yet, and a later write could get the process killed.
+- Inside a cgroup even POPULATE invokes the OOM killer and does not return ENOMEM, hence the budget.
+- `mmap.madvise` holds the GIL for 0.3 s per few GiB; a ctypes call does not.
+- `mmap.close()` under a live tensor is a segmentation fault, so nothing here closes the mapping: it goes with its last
+  view.
 
-Huge pages make unmapping 1 GiB take 3-9 ms and not 32-86. They are asked for only where a whole one lies inside one
-extent: a page that straddled two would come with the first and stay, charged, until both had gone. `preferred_granule`
-says when extents should be made of whole ones.
+Huge pages reduce the time to unmap 1 GiB from 32-86 ms to 3-9 ms. They are requested only where a whole page lies
+inside one extent: a page across two extents would come with the first and stay, charged, until both are gone.
+`preferred_granule` returns the size that extents should be multiples of.
 """
 
 from __future__ import annotations
@@ -33,43 +35,42 @@ from .errors import BlockMisuse, OutOfDeviceMemory
 from .lease_record import HeldBounds
 
 _LINUX = sys.platform == "linux"
-_LARGE_POOL_GRANULES = 512  # extents are a 32nd of a pool: 16 granules, so that rounding to whole ones wastes little
-_MAX_ADVISED = 4096  # every island of huge pages splits the mapping, and a process has 65,530 (vm.max_map_count)
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; in the mmap module from no version yet
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13; x86, Arm and RISC-V agree
+_LARGE_POOL_GRANULES = 512  # extents are 1/32 of a pool: 16 granules, so rounding to whole ones wastes little
+_MAX_ADVISED = 4096  # every island of huge pages splits the mapping; a process has 65,530 (vm.max_map_count)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module yet
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the module since Python 3.13; the same on x86, Arm and RISC-V
 _PROT_NONE = 0
 
 
 def _huge_page_bytes(kernel: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> int:
-    """Bytes of a transparent huge page (2 MiB on x86; 512 MiB where pages have 64 KiB), 0 where there are none."""
+    """Bytes of a transparent huge page (2 MiB on x86; 512 MiB with pages of 64 KiB), 0 if there are none."""
     try:
         return int((kernel / "hpage_pmd_size").read_text())
     except OSError:
         return 0
 
 
-_HUGE_PAGE = _huge_page_bytes()  # the base of an arena that can use them is aligned to it
+_HUGE_PAGE = _huge_page_bytes()  # arenas that can use huge pages align their base to this
 
 
 def preferred_granule(total_bytes: int) -> int:
-    """What the extents of a pool of `total_bytes` should be whole multiples of: in large pools a huge page, else a page.
+    """The size that extents of a pool of `total_bytes` should be multiples of: a huge page in large pools, else a page.
 
-    Both are powers of two. Any whole number of pages does; huge ones come and go with a tenth of the work.
+    Both are powers of two. Any whole number of pages works; huge pages come and go with a tenth of the work.
     """
     return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
 class HostArena(NoPreparedExtents):
-    """`num_extents` extents of `extent_bytes` host bytes at addresses that never move; see `Arena` for the contract.
+    """`num_extents` extents of `extent_bytes` host bytes at fixed addresses; see `Arena` for the contract.
 
-    `budget()` says how many bytes are free to take; `map` asks it before it takes any. With `debug` an unmapped extent
-    is protected, before `map`, after `unmap` and after `close`: touching it ends the process with SIGSEGV. Without
-    `debug` it reads as zeros and, written to, silently takes memory. Calls may come from any thread, one is done at a
-    time. Raises ValueError for sizes that are no whole number of pages, OutOfDeviceMemory where no address range is
-    left.
+    `budget()` returns the bytes free to take; `map` checks it first. With `debug` an unmapped extent is protected,
+    before `map`, after `unmap` and after `close`: touching it ends the process with SIGSEGV. Without `debug` it reads
+    as zeros, and writing silently takes memory. Thread-safe; calls run one at a time. Raises ValueError for sizes that
+    are not a whole number of pages, OutOfDeviceMemory if no address range is left.
     """
 
-    _populate_advice = _MADV_POPULATE_WRITE  # tests name one that no kernel knows
+    _populate_advice = _MADV_POPULATE_WRITE  # tests replace it with an advice that no kernel knows
 
     def __init__(
         self, num_extents: int, extent_bytes: int, *, budget: Callable[[], int] | None = None, debug: bool = False
@@ -107,7 +108,7 @@ class HostArena(NoPreparedExtents):
 
     @property
     def mapped_extents(self) -> frozenset[int]:
-        """The extents that have memory behind them now."""
+        """The extents with memory now."""
         return self._mapped
 
     @property
@@ -117,16 +118,16 @@ class HostArena(NoPreparedExtents):
 
     @property
     def held(self) -> HeldBounds:
-        """What is mapped, and nothing else."""
+        """The mapped bytes, and nothing else."""
         return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> memoryview:
-        """The whole range, writable. It and what is made of it own the mapping. Raises BlockMisuse once closed."""
+        """The whole range, writable. The mapping lives as long as it or a view of it. Raises BlockMisuse once closed."""
         return self._open()
 
     def map(self, extents: Sequence[int]) -> None:
-        """Populate `extents` with zero bytes, all or none. Raises OutOfDeviceMemory; BlockMisuse if one is mapped."""
+        """Populate `extents` with zeros, all or none. Raises OutOfDeviceMemory; BlockMisuse if one is mapped."""
         with self._lock:
             self._open()
             wanted = extents_to_map(extents, self._num_extents, self._mapped)
@@ -147,7 +148,7 @@ class HostArena(NoPreparedExtents):
             self._mapped |= wanted
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Give the memory behind `extents` back to the system. Raises BlockMisuse if one is not mapped."""
+        """Return the memory of `extents` to the system. Raises BlockMisuse if one is not mapped."""
         with self._lock:
             self._open()
             done: list[int] = []
@@ -159,7 +160,7 @@ class HostArena(NoPreparedExtents):
                 self._mapped -= frozenset(done)
 
     def close(self) -> None:
-        """Give all memory back and refuse further calls; the addresses go with their last view. Idempotent."""
+        """Return all memory and refuse further calls; the addresses go with their last view. Idempotent."""
         with self._lock:
             if self._buffer is None:
                 return
@@ -169,26 +170,26 @@ class HostArena(NoPreparedExtents):
             self._buffer = None
 
     def _populate(self, start: int, length: int) -> None:
-        """Put zero pages behind the addresses. Raises OSError, ENOMEM where there are none."""
+        """Put zero pages behind the addresses. Raises OSError (ENOMEM if memory is short)."""
         if self._debug:
             _mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE)
         if _LINUX:
             try:
                 return _madvise(start, length, self._populate_advice)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14 does not know it
+                if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14
                     raise
-        ctypes.memset(start, 0, length)  # a touch that holds no lock and keeps "zeros" true on every system
+        ctypes.memset(start, 0, length)  # touches the pages without the GIL, and guarantees zeros on every system
 
     def _give_back(self, start: int, length: int) -> None:
-        """Return the pages behind the addresses. Where the system has no DONTNEED that frees, they stay."""
+        """Return the pages behind the addresses. On systems without a DONTNEED that frees, they stay."""
         if _LINUX:
             _madvise(start, length, mmap.MADV_DONTNEED)
             if self._debug:
                 _mprotect(start, length, _PROT_NONE)
 
     def _advise_page_size(self) -> None:
-        """Huge pages where they fit inside an extent, none elsewhere. Advice: a kernel without them may refuse it."""
+        """Request huge pages where they fit inside an extent, and none elsewhere. A kernel may refuse the advice."""
         if not _HUGE_PAGE:
             return
         try:
@@ -204,11 +205,11 @@ class HostArena(NoPreparedExtents):
                 if inner_bytes > 0:
                     _madvise(inner, inner_bytes, mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EAGAIN):  # EINVAL: built without; EAGAIN: no room for the advice
+            if error.errno not in (errno.EINVAL, errno.EAGAIN):  # EINVAL: built without; EAGAIN: no resources
                 raise
 
     def _range(self, run: tuple[int, int]) -> tuple[int, int]:
-        """(address, bytes) of the extents `run[0] .. run[1]`."""
+        """(address, bytes) of the extents `run[0]` up to, not including, `run[1]`."""
         return self._base + run[0] * self._extent_bytes, (run[1] - run[0]) * self._extent_bytes
 
     def _open(self) -> memoryview:
@@ -218,7 +219,7 @@ class HostArena(NoPreparedExtents):
 
 
 def _reserve(length: int) -> mmap.mmap:
-    """`length` bytes of addresses. Raises OutOfDeviceMemory where there are none."""
+    """Reserve `length` bytes of addresses. Raises OutOfDeviceMemory if there are none."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, length)
@@ -233,7 +234,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _libc() -> Any:
-    """The C library, called without the interpreter's lock; None where madvise is not used."""
+    """The C library, called without the GIL; None where madvise is not used."""
     if not _LINUX:
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -255,7 +256,7 @@ def _mprotect(start: int, length: int, protection: int) -> None:
 
 
 def _call(function: Any, start: int, length: int, argument: int) -> None:
-    """Call until no signal interrupts. Raises OSError with the call's errno."""
+    """Call, and retry if a signal interrupts. Raises OSError with the call's errno."""
     while function(start, length, argument):
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, f"{function.__name__}({length:,} bytes, {argument}): {os.strerror(code)}")

@@ -1,18 +1,18 @@
-"""The engine's side of a lease: what it may hold, what it is to give back, and what it tells the broker. No event loop.
+"""The engine's side of a lease: grants, recalls and reports to the broker. Needs no event loop.
 
     lease = Lease.register(path, name="chat", device_uuid=..., min_bytes=..., granule_bytes=...)
-    lease.shift(0, n)                      # raises GrantExceeded beyond what is granted
-    arena.map(...)                         # n bytes more: the broker sees them come, and knows whose they are
-    lease.shift(n, 0)                      # (LeasedArena does that)
+    lease.shift(0, n)                      # raises GrantExceeded beyond the grant
+    arena.map(...)                         # n bytes more: the broker sees them and knows which engine holds them
+    lease.shift(n, 0)                      # (LeasedArena makes these calls)
     for event in lease.poll():             # between steps: never blocks
         ...
-    lease.ask(held + m)                    # ahead of need; the grant comes when it can
+    lease.ask(held + m)                    # ahead of need; the grant comes later
     lease.answer_unmapped(lease.recall.target_bytes)
 
-What is granted, recalled and limited now stands in the lease's attributes; events only say that they changed, and why. One
-thread may step while another waits (`wait`, or `fileno` in a loop of one's own); every call is safe from any thread.
+The lease's attributes hold the current grant, recall and limit; events report that they changed, and why. One thread
+may step while another waits (in `wait`, or on `fileno` in its own loop); every call is thread-safe.
 
-When the broker dies, the engine keeps what it holds and takes no more. `poll` looks for a successor by itself, and tells it
+If the broker dies, the engine keeps what it holds and takes no more. `poll` looks for a successor and reports to it
 what is held.
 """
 
@@ -44,21 +44,21 @@ from .errors import (
 )
 from .lease_record import LeaseRecordWriter
 
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # looking for a successor; it waits longer than this for those who come back
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # retries for a successor; its grace period is longer
 _REFUSED_RETRY_S = 5.0
 _ANSWER_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The lease may hold `granted_bytes` in all now."""
+    """The lease may now hold `granted_bytes` in all."""
 
     granted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The lease is to be at or under `target_bytes` by `due`, a time of the lease's clock; then `answer_unmapped`."""
+    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`."""
 
     target_bytes: int
     due: float
@@ -66,19 +66,19 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """What was recalled nobody needs any more."""
+    """The recall is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """The max is another now: admit nothing that leads above it, and shrink to it as requests end."""
+    """The max has changed: admit nothing that would exceed it, and shrink to it as requests end."""
 
     max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The broker is gone, or refuses the lease: the engine keeps what it holds, and takes no more."""
+    """The broker is gone or refuses the lease: the engine keeps what it holds and takes no more."""
 
     reason: str
     refused: bool = False
@@ -86,14 +86,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Rejoined:
-    """A broker knows the lease again."""
+    """A broker has registered the lease again."""
 
     granted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The broker refused something that was sent. An answer that crossed a new grant is such; it needs no other."""
+    """The broker refused a message. An answer that crossed a newer grant gets this; it needs no reply."""
 
     error: LeaseRefused
 
@@ -113,10 +113,10 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Lease:
-    """One lease of one device. Made by `register`; every call but `close` and the attributes raises LeaseClosed afterwards."""
+    """One lease of one device, made by `register`. After `close`, calls that talk to the broker raise LeaseClosed."""
 
     def __init__(self, path: Path, request: wire.RegisterMessage, clock: Callable[[], float]) -> None:
-        """For `register`."""
+        """Internal: use `register`."""
         self._path, self._request, self._clock = path, request, clock
         self._lock = threading.RLock()
         self._epoll = select.epoll()
@@ -128,13 +128,13 @@ class Lease:
         self._channel: Channel | None = None
         self._registered = False
         self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
-        self._refusal: str | None = None  # why the last broker did not want the lease
+        self._refusal: str | None = None  # why the last broker refused the lease
         self._answer_by = 0.0
         self._record: LeaseRecordWriter | None = None
         self._lower = self._upper = request.held_bytes
         self._report: wire.ReportMessage | None = None
-        self._protocol = wire.PROTOCOL  # the version to speak with the next broker
-        self._newest: _Order = wire.GrantMessage(-1, wire.OrderGeneration(0, 0), 0)  # the last order that counted
+        self._protocol = wire.PROTOCOL  # the version to use with the next broker
+        self._newest: _Order = wire.GrantMessage(-1, wire.OrderGeneration(0, 0), 0)  # the newest order applied
         self._granted = request.held_bytes
         self._max_bytes = request.max_bytes
         self._recall: Recalled | None = None
@@ -155,26 +155,27 @@ class Lease:
         timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:
-        """Take a lease, before anything large is loaded. What is granted then may still be less than the minimum.
+        """Register a lease, before anything large is loaded. The first grant may be less than the minimum.
 
         Args:
-            socket_path: Of the broker.
-            name: For people; two engines may have the same.
-            device_uuid: As the monitor names it.
-            min_bytes: Guaranteed against other engines: all but KV, and one sequence.
-            max_bytes: Never more than this; None: as much as the device has.
-            weight: Of the share above the minimum, 0.001 to 1000.
+            socket_path: The broker's socket.
+            name: A label for logs and commands; two engines may share one.
+            device_uuid: The device, by the monitor's uuid.
+            min_bytes: Guaranteed against other engines: everything but KV, and one sequence.
+            max_bytes: Upper limit; None: the whole device.
+            weight: Weight of the share above the minimum, 0.001 to 1000.
             priority: A lower number is served first, as with requests.
-            granule_bytes: Grants above the minimum come in whole ones.
-            held_bytes: What the process holds already.
-            timeout_s: How long the broker may take to answer.
-            clock: Seconds; of retries and of what is due.
+            granule_bytes: Grants above the minimum are whole multiples of this.
+            held_bytes: Bytes that the process holds already.
+            timeout_s: How long to wait for the broker's answer.
+            clock: Seconds; used for retries and recall deadlines.
 
         Raises:
-            InvalidLease: the numbers contradict each other.
-            MinimumsExceedCapacity: not with what is promised to others; both numbers are named.
-            LeaseRefused: anything else that the broker does not like, such as an unknown device.
-            BrokerUnavailable, ProtocolMismatch: there is no broker, or none for this version.
+            InvalidLease: The numbers contradict each other.
+            MinimumsExceedCapacity: The minimum does not fit beside those of other leases; the message names both
+                numbers.
+            LeaseRefused: The broker refused for another reason, such as an unknown device.
+            BrokerUnavailable, ProtocolMismatch: No broker answers, or it speaks no known version.
         """
         if max_bytes is not None and max_bytes < max(1, min_bytes):
             raise InvalidLease(f"max_bytes ({max_bytes:,}) must be at least 1 and not below min_bytes ({min_bytes:,})")
@@ -203,72 +204,73 @@ class Lease:
             raise
         return lease
 
-    # ---- what holds now -------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """As registered."""
+        """The name as registered."""
         return self._request.name
 
     @property
     def device_uuid(self) -> str:
-        """As registered."""
+        """The device's uuid as registered."""
         return self._request.device_uuid
 
     @property
     def min_bytes(self) -> int:
-        """As registered, or lowered since."""
+        """The minimum as registered, or as lowered since."""
         return self._request.min_bytes
 
     @property
     def max_bytes(self) -> int | None:
-        """As registered, or as somebody has limited it; None: as much as the device has."""
+        """The max as registered, or as limited by the user since; None: the whole device."""
         return self._max_bytes
 
     @property
     def granted_bytes(self) -> int:
-        """What the lease may hold in all; without a broker, what it holds."""
+        """Bytes that the lease may hold in all; without a broker, the upper bound of what it holds."""
         return self._granted
 
     @property
     def held_bytes(self) -> int:
-        """What it holds, at most: the upper bound in its record."""
+        """Upper bound of the bytes held, as in the lease's record."""
         return self._upper
 
     @property
     def recall(self) -> Recalled | None:
-        """The recall that is to be answered."""
+        """The recall that is still to be answered."""
         return self._recall
 
     @property
     def connected(self) -> bool:
-        """Whether a broker knows the lease."""
+        """Whether a broker has registered the lease."""
         return self._registered
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended for this process."""
+        """Whether the lease has ended for this process."""
         return self._closed
 
     @property
     def generation(self) -> wire.OrderGeneration:
-        """Of the newest order that was seen."""
+        """The generation of the newest order received."""
         assert self._newest.generation is not None, "one without does not become the newest"
         return self._newest.generation
 
     def require(self, needed_bytes: int, what: str) -> None:
-        """Raises LeaseTooSmall where the lease can never hold what the engine needs: "the weights and one sequence"."""
+        """Raise LeaseTooSmall if the max is below what the engine needs; `what` is such as "the weights and one sequence"."""
         if self._max_bytes is not None and needed_bytes > self._max_bytes:
             raise LeaseTooSmall(needed_bytes, self._max_bytes, what)
 
-    # ---- what the engine says -------------------------------------------------------------------
+    # ---- messages to the broker -----------------------------------------------------------------
 
     def shift(self, lower_bytes: int, upper_bytes: int) -> None:
-        """Move the bounds of what is held by so much, up or down: before a change that widens them, after one that narrows.
+        """Move the lower and the upper bound of the held bytes by these amounts, up or down.
 
-        Whatever maps and unmaps memory says it so, and what is held lies between the bounds at every instant. Raises
-        GrantExceeded, with nothing changed, where the upper one would rise beyond what is granted, and LeaseClosed where it
-        would rise at all; other bounds of a lease that has ended matter to nobody.
+        Call it before a change that widens the bounds and after one that narrows them: what is held must lie between
+        them at every instant. Raises GrantExceeded, with nothing changed, if the upper bound would exceed the grant,
+        and LeaseClosed if it would rise on a closed lease. Other changes to a closed lease have no effect on the
+        broker.
         """
         with self._lock:
             upper = self._upper + upper_bytes
@@ -279,11 +281,12 @@ class Lease:
             self._set_bounds(self._lower + lower_bytes, upper)
 
     def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
-        """What is held by class ("weights", "kv", ...), which makes the sum what is held, and how much of it is free.
+        """Report the held bytes by class ("weights", "kv", ...), and how many of them are free.
 
-        Free is what could go back without touching a request; moving is what of the sum may come or go by itself: so much
-        less is held at least. Not between the two shifts of a change. Cheap when nothing has changed. Raises ValueError for
-        more classes or larger amounts than the protocol has room for.
+        The sum becomes the upper bound. `free_bytes` is what could be returned without affecting a request.
+        `moving_bytes` may come or go in the background; the lower bound excludes them. Not between the two shifts of a
+        change. Cheap if nothing has changed. Raises ValueError for more classes or larger amounts than the protocol
+        allows.
         """
         with self._lock:
             self._check_open()
@@ -299,13 +302,13 @@ class Lease:
                 self._send(report)
 
     def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
-        """The engine could use `target_bytes` in all; the last ask counts, until it expires. Nothing without a broker."""
+        """Ask for `target_bytes` in all. The last ask counts until it expires. Does nothing without a broker."""
         with self._lock:
             self._check_open()
             self._send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s)))
 
     def lower_min(self, min_bytes: int) -> None:
-        """No more than `min_bytes` are needed at least. Raises InvalidLease for more than was promised."""
+        """Lower the minimum to `min_bytes`. Raises InvalidLease if that is above the current minimum."""
         with self._lock:
             self._check_open()
             if min_bytes > self._request.min_bytes:
@@ -314,10 +317,10 @@ class Lease:
             self._send(wire.LowerMinMessage(min_bytes))
 
     def answer_unmapped(self, keep_bytes: int) -> None:
-        """No more than `keep_bytes` are held, nor will be without a new grant. The answer to a recall, or of one's own will.
+        """Declare that at most `keep_bytes` are held until a new grant. Answers a recall, or returns memory unasked.
 
-        Below the minimum the grant does not fall. Without a recall it takes back the last ask too. Raises ValueError while
-        more is held.
+        The grant does not fall below the minimum. Without a pending recall the call also cancels the last ask. Raises
+        ValueError if more is held.
         """
         with self._lock:
             self._check_open()
@@ -329,14 +332,14 @@ class Lease:
             self._send(wire.UnmappedMessage(keep_bytes, self.generation))
 
     def close(self) -> None:
-        """End the lease. Unmap before. A thread in `wait` gets LeaseClosed. Idempotent."""
+        """End the lease; unmap first. A thread in `wait` gets LeaseClosed. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._send(wire.ReleaseMessage())
             self._closed, self._granted, self._recall = True, 0, None
             if self._waiters:
-                os.eventfd_write(self._wake, 1)  # the last one who waits tidies up
+                os.eventfd_write(self._wake, 1)  # the last waiting thread cleans up
             else:
                 self._free()
 
@@ -348,18 +351,18 @@ class Lease:
     ) -> None:
         self.close()
 
-    # ---- what the broker says -------------------------------------------------------------------
+    # ---- messages from the broker ---------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to do; the same for as long as the lease lives.
+        """A descriptor that is readable when `poll` has work; it stays the same for the lease's lifetime.
 
-        Without a broker nothing makes it readable: then call `poll` now and then. Call it once after `register` too, since
-        something may have come with the answer.
+        Without a broker it never becomes readable: then call `poll` now and then. Call `poll` once after `register`
+        too, since messages may have come with the answer.
         """
         return self._epoll.fileno()
 
     def poll(self) -> tuple[Event, ...]:
-        """What has happened since the last call. Never blocks; looks for a broker if there is none."""
+        """The events since the last call. Never blocks; tries to connect if there is no broker."""
         with self._lock:
             self._check_open()
             events: list[Event] = []
@@ -380,7 +383,7 @@ class Lease:
             return tuple(events)
 
     def wait(self, timeout_s: float) -> tuple[Event, ...]:
-        """As `poll`, but waits for something to happen; nothing within `timeout_s` gives ()."""
+        """Like `poll`, but wait for an event; () after `timeout_s` without one."""
         until = time.monotonic() + timeout_s
         with self._lock:
             self._check_open()
@@ -400,16 +403,16 @@ class Lease:
                     self._free()
 
     def wait_granted(self, total_bytes: int, timeout_s: float) -> bool:
-        """Wait until so much is granted in all; whether it is. Other events on the way are taken in, and not told."""
+        """Wait until `total_bytes` are granted in all; return whether they are. Other events are applied but not returned."""
         until = time.monotonic() + timeout_s
         while self._granted < total_bytes and (left := until - time.monotonic()) > 0:
             self.wait(left)
         return self._granted >= total_bytes
 
-    # ---- inside: with the lock held -------------------------------------------------------------
+    # ---- internal: with the lock held -----------------------------------------------------------
 
     def _connect(self, deadline: float | None = None) -> None:
-        """Connect and ask for the lease; the answer comes later. Raises BrokerUnavailable."""
+        """Connect and send the registration; the answer comes later. Raises BrokerUnavailable."""
         self._channel = Channel(self._path, deadline, protocol=self._protocol)
         self._epoll.register(self._channel, select.EPOLLIN)
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
@@ -427,7 +430,7 @@ class Lease:
         self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
 
     def _take_in(self, message: wire.Message) -> Event | None:
-        """Let a message count. Raises ProtocolViolation for what no broker says."""
+        """Apply a message. Raises ProtocolViolation for a message that no broker may send."""
         match message:
             case wire.RegisteredMessage() if not self._registered:
                 self._admitted(message)
@@ -445,7 +448,7 @@ class Lease:
                 raise ProtocolViolation(f"the broker said {type(message).__name__} unasked")
 
     def _obey(self, order: _Order) -> Event:
-        """Let an order count that is news."""
+        """Apply a new order."""
         match order:
             case wire.GrantMessage(_, _, granted_bytes):
                 self._granted = granted_bytes
@@ -461,15 +464,15 @@ class Lease:
                 return Limited(max_bytes)
 
     def _is_news(self, order: _Order) -> bool:
-        """Whether an order is for this lease and newer than the last; if so it is the last from now on.
+        """Whether an order is for this lease and newer than the last one; if so, record it as the newest.
 
-        An older one is superseded, and one that comes twice has counted. Raises ProtocolViolation for another one of the same
-        generation: one of the two is wrong, and only a new registration tells what holds.
+        An older order is superseded, and a repeated one has been applied. Raises ProtocolViolation for a different
+        order of the same generation: one of the two is wrong, and only a new registration shows which.
         """
         newest, known = self._newest, self.generation
         if order.lease_id != newest.lease_id:
             return False
-        if order.generation is None:  # a limit of a broker that speaks version 1
+        if order.generation is None:  # a limit from a broker that speaks version 1
             return True
         if order.generation == known and order != newest:
             raise ProtocolViolation(
@@ -481,18 +484,18 @@ class Lease:
         return True
 
     def _speaks_older(self, error: ProtocolMismatch) -> bool:
-        """Whether the broker is an older one whose version is known here; the next connection speaks that."""
+        """Whether the broker speaks an older version known here; the next connection then uses that version."""
         is_known = wire.OLDEST_PROTOCOL <= error.theirs < self._protocol
         if is_known:
             self._protocol = error.theirs
         return is_known
 
     def _lose(self, error: LeaseError) -> Lost | None:
-        """Go on without a broker, and look for one later. Says so once."""
+        """Drop the broker and schedule a retry. Returns `Lost` only for a lost registration or a new refusal."""
         was_registered = self._registered
         self._drop_channel()
         if was_registered:
-            self._protocol = wire.PROTOCOL  # the next broker may be a newer one
+            self._protocol = wire.PROTOCOL  # the next broker may speak a newer version
         elif isinstance(error, ProtocolMismatch):
             self._speaks_older(error)
         refused = isinstance(error, LeaseRefused)
@@ -505,7 +508,7 @@ class Lease:
         return Lost(str(error), refused) if news else None
 
     def _send(self, message: wire.FromClient) -> None:
-        """Send if there is a broker. That it does not read any more `poll` says."""
+        """Send if connected. `poll` reports a broker that stops reading."""
         if self._channel is not None and self._registered:
             self._channel.send(message)
 
@@ -515,7 +518,7 @@ class Lease:
             self._record.set(lower_bytes, upper_bytes)
 
     def _longest_sleep(self) -> float:
-        """Until `poll` has something to do that no descriptor tells of."""
+        """Seconds until `poll` has work that no descriptor signals."""
         with self._lock:
             if self._channel is None:
                 return max(0.001, self._retry_at - self._clock())
@@ -524,12 +527,12 @@ class Lease:
     def _drop_channel(self) -> None:
         self._registered = False
         if self._channel is not None:
-            self._channel.close()  # which takes it out of the epoll set too
+            self._channel.close()  # this also removes it from the epoll set
             self._channel = None
 
     def _leave_to_parent(self) -> None:
-        """This process is a fork of the one that holds the lease: it lets go of all of it, and says nothing to anybody."""
-        self._lock = threading.RLock()  # another thread may have held it
+        """In a fork of the process that holds the lease: drop everything here without sending a message."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         self._waiters = 0
         if not self._closed:
             self._ended = "is that of the process which this one is a fork of"

@@ -1,21 +1,21 @@
-"""Who may hold how much of one device: from what the leases want and what was measured to grants and recalls. Pure.
+"""The lease policy: computes the grants and recalls of one device from the leases' demand and its measured memory. Pure.
 
     | capacity                                                                                |
     | headroom | band | foreign, reserved | leases that are overdue | shares of all other leases |
-               ^ low mark: what is granted beyond it is recalled
-                      ^ high mark: what is granted above the minimums ends here, and so does a recall
+               ^ low mark: grants beyond it are recalled
+                      ^ high mark: grants above the minimums and recalls both stop here
 
-**Grants** need room by the worst view of the last measurement: all that was used and is not surely an engine's counts as
-foreign. So what is granted, foreign memory and headroom together never exceed the capacity, though some engine may be
-mapping just now. **Recalls** for foreign memory need the best view, in two measurements: what no engine's upper bound
-explains. An ordinary map does not look like a stranger.
+**Grants** need room by the worst-case view of the last measurement: all used memory that no engine's lower bound covers
+counts as foreign. So grants, foreign memory and headroom together never exceed the capacity, even while an engine is
+mapping. **Recalls** for foreign memory need the best-case view in two measurements: memory that no engine's upper bound
+explains. So an ordinary map is not mistaken for an external process.
 
-Above its minimum every lease gets its share: by weighted max-min fairness of what it could use, leases of a lower
-priority number first. What a lease could use is what it has in use, or asks for. What lies free in its pool it could not
-use, so that goes first when others want it.
+Above its minimum every lease gets a share by weighted max-min fairness over what it could use; lower priority numbers
+are served first. A lease could use what it has in use or asks for. Free blocks in its pool do not count, so they are
+recalled first when other leases need memory.
 
-Times are monotonic nanoseconds, amounts bytes. `decide` changes nothing and asks no clock; the same state gives the same
-orders. The reasons stand in docs/decisions/0014-leases.md.
+Times are monotonic nanoseconds, amounts are bytes. `decide` changes nothing and reads no clock: the same state gives
+the same orders. docs/decisions/0014-leases.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
-_WEIGHT_STEPS = 1000  # weights are told apart to a thousandth, so that shares are whole numbers
+_WEIGHT_STEPS = 1000  # weights are resolved to a thousandth, so that shares are whole numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the owner of a device has laid down for it."""
+    """The limits and delays that the device's owner sets for leasing."""
 
-    headroom_bytes: int  # nobody who holds a lease may touch these
-    band_bytes: int  # between the low and the high mark: what may come and go without an order
-    cooldown_s: float = 2.0  # memory that strangers took is not given out again sooner
-    rest_s: float = 0.25  # a lease that gave so that another may grow does not give for that again sooner
+    headroom_bytes: int  # never granted to any lease
+    band_bytes: int  # between the low and the high mark: changes within it trigger no order
+    cooldown_s: float = 2.0  # how long memory that external processes used is withheld from growth
+    rest_s: float = 0.25  # least time between two recalls of used memory from one lease for another's growth
     recall_deadline_s: float = 1.0
-    reaping_limit_s: float = 5.0  # what an ended lease has not given back by then is foreign
+    reaping_limit_s: float = 5.0  # after this, unreturned memory of an ended lease counts as foreign
 
     @classmethod
     def of(cls, capacity_bytes: int, headroom_bytes: int | None = None) -> Rules:
-        """The usual rules of a device: a sixteenth for headroom, and 2 % between the marks, so that ±1 % moves nothing."""
+        """The default rules of a device: 1/16 headroom, and a 2 % band between the marks, so that ±1 % triggers no order."""
         return cls(capacity_bytes // 16 if headroom_bytes is None else headroom_bytes, capacity_bytes // 50)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseDemand:
-    """What a lease asked for."""
+    """The amount that a lease asked for."""
 
-    target_bytes: int  # in all
+    target_bytes: int  # the total, not an increment
     expires_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a lease may not grow above for a while, since somebody wanted it smaller."""
+    """A temporary upper limit on a lease, set when the user recalls memory from it."""
 
     max_bytes: int
     until_ns: int
@@ -63,7 +63,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class PendingRecall:
-    """A recall that is not served yet."""
+    """A recall that the engine has not served yet."""
 
     target_bytes: int
     issued_ns: int
@@ -73,7 +73,7 @@ class PendingRecall:
 
 @dataclass(slots=True)
 class LeaseState:
-    """One lease. Changed by `Ledger` alone."""
+    """One lease. Only `Ledger` changes it."""
 
     lease_id: int
     name: str
@@ -81,49 +81,49 @@ class LeaseState:
     max_bytes: int | None  # None: as much as the device has
     granule_bytes: int
     weight: float = 1.0
-    priority: int = 0  # a lower number goes first
-    registered_max_bytes: int | None = None  # its max before anybody limited it
-    granted_bytes: int = 0  # the ledger: what it may hold
-    held_bytes: int = 0  # what it holds now, at most
+    priority: int = 0  # a lower number is served first
+    registered_max_bytes: int | None = None  # its max before any limit
+    granted_bytes: int = 0  # what it may hold, by the ledger
+    held_bytes: int = 0  # what it holds now, upper bound
     free_bytes: int = 0  # of these, free in its pool
-    lower_bytes: int = 0  # what it held when the device was measured last: at least,
-    upper_bytes: int = 0  # and at most
+    lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
+    upper_bytes: int = 0  # and upper
     demand: LeaseDemand | None = None
     ceiling: Ceiling | None = None
-    recalls: tuple[PendingRecall, ...] = ()  # ever lower targets, each with its own deadline
-    gave_for_growth_ns: int | None = None  # when something was recalled last so that another may grow
-    ended: bool = False  # and its memory is not back: reaping
+    recalls: tuple[PendingRecall, ...] = ()  # targets fall strictly; each has its own deadline
+    gave_for_growth_ns: int | None = None  # the last recall for another lease's growth
+    ended: bool = False  # reaping: its memory is not back yet
 
     @property
     def expected_bytes(self) -> int:
-        """What it is granted once its recalls are served."""
+        """The grant once all pending recalls are served."""
         return self.recalls[-1].target_bytes if self.recalls else self.granted_bytes
 
     @property
     def in_use_bytes(self) -> int:
-        """What it holds and has in use."""
+        """Bytes that the lease holds and that are not free in its pool."""
         return max(0, min(self.granted_bytes, self.held_bytes) - self.free_bytes)
 
     def overdue(self, now_ns: int) -> bool:
-        """Whether it has not served a recall in time."""
+        """Whether the deadline of a pending recall has passed."""
         return any(recall.deadline_ns < now_ns for recall in self.recalls)
 
 
 @dataclass(slots=True)
 class ReservedBytes:
-    """Bytes kept free for a stranger who will come."""
+    """Bytes kept free for an external process."""
 
     reservation_id: int
     num_bytes: int
-    ready: bool = False  # they are free
+    ready: bool = False  # whether they are free
 
 
 @dataclass(slots=True)
 class SharedDevice:
-    """One device. Changed by `Ledger` alone.
+    """One device. Only `Ledger` changes it.
 
-    `used_bytes` is None until the device was measured. `foreign_bytes` is what the last two measurements agree on;
-    `peaks` what they agreed on during the cool-down, as (time, bytes).
+    `used_bytes` is None until the device has been measured. `foreign_bytes` is the amount that the last two
+    measurements agree on; `peaks` holds the amounts they agreed on during the cool-down, as (time, bytes).
     """
 
     rules: Rules
@@ -133,16 +133,16 @@ class SharedDevice:
     peaks: Sequence[tuple[int, int]] = ()
     tenants: dict[int, LeaseState] = field(default_factory=dict)
     reservations: dict[int, ReservedBytes] = field(default_factory=dict)
-    base_bytes: int = 0  # foreign memory that the reservations are not for
+    base_bytes: int = 0  # foreign memory outside the reservations
 
     @property
     def reserved_bytes(self) -> int:
-        """What is reserved, free already or not yet."""
+        """Bytes reserved, whether already free or not."""
         return sum(reservation.num_bytes for reservation in self.reservations.values())
 
     @property
     def foreign_at_most_bytes(self) -> int:
-        """What strangers hold if every engine holds as little as its record allows. Needs a measurement."""
+        """Bytes held by external processes if every engine holds only its lower bound. Needs a measurement."""
         assert self.used_bytes is not None
         return max(0, self.used_bytes - sum(tenant.lower_bytes for tenant in self.living()))
 
@@ -152,33 +152,33 @@ class SharedDevice:
 
     @property
     def promised_bytes(self) -> int:
-        """What is granted: to the living, and of the ended what they may still map, not having seen that they ended."""
+        """Bytes granted to living leases, plus those that ended leases may still map before they notice their end."""
         living = sum(tenant.granted_bytes for tenant in self.living())
         return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.tenants.values() if t.ended)
 
     def off_the_top(self, foreign_bytes: int) -> int:
-        """What strangers hold, and what is reserved for them; memory that a reservation was made for counts once."""
+        """The larger of foreign memory and base plus reserved memory, so that memory used under a reservation counts once."""
         return max(foreign_bytes, self.base_bytes + self.reserved_bytes if self.reservations else 0)
 
     def peak_bytes(self, now_ns: int) -> int:
-        """The most that strangers have held during the cool-down."""
+        """The most that external processes held during the cool-down."""
         since_ns = now_ns - int(self.rules.cooldown_s * 1e9)
         return max((at_most for at_ns, at_most in self.peaks if at_ns >= since_ns), default=0)
 
     def room_bytes(self) -> int:
-        """What may be granted on the way to a minimum; negative where too much is granted. Needs a measurement."""
+        """Bytes that may be granted up to the minimums; negative if too much is granted. Needs a measurement."""
         foreign = self.off_the_top(self.foreign_at_most_bytes)
         return self.capacity_bytes - self.rules.headroom_bytes - self.promised_bytes - foreign
 
     def growth_room_bytes(self, now_ns: int) -> int:
-        """What may be granted above the minimums: it stays below the high mark, and below the strangers' peak."""
+        """Bytes that may be granted above the minimums, within the high mark and with foreign memory at its recent peak."""
         more = self.off_the_top(max(self.foreign_at_most_bytes, self.peak_bytes(now_ns)))
         return self.room_bytes() - self.rules.band_bytes - (more - self.off_the_top(self.foreign_at_most_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The lease may hold `granted_bytes` in all; `added_bytes` of them are new: whole granules, or up to its minimum."""
+    """The lease may hold `granted_bytes` in all. `added_bytes` of them are new: whole granules, or up to its minimum."""
 
     lease_id: int
     granted_bytes: int
@@ -187,25 +187,25 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The lease shall be at or under `target_bytes` within `deadline_s`."""
+    """The lease must be at or under `target_bytes` within `deadline_s`."""
 
     lease_id: int
     target_bytes: int
     deadline_s: float
-    for_growth: bool = False  # for nothing but another lease's growth
-    by_hand: bool = False  # somebody ordered it, for reasons of his own: it is not withdrawn
+    for_growth: bool = False  # only for another lease's growth
+    by_hand: bool = False  # ordered by the user: never withdrawn
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """What was recalled of the lease, and is overdue, nobody needs any more."""
+    """The overdue recalls of the lease are no longer needed."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What was reserved is free."""
+    """The reserved bytes are free."""
 
     reservation_id: int
 
@@ -214,12 +214,12 @@ Order: TypeAlias = Grant | Recall | Withdraw | Ready
 
 
 def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
-    """What to do now; nothing while the device is not measured. Read-only.
+    """Compute the orders for the current state; none until the device is measured. Read-only.
 
-    A lease with a pending recall gets nothing. One whose recall is overdue counts as immovable: the others are served
-    from what it leaves; once nobody waits and there is room for what it kept, its recalls are withdrawn. So that another may
-    grow a lease gives once, and then rests; for strangers, reservations and minimums it gives whenever it must. No recall
-    goes below a minimum.
+    A lease with a pending recall gets no grant. A lease with an overdue recall counts as immovable, and the other
+    leases are served from the rest. Its recalls are withdrawn once no lease waits and there is room for the memory it
+    kept. A lease gives memory in use for another lease's growth at most once per `rest_s`; for foreign memory,
+    reservations and minimums it gives whenever needed. No recall goes below a minimum.
     """
     if state.used_bytes is None:
         return ()
@@ -234,10 +234,10 @@ def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
 
 
 def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
-    """What each movable lease should have: its share, on the grid of whole granules from where it stands.
+    """The target of each movable lease: its share, in whole granules from its current grant.
 
-    What rounding down leaves goes, a granule each, to those who could use it, the least served first. So the targets
-    follow from what the leases could use, and not from who came first: once there, nothing moves.
+    Bytes left by rounding down go, one granule each, to the leases that could use them, least served first. So the
+    targets depend on what the leases could use and not on arrival order: once reached, they do not change.
     """
     movable = _movable(state, now_ns)
     could_use = {tenant.lease_id: _could_use(state, tenant, now_ns) for tenant in movable}
@@ -256,7 +256,7 @@ def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
 
 
 def _shares(state: SharedDevice, movable: list[LeaseState], could_use: dict[int, int], now_ns: int) -> dict[int, int]:
-    """The bytes that each movable lease should have, to the byte: never less than its minimum."""
+    """The share of each movable lease, to the byte and never below its minimum."""
     shares = {tenant.lease_id: tenant.min_bytes for tenant in movable}
     left = _available(state, now_ns) - sum(shares.values())
     for priority in sorted({tenant.priority for tenant in movable}):
@@ -269,9 +269,10 @@ def _shares(state: SharedDevice, movable: list[LeaseState], could_use: dict[int,
 
 
 def water_fill(amount: int, caps: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Weighted max-min fairness: nobody above his cap, and nobody has less per weight than one who is not at his cap.
+    """Split `amount` by weighted max-min fairness: no share exceeds its cap, and uncapped shares are equal per weight.
 
-    To the byte; what does not divide goes to those with the highest caps. All of `amount` is given, or all caps are met.
+    Exact to the byte; indivisible rests go to the highest caps per weight. Either all of `amount` is given or all caps
+    are met.
     """
     steps = [max(1, round(weight * _WEIGHT_STEPS)) for weight in weights]
     shares = [0] * len(caps)
@@ -283,31 +284,31 @@ def water_fill(amount: int, caps: Sequence[int], weights: Sequence[float]) -> li
     return shares
 
 
-# ---- what there is, and what is wanted ----------------------------------------------------------
+# ---- capacity and demand ------------------------------------------------------------------------
 
 
 def _movable(state: SharedDevice, now_ns: int) -> list[LeaseState]:
-    """The leases that orders may go to: neither ended nor overdue."""
+    """The leases that may receive orders: neither ended nor overdue."""
     return [tenant for tenant in state.living() if not tenant.overdue(now_ns)]
 
 
 def _below_low_mark(state: SharedDevice, foreign_bytes: int, now_ns: int) -> int:
-    """What movable leases may hold with strangers at `foreign_bytes` before the headroom is touched.
+    """Bytes that movable leases may hold before the headroom is touched, with `foreign_bytes` of foreign memory.
 
-    What ended leases have not given back is on its way: nobody is recalled for it, and what is granted waits for it.
+    Memory of ended leases is about to return: it causes no recall, and grants wait for it.
     """
     overdue = sum(tenant.granted_bytes for tenant in state.living() if tenant.overdue(now_ns))
     return state.capacity_bytes - state.rules.headroom_bytes - state.off_the_top(foreign_bytes) - overdue
 
 
 def _available(state: SharedDevice, now_ns: int) -> int:
-    """What movable leases may hold in the long run: up to the high mark, strangers at their peak."""
+    """Bytes that movable leases may hold in the long run: up to the high mark, with foreign memory at its peak."""
     foreign = max(state.foreign_bytes, state.peak_bytes(now_ns))
     return _below_low_mark(state, foreign, now_ns) - state.rules.band_bytes
 
 
 def _could_use(state: SharedDevice, tenant: LeaseState, now_ns: int) -> int:
-    """What a lease has in use or asks for, reached from its grant by whole granules; its minimum at least."""
+    """Bytes that a lease has in use or asks for, in whole granules from its grant; at least its minimum."""
     most = state.capacity_bytes if tenant.max_bytes is None else tenant.max_bytes
     if tenant.ceiling is not None and tenant.ceiling.until_ns > now_ns:
         most = min(most, tenant.ceiling.max_bytes)
@@ -322,7 +323,7 @@ def _could_use(state: SharedDevice, tenant: LeaseState, now_ns: int) -> int:
 
 
 def _order_of_growth(tenant: LeaseState, has_bytes: int) -> tuple[int, float, int]:
-    """Higher priority first, then the least served by weight, then the oldest."""
+    """Sort key: lowest priority number first, then the least served by weight, then the oldest."""
     return tenant.priority, (has_bytes - tenant.min_bytes) / tenant.weight, tenant.lease_id
 
 
@@ -330,7 +331,7 @@ def _order_of_growth(tenant: LeaseState, has_bytes: int) -> tuple[int, float, in
 
 
 def _ready(state: SharedDevice) -> Iterable[Ready]:
-    """Those for which there is room, in the order in which they came: a small one does not pass a big one."""
+    """The reservations that now fit, in order of arrival: a small one does not overtake a larger one."""
     left = state.capacity_bytes - state.rules.headroom_bytes - state.promised_bytes
     reserved = sum(reservation.num_bytes for reservation in state.reservations.values() if reservation.ready)
     for reservation in state.reservations.values():
@@ -342,7 +343,7 @@ def _ready(state: SharedDevice) -> Iterable[Ready]:
 
 
 def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
-    """First what is missing to minimums, then growth up to the targets, each from the room there is."""
+    """Grants up to the minimums first, then growth up to the targets, each within the room there is."""
     takers = [tenant for tenant in _movable(state, now_ns) if not tenant.recalls]
     granted = {tenant.lease_id: tenant.granted_bytes for tenant in takers}
     room, growth_room = state.room_bytes(), state.growth_room_bytes(now_ns)
@@ -351,7 +352,7 @@ def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterab
         added = missing if missing <= room else _floor(max(0, room), tenant.granule_bytes)
         granted[tenant.lease_id] += added
         room -= added
-        growth_room -= missing  # also what it still waits for: nobody grows past a minimum
+        growth_room -= missing  # also what is still missing: minimums come before growth
     for tenant in sorted(takers, key=lambda tenant: _order_of_growth(tenant, tenant.granted_bytes)):
         missing = min(targets[tenant.lease_id] - granted[tenant.lease_id], growth_room)
         if granted[tenant.lease_id] >= tenant.min_bytes and missing > 0:
@@ -364,7 +365,7 @@ def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterab
 
 
 def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Recall]:
-    """What must come back, from those above their targets."""
+    """The recalls of leases above their targets."""
     movable = _movable(state, now_ns)
     expected = sum(tenant.expected_bytes for tenant in movable)
     takers = [tenant for tenant in movable if not tenant.recalls]
@@ -384,7 +385,7 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
         if tenant.lease_id in taken:
             yield _recall(state, tenant, taken[tenant.lease_id], for_growth=False)
     givers = [tenant for tenant in movable if tenant.lease_id not in taken]
-    for tenant in givers:  # rest is from giving what is in use; what lies idle goes whenever somebody wants it
+    for tenant in givers:  # `rest_s` protects memory in use only; idle memory may be recalled at any time
         if not _rested(tenant, state.rules.rest_s, now_ns):
             surplus[tenant.lease_id] = min(surplus[tenant.lease_id], _hoarded(tenant))
     more = _take(givers, surplus, should - sum(taken.values()))
@@ -394,7 +395,7 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
 
 
 def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
-    """For those who kept what was recalled, when there is room for it and nobody waits for more than he has."""
+    """Withdraw overdue recalls once there is room for the kept memory and no other lease could use more."""
     overdue = [tenant for tenant in state.living() if tenant.overdue(now_ns)]
     if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
         return
@@ -410,9 +411,9 @@ def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> I
 
 
 def _take(tenants: Iterable[LeaseState], surplus: dict[int, int], needed: int) -> dict[int, int]:
-    """How much of each lease's surplus to take for `needed` bytes, in whole granules or all of it.
+    """How much of each lease's surplus to take for `needed` bytes: whole granules, or the whole surplus.
 
-    What lies free in a pool, or was never mapped, goes first; then what lower priorities have in use.
+    Idle bytes (free in a pool or never mapped) go first, then bytes in use of the lowest-priority leases.
     """
     taken: dict[int, int] = {}
 
@@ -436,7 +437,7 @@ def _take(tenants: Iterable[LeaseState], surplus: dict[int, int], needed: int) -
 
 
 def _hoarded(tenant: LeaseState) -> int:
-    """What a lease was granted, above its minimum, and does not have in use."""
+    """Bytes granted above the minimum that are not in use."""
     return max(0, tenant.expected_bytes - max(tenant.min_bytes, tenant.in_use_bytes))
 
 

@@ -1,23 +1,22 @@
-"""The record of a lease: between which bounds an engine's memory lies at every instant, without a message.
+"""The record of a lease: shared memory with bounds on an engine's memory that hold at every instant, without messages.
 
-The broker makes the record, in memory that has no name and cannot change its size, and passes the engine a descriptor
-with the answer to `register`. The engine writes bounds around every map and unmap; the broker reads them whenever a
-measurement of the device comes.
+The broker creates the record in anonymous memory of sealed size, and passes the engine a descriptor with the answer to
+`register`. The engine writes bounds around every map and unmap. The broker reads them at each measurement of the
+device.
 
     before a map of n bytes    lower = held        upper = held + n
     after it                   lower = held + n    upper = held + n
     before an unmap            lower = held - n    upper = held
     after it                   lower = held - n    upper = held - n
 
-What the broker needs is not the bounds now, but bounds that held at an instant in the past: when the driver was asked how
-much is free. Any number of maps may have begun and ended since. So the record does not hold the two bounds but how far
-each has risen and fallen in all, four sums that never fall themselves. With the sums read before the measurement (b) and
-after it (a), at every instant in between
+The broker needs the bounds at a past instant: when the driver was asked how much memory is free. Any number of maps may
+have begun and ended since. So the record stores not the two bounds but how far each has risen and fallen in all: four
+sums that never decrease. With the sums read before the measurement (b) and after it (a), at every instant in between
 
     upper <= upper_rises(a) - upper_falls(b)        lower >= lower_rises(b) - lower_falls(a)
 
-however often the bounds have moved, and in whatever order the sums are read: no lock, no sequence number, no clock that
-two processes would have to share. Each sum is 8 aligned bytes, stored by one instruction.
+however often the bounds have moved, and in whatever order the sums are read. This needs no lock, no sequence number and
+no clock shared between processes. Each sum is 8 aligned bytes, stored by one instruction.
 
     0        8             16            24            32
     | upper_rises | upper_falls | lower_rises | lower_falls |       little or big endian: both ends are on one machine
@@ -35,7 +34,7 @@ _WORDS = 4
 
 
 class Sums(NamedTuple):
-    """How far the bounds have risen and fallen since the record was made; bytes."""
+    """Total rises and falls of the bounds since the record was made, in bytes."""
 
     upper_rises: int = 0
     upper_falls: int = 0
@@ -44,7 +43,7 @@ class Sums(NamedTuple):
 
     @property
     def upper_bytes(self) -> int:
-        """The upper bound now, as far as sums that were read one after the other tell."""
+        """The current upper bound, approximate because the sums are read one after another."""
         return max(0, self.upper_rises - self.upper_falls)
 
 
@@ -56,17 +55,17 @@ class HeldBounds(NamedTuple):
 
 
 def bounds_between(before: Sums, after: Sums) -> HeldBounds:
-    """What held at every instant between two readings of the sums; never negative, lower at most upper."""
+    """Bounds that held at every instant between two readings of the sums; 0 <= lower <= upper."""
     upper = max(0, after.upper_rises - before.upper_falls)
     lower = max(0, before.lower_rises - after.lower_falls)
     return HeldBounds(min(lower, upper), upper)
 
 
 class RecordOwner:
-    """The broker's end: makes the record and reads it."""
+    """The broker's end: creates the record and reads it."""
 
     def __init__(self, held_bytes: int = 0) -> None:
-        """A record in which `held_bytes` are held. Raises OSError where no memory or descriptor is left."""
+        """Create a record with `held_bytes` held. Raises OSError if no memory or descriptor is left."""
         if sys.platform != "linux":
             raise OSError("leases need Linux: memory without a name, passed over a socket")
         import fcntl
@@ -74,7 +73,7 @@ class RecordOwner:
         self._fd: int | None = os.memfd_create("pagetide-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, RECORD_BYTES)
-            # A file that its other user cuts short would end the broker with SIGBUS.
+            # If the engine could shrink the file, the broker would end by SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._words = memoryview(mmap.mmap(self._fd, RECORD_BYTES)).cast("Q")
         except BaseException:
@@ -83,11 +82,11 @@ class RecordOwner:
         self._words[0] = self._words[2] = held_bytes
 
     def read(self) -> Sums:
-        """The sums now."""
+        """The current sums."""
         return Sums(*self._words[:_WORDS])
 
     def take_fd(self) -> int:
-        """The descriptor for the engine, once; the caller closes it. The record stays readable here."""
+        """The descriptor for the engine; only once. The caller closes it. The record stays readable here."""
         assert self._fd is not None, "taken already"
         fd, self._fd = self._fd, None
         return fd
@@ -97,9 +96,9 @@ class LeaseRecordWriter:
     """The engine's end. Not thread-safe; `Lease` has a lock."""
 
     def __init__(self, fd: int) -> None:
-        """Takes `fd` over and closes it. Raises OSError or ValueError for a descriptor that is no record.
+        """Take ownership of `fd` and close it. Raises OSError or ValueError if it is not a record.
 
-        Neither is one that could be cut short later: this process would end by SIGBUS at the next write.
+        Memory that could shrink later is rejected: this process would end by SIGBUS at the next write.
         """
         import fcntl
 
@@ -114,7 +113,7 @@ class LeaseRecordWriter:
         self._lower = sums.lower_rises - sums.lower_falls
 
     def set(self, lower_bytes: int, upper_bytes: int) -> None:
-        """What is held lies between these from now on. To be said before a change that widens them, after one that narrows."""
+        """Set both bounds. Call it before a change that widens them, after one that narrows them."""
         if upper_bytes > self._upper:
             self._words[0] += upper_bytes - self._upper
         elif upper_bytes < self._upper:

@@ -1,7 +1,7 @@
-"""What the broker knows: the devices that are leased, a ledger for each, and who holds which lease.
+"""The broker's state: the leased devices, a ledger for each, and the connection behind each lease.
 
-Between the ledgers, which know numbers only, and the broker, which knows sockets: measurements and the records of the
-leases come in, orders go out to the engines, views to people.
+It stands between the ledgers, which only handle numbers, and the broker, which handles sockets. Measurements and lease
+records come in; orders go to the engines, views to users and metrics.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from .quota import Promise, Quota
 
 log = logging.getLogger(__name__)
 
-_MAX_READINGS = 64  # of a record, remembered until a measurement comes
+_MAX_READINGS = 64  # readings of a record kept until the next measurement
 _TROUBLE_TOLD_AFTER_NS = 1_000_000_000
 
 
 class Readings(Protocol):
-    """Where the broker sees memory; a `RecordReader` or a `Watch` of the monitor is one."""
+    """The broker's source of memory readings; the monitor's `RecordReader` and `Watch` implement it."""
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """The devices that are watched."""
+        """The watched devices."""
         ...
 
     def memory(self, uuid: str) -> DeviceMemory:
-        """The newest numbers of one device. Raises MonitorError."""
+        """The newest readings of one device. Raises MonitorError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class LeaseAccount:
-    """A lease, with what the ledger does not know of it. Changed by `LeaseTable` alone."""
+    """A lease, with what the ledger does not store. Only `LeaseTable` changes it."""
 
     lease_id: int
     terms: LeaseTerms
     device_uuid: str
     peer: Peer
     record: RecordOwner
-    connection: Connection | None  # None: it has ended, and is reaped
-    generation: wire.OrderGeneration  # of its newest grant
-    may_return: bool = True  # once ended: its engine may come back, and go on with it
-    held: Mapping[str, int] = field(default_factory=dict)  # by class, as reported
+    connection: Connection | None  # None: it has ended and is being reaped
+    generation: wire.OrderGeneration  # the generation of its newest grant
+    may_return: bool = True  # after its end: whether its engine may continue it
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes by class, as reported
     overdue_told: bool = False
     readings: deque[tuple[int, Sums]] = field(default_factory=lambda: deque(maxlen=_MAX_READINGS))
 
     def bounds_since(self, at_ns: int, now: Sums) -> HeldBounds:
-        """What held at every instant from `at_ns` until now; of the time before the lease nothing is known."""
+        """Bounds that held at every instant from `at_ns` until now; the lower one is 0 if no reading is that old."""
         while len(self.readings) > 1 and self.readings[1][0] <= at_ns:
             self.readings.popleft()
         known = bool(self.readings) and self.readings[0][0] <= at_ns
@@ -70,18 +70,18 @@ class LeaseAccount:
 
 @dataclass(slots=True, eq=False)
 class Book:
-    """A device that is leased."""
+    """A leased device."""
 
     info: DeviceInfo
     ledger: Ledger
-    measured_ns: int = -1  # the time of the newest measurement that the ledger knows
-    trouble: str | None = None  # why there is none,
-    trouble_since_ns: int = 0  # since when,
-    trouble_told: str | None = None  # and what of it was told
+    measured_ns: int = -1  # the time of the newest measurement applied
+    trouble: str | None = None  # why the device is not measured
+    trouble_since_ns: int = 0  # since when
+    trouble_told: str | None = None  # the trouble last logged
 
 
 class LeaseTable:
-    """All devices and leases. Used by one thread; the views may be read by any."""
+    """All devices and leases. Used by one thread; any thread may read the views."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class LeaseTable:
         set_engines: Callable[[str, frozenset[int]], None],
         clock: Callable[[], int],
     ) -> None:
-        """See `Broker`."""
+        """The arguments are those of `Broker`."""
         self.epoch = secrets.randbits(53)
-        self.decide_from_ns = 0  # before this, engines that are not back yet look like strangers
+        self.decide_from_ns = 0  # before this, engines that have not returned yet would count as foreign
         self.entries: dict[int, LeaseAccount] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
@@ -107,7 +107,7 @@ class LeaseTable:
     # ---- requests -------------------------------------------------------------------------------
 
     def register(self, connection: Connection, request: wire.RegisterMessage) -> LeaseAccount:
-        """A new lease, answered with what it is granted at once. Raises LeaseRefused; then nothing has changed."""
+        """Register a lease and answer with its first grant. Raises LeaseRefused, with nothing changed."""
         terms = LeaseTerms(
             request.name, request.min_bytes, request.max_bytes, request.weight, request.priority, request.granule_bytes
         )
@@ -125,7 +125,8 @@ class LeaseTable:
         self.entries[lease_id] = entry
         connection.lease_id = lease_id
         self._tell_engines(book)
-        entry.readings.append((self._clock(), record.read()))  # only now, since measurements before may not count it
+        # Only now: earlier measurements may not include it.
+        entry.readings.append((self._clock(), record.read()))
         self.measure(book)
         orders = [order for order in self._decide(book) if not _grants(order, lease_id)]
         self._publish()
@@ -139,17 +140,17 @@ class LeaseTable:
         return entry
 
     def ask(self, entry: LeaseAccount, message: wire.AskMessage) -> None:
-        """The engine wants more."""
+        """Record the engine's demand."""
         expires_ns = self._clock() + message.expires_ms * 1_000_000
         self._books[entry.device_uuid].ledger.ask(entry.lease_id, message.target_bytes, expires_ns)
 
     def report(self, entry: LeaseAccount, message: wire.ReportMessage) -> None:
-        """The engine tells what it holds."""
+        """Record the engine's report of what it holds."""
         entry.held = message.held
         self._books[entry.device_uuid].ledger.report(entry.lease_id, message.free_bytes)
 
     def unmapped(self, entry: LeaseAccount, message: wire.UnmappedMessage) -> None:
-        """The engine gave something back. Raises LeaseRefused if it did not know of its newest grant."""
+        """Lower the engine's grant. Raises LeaseRefused if the message predates its newest grant."""
         if message.generation.epoch != self.epoch or message.generation.counter < entry.generation.counter:
             raise LeaseRefused(
                 f"the answer {tuple(message.generation)} is older than the newest grant {tuple(entry.generation)}"
@@ -158,11 +159,11 @@ class LeaseTable:
         entry.overdue_told = False
 
     def lower_min(self, entry: LeaseAccount, message: wire.LowerMinMessage) -> None:
-        """The engine needs less at least than it was promised. Raises LeaseRefused for more."""
+        """Lower the engine's minimum. Raises LeaseRefused if it would rise."""
         self._books[entry.device_uuid].ledger.lower_min(entry.lease_id, message.min_bytes)
 
     def limit(self, entry: LeaseAccount, max_bytes: int) -> wire.LimitSetMessage:
-        """Somebody sets the engine's max. Raises LeaseRefused."""
+        """Set the engine's max by user command. Raises LeaseRefused."""
         ledger = self._books[entry.device_uuid].ledger
         over_bytes = ledger.limit(entry.lease_id, max_bytes)
         now = ledger.state.tenants[entry.lease_id].max_bytes
@@ -175,7 +176,7 @@ class LeaseTable:
         return wire.LimitSetMessage(now, over_bytes)
 
     def recall(self, entry: LeaseAccount, num_bytes: int) -> wire.RecallingMessage:
-        """Somebody recalls bytes of the engine. Raises LeaseRefused."""
+        """Recall bytes from the engine by user command. Raises LeaseRefused."""
         book = self._books[entry.device_uuid]
         self._read(entry)
         order = book.ledger.recall(entry.lease_id, num_bytes, self._clock())
@@ -184,7 +185,7 @@ class LeaseTable:
         return wire.RecallingMessage(order.target_bytes, wire.milliseconds(order.deadline_s))
 
     def reserve(self, connection: Connection, message: wire.ReserveMessage) -> None:
-        """Somebody wants bytes kept free; `Reserved` goes out once they are. Raises LeaseRefused."""
+        """Reserve bytes; `ReservedMessage` is sent once they are free. Raises LeaseRefused."""
         book, reservation_id = self._book(message.device_uuid), next(self._ids)
         self._check_promise(book, connection.peer, Promise("a reservation", message.num_bytes, LeaseRefused))
         book.ledger.reserve(reservation_id, message.num_bytes)
@@ -193,12 +194,12 @@ class LeaseTable:
         self.measure(book)
 
     def unreserve(self, reservation_id: int) -> None:
-        """The one who reserved has gone."""
+        """End a reservation after its connection has closed."""
         book, _ = self._reservations.pop(reservation_id)
         book.ledger.unreserve(reservation_id)
 
     def end(self, entry: LeaseAccount, why: str, *, may_return: bool) -> None:
-        """A lease ends; it is reaped, or its engine comes back. Once more with `may_return` False: it does not."""
+        """End a lease: it is reaped, or its engine returns. A second call with `may_return` False rules the return out."""
         if entry.connection is not None:
             entry.connection.lease_id = None
             entry.connection = None
@@ -210,7 +211,7 @@ class LeaseTable:
             ledger.end(entry.lease_id, self._clock(), may_return=entry.may_return)
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
-        """The lease of an engine, by name, pid or #number, for one who may command it. Raises UnknownEngine, NotPermitted."""
+        """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
         living = [entry for entry in self.entries.values() if entry.connection is not None]
         found = [entry for entry in living if engine in (entry.terms.name, str(entry.peer.pid), f"#{entry.lease_id}")]
         if not found:
@@ -227,13 +228,13 @@ class LeaseTable:
         return found[0]
 
     def count_ended(self, uid: int) -> int:
-        """The leases of a user that have ended and are reaped still."""
+        """How many leases of a user have ended and are still being reaped."""
         return sum(entry.connection is None for entry in self.entries.values() if entry.peer.uid == uid)
 
     # ---- measurements and orders ----------------------------------------------------------------
 
     def measure_all(self) -> None:
-        """Look at every device that is leased, and forget those that are no more."""
+        """Measure every device in use, and drop devices without leases and reservations."""
         for uuid, book in list(self._books.items()):
             if book.ledger.state.tenants or book.ledger.state.reservations:
                 self.measure(book)
@@ -241,7 +242,7 @@ class LeaseTable:
                 del self._books[uuid]
 
     def measure(self, book: Book) -> None:
-        """Let the ledger know the newest measurement, if there is one, and what the leases held then and hold now."""
+        """Give the ledger the newest measurement, if any, with the leases' bounds then and now."""
         ledger, uuid = book.ledger, book.info.uuid
         memory, trouble = None, None
         try:
@@ -251,7 +252,8 @@ class LeaseTable:
             trouble = str(error)
         now_ns = self._clock()
         entries = self._entries_of(book)
-        sums = {entry.lease_id: self._read(entry) for entry in entries}  # after the measurement, whatever it was
+        # read after the measurement, whether or not there is one
+        sums = {entry.lease_id: self._read(entry) for entry in entries}
         if memory is None or memory.total_bytes is None or memory.free_bytes is None or memory.is_stale(now_ns):
             ledger.unmeasured()
             trouble = trouble or "its numbers are old"
@@ -270,14 +272,14 @@ class LeaseTable:
             self._drop(book, self.entries[lease_id])
 
     def settle(self) -> None:
-        """Decide for every device, and tell whom it concerns."""
+        """Decide for every device, and send the orders."""
         decided = [(book, self._decide(book)) for book in self._books.values()]
-        self._publish()  # before anyone is told, so that who is told sees it
+        self._publish()  # publish first, so that an engine that gets an order sees it in the views
         for book, orders in decided:
             self.carry_out(book, orders)
 
     def carry_out(self, book: Book, orders: Iterable[Order]) -> None:
-        """Tell engines what the ledger has decided."""
+        """Send the ledger's orders to the engines."""
         for order in orders:
             if isinstance(order, Ready):
                 _, connection = self._reservations[order.reservation_id]
@@ -312,7 +314,7 @@ class LeaseTable:
         return () if now_ns < self.decide_from_ns else book.ledger.settle(now_ns)
 
     def _publish(self) -> None:
-        """Renew the views, and say once of a recall that it is overdue."""
+        """Rebuild the views, and log each overdue recall once."""
         now_ns = self._clock()
         views = []
         for entry in self.entries.values():
@@ -329,16 +331,16 @@ class LeaseTable:
         self.device_views = tuple(device_view(book) for book in self._books.values())
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all state."""
         self.entries.clear()
         self._books.clear()
         self._reservations.clear()
         self.lease_views, self.device_views = (), ()
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internal -------------------------------------------------------------------------------
 
     def _book(self, uuid: str) -> Book:
-        """The device's book, opened if need be. Raises LeaseRefused where there is no such device, or it is silent."""
+        """The device's book, created on first use. Raises LeaseRefused for an unknown device or one without a reading."""
         if (book := self._books.get(uuid)) is not None:
             return book
         try:
@@ -355,7 +357,7 @@ class LeaseTable:
         return self._books.setdefault(uuid, Book(info, ledger))
 
     def _check_promise(self, book: Book, peer: Peer, asked: Promise) -> None:
-        """Raises the promise's refusal where a user would be promised too much of a device."""
+        """Raise the promise's refusal if it exceeds the user's quota of the device."""
         if self._quota is None:
             return
         state = book.ledger.state
@@ -372,7 +374,7 @@ class LeaseTable:
         self._quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
 
     def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
-        """The ended lease that an engine comes back to; not to be told where its process is not seen from here."""
+        """The ended lease that this engine held before; None if none, or if its pid is not visible here."""
         for entry in self.entries.values():
             same = (entry.peer.pid, entry.terms.name, entry.device_uuid) == (
                 peer.pid,
@@ -387,7 +389,7 @@ class LeaseTable:
         return [entry for entry in self.entries.values() if entry.device_uuid == book.info.uuid]
 
     def _read(self, entry: LeaseAccount) -> Sums:
-        """The record of a lease now, which the ledger gets to know."""
+        """Read the lease's record, and pass its upper bound to the ledger."""
         sums = entry.record.read()
         held_bytes = min(wire.MAX_BYTES, sums.upper_bytes)
         self._books[entry.device_uuid].ledger.hold(entry.lease_id, held_bytes)
@@ -402,7 +404,7 @@ class LeaseTable:
         pids = frozenset(entry.peer.pid for entry in self._entries_of(book))
         try:
             self._set_engines(book.info.uuid, pids - {0})
-        except (MonitorError, OSError) as error:  # a process that ended before it could be counted; no descriptors
+        except (MonitorError, OSError) as error:  # the process ended first, or no descriptors are left
             log.warning("the engines of device %s cannot all be counted: %s", book.info.index, error)
 
     def _next_generation(self) -> wire.OrderGeneration:
@@ -410,14 +412,14 @@ class LeaseTable:
 
 
 def _why(order: Recall) -> str:
-    """What a recall is for."""
+    """The reason for a recall, for the log."""
     if order.by_hand:
         return "by hand"
     return "so that another may grow" if order.for_growth else "for minimums, reservations and headroom"
 
 
 def _tell_trouble(book: Book, trouble: str | None, now_ns: int) -> None:
-    """Say of a device that does not answer why, once it has lasted, and when it is over: a busy machine is no news."""
+    """Log why a device is not measured, once that has lasted a second, and its recovery: short gaps are normal."""
     if trouble is not None and book.trouble is None:
         book.trouble_since_ns = now_ns
     book.trouble = trouble

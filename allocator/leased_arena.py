@@ -1,4 +1,4 @@
-"""An arena within a lease: what it holds is counted in the lease's record, and never more than is granted."""
+"""An arena within a lease: its memory counts in the lease's record and never exceeds the grant."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .lease_record import HeldBounds
 
 
 class LeasedArena:
-    """`arena`, whose extents count against `lease`, which counts what it holds now already; see `Arena` for the contract.
+    """Wraps `arena` and counts its extents against `lease`; see `Arena` for the contract.
 
-    `map` and `prepare` raise GrantExceeded where the lease does not allow it; then nothing has changed. Closing it leaves
-    the lease open.
+    The lease must already count what the arena holds now. `map` and `prepare` raise GrantExceeded, with nothing
+    changed, if the lease does not allow the extents. `close` leaves the lease open.
     """
 
     def __init__(self, arena: Arena, lease: Lease) -> None:
         self._arena = arena
         self._lease = lease
-        self._counted = arena.held  # what of the lease's bounds is the arena's
+        self._counted = arena.held  # the arena's part of the lease's bounds
         self._lock = threading.Lock()
 
     @property
@@ -37,7 +37,7 @@ class LeasedArena:
 
     @property
     def mapped_extents(self) -> frozenset[int]:
-        """The extents that have memory behind them now."""
+        """Extents with memory now."""
         return self._arena.mapped_extents
 
     @property
@@ -47,7 +47,7 @@ class LeasedArena:
 
     @property
     def held(self) -> HeldBounds:
-        """As the arena says. From now on the lease counts that: what came or went in the background since the last call."""
+        """The arena's bounds. Reading them updates the lease's count for changes made in the background."""
         with self._lock:
             self._count(self._arena.held)
             return self._counted
@@ -58,27 +58,27 @@ class LeasedArena:
         return self._arena.buffer
 
     def map(self, extents: Sequence[int]) -> None:
-        """As the arena does. Raises GrantExceeded too."""
+        """Map `extents`; see `Arena`. Raises GrantExceeded too."""
         with self._bounded(coming=len(extents)):
             self._arena.map(extents)
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """As the arena does."""
+        """Unmap `extents`; see `Arena`."""
         with self._bounded(going=len(extents)):
             self._arena.unmap(extents)
 
     def prepare(self, num_extents: int) -> None:
-        """As the arena does. Raises GrantExceeded too."""
+        """Prepare memory for `num_extents` extents; see `Arena`. Raises GrantExceeded too."""
         with self._bounded(coming=num_extents):
             self._arena.prepare(num_extents)
 
     def trim(self) -> None:
-        """As the arena does."""
+        """Release memory that is not mapped; see `Arena`."""
         with self._bounded():
             self._arena.trim()
 
     def drain_failures(self) -> list[DriverError]:
-        """As the arena's."""
+        """The arena's background failures."""
         return self._arena.drain_failures()
 
     def close(self) -> None:
@@ -88,11 +88,11 @@ class LeasedArena:
 
     @contextmanager
     def _bounded(self, coming: int = 0, going: int = 0) -> Iterator[None]:
-        """Around a change by so many mapped extents, before which the lease counts all that it may come to."""
+        """Widen the lease's bounds before a change by these numbers of mapped extents, and narrow them after it."""
         with self._lock:
             least, most = self._arena.held
             mapped_bytes, extent_bytes = self.mapped_bytes, self.extent_bytes
-            least = min(least, max(0, mapped_bytes - going * extent_bytes))  # what is ready may go too
+            least = min(least, max(0, mapped_bytes - going * extent_bytes))  # prepared memory may go too
             self._count(HeldBounds(least, max(most, mapped_bytes + coming * extent_bytes)))
             try:
                 yield
@@ -100,7 +100,7 @@ class LeasedArena:
                 self._count(self._arena.held)
 
     def _count(self, held: HeldBounds) -> None:
-        """Move the lease's bounds by as much as the arena's."""
+        """Shift the lease's bounds by the change of the arena's."""
         if held != (before := self._counted):
             self._lease.shift(held.lower_bytes - before.lower_bytes, held.upper_bytes - before.upper_bytes)
             self._counted = held

@@ -1,11 +1,11 @@
-"""The book of one device: its leases, changed by what engines say and by what is measured.
+"""The ledger of one device: its leases, updated by engines' messages and by measurements.
 
     register ─► lives ── end: released, died, or its socket was cut ─► reaping ── its memory is back, or is foreign ─► gone
                  │ ▲
        settle: grants, recalls    unmapped: the only way in which a grant falls
 
-`policy` decides, this class carries it out on its own numbers and hands the orders on. It asks no clock: the time comes
-with each call, in monotonic nanoseconds.
+`lease_policy.decide` computes the orders; this class applies them to its numbers and returns them. It reads no clock:
+each call is given the time, in monotonic nanoseconds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from .lease_policy import (
 )
 from .lease_record import HeldBounds
 
-_SETTLED_NS = 100_000_000  # of a process that is gone: when nothing came back for so long, nothing more does
-_UNAWARE_NS = (
-    1_000_000_000  # so long an engine may go on to map what it was granted before it sees that its socket was cut
-)
+# of an ended process: if nothing has come back for this long, nothing more will
+_SETTLED_NS = 100_000_000
+_UNAWARE_NS = 1_000_000_000  # after its socket is cut, an engine may map its grant for this long
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What a lease was registered with."""
+    """The terms that a lease was registered with."""
 
     name: str
     min_bytes: int
@@ -50,7 +49,7 @@ class LeaseTerms:
     granule_bytes: int
 
     def check(self) -> None:
-        """Raises InvalidLease."""
+        """Raise InvalidLease if the max is 0 or below the min."""
         if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
             raise InvalidLease(
                 f"the max of {self.name!r} ({format_bytes(self.max_bytes)}) must be at least 1 byte and not below its "
@@ -60,30 +59,30 @@ class LeaseTerms:
 
 @dataclass(slots=True)
 class _Reaping:
-    """An ended lease on its way out."""
+    """An ended lease with memory that is not back yet."""
 
     ended_ns: int
-    may_return: bool  # nobody knows that its engine is gone, so it may go on with the lease
-    level_bytes: int  # what it held when last some of it came back,
-    level_ns: int  # and when that was
+    may_return: bool  # the engine may still be alive and continue the lease
+    level_bytes: int  # what it held when memory last came back
+    level_ns: int  # when that was
 
 
 class Ledger:
     """The leases of one device. `state` is for reading."""
 
     def __init__(self, rules: Rules, capacity_bytes: int) -> None:
-        """`capacity_bytes` as measured."""
+        """`capacity_bytes` is the measured size of the device."""
         self.state = SharedDevice(rules, capacity_bytes)
         self._measured_ns = 0
-        self._previous_foreign: int | None = None  # what the last measurement alone said at least
+        self._previous_foreign: int | None = None  # the lower estimate of the last measurement alone
         self._reaping: dict[int, _Reaping] = {}
 
-    # ---- what engines and people say ------------------------------------------------------------
+    # ---- requests of engines and users ----------------------------------------------------------
 
     def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
-        """A new lease that is granted what it holds already, as far as the device has it; `settle` grants it more.
+        """Add a lease, granted what it already holds as far as the device has room; `settle` grants more.
 
-        Raises InvalidLease, MinimumsExceedCapacity; then nothing has changed.
+        Raises InvalidLease or MinimumsExceedCapacity, with nothing changed.
         """
         terms.check()
         self._check_minimums(terms)
@@ -93,7 +92,7 @@ class Ledger:
                 f"{format_bytes(self.state.capacity_bytes)}"
             )
         others = sum(tenant.granted_bytes for tenant in self.state.living())
-        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # whatever it says
+        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
         tenant = LeaseState(
             lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
             registered_max_bytes=terms.max_bytes,
@@ -104,17 +103,17 @@ class Ledger:
         return tenant
 
     def ask(self, lease_id: int, target_bytes: int, expires_ns: int) -> None:
-        """The lease could use so much in all, until then."""
+        """Record the lease's demand: `target_bytes` in all, until `expires_ns`."""
         self.state.tenants[lease_id].demand = LeaseDemand(target_bytes, expires_ns)
 
     def report(self, lease_id: int, free_bytes: int) -> None:
-        """So much lies free in the lease's pool."""
+        """Record how many bytes are free in the lease's pool."""
         self.state.tenants[lease_id].free_bytes = free_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
-        """The lease holds so much now, and no more until a new grant: its grant falls, though not below its minimum.
+        """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
-        Who gives back without a recall does not want what he asked for any more.
+        Returning memory without a recall cancels the lease's demand.
         """
         tenant = self.state.tenants[lease_id]
         if not tenant.recalls:
@@ -124,7 +123,7 @@ class Ledger:
         tenant.recalls = tuple(recall for recall in tenant.recalls if recall.target_bytes < tenant.granted_bytes)
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
-        """The lease needs no more than this at least. Raises InvalidLease for more than it was promised."""
+        """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""
         tenant = self.state.tenants[lease_id]
         if min_bytes > tenant.min_bytes:
             raise InvalidLease(
@@ -134,9 +133,10 @@ class Ledger:
         tenant.min_bytes = min_bytes
 
     def limit(self, lease_id: int, max_bytes: int) -> int:
-        """Let the lease grow no further than this, nor than it was registered with.
+        """Set the max of the lease, at most the registered one.
 
-        Returns what it is granted above that; it keeps it until it unmaps. Raises InvalidLease below its minimum.
+        Returns the bytes granted above it, which the lease keeps until it unmaps. Raises InvalidLease below its
+        minimum.
         """
         tenant = self.state.tenants[lease_id]
         if max_bytes < max(1, tenant.min_bytes):
@@ -148,10 +148,10 @@ class Ledger:
         return max(0, tenant.granted_bytes - tenant.max_bytes)
 
     def recall(self, lease_id: int, num_bytes: int, now_ns: int) -> Recall:
-        """Have the lease give back `num_bytes` of what it holds, or all above its minimum.
+        """Recall `num_bytes` of what the lease holds, down to its minimum at most.
 
-        For a cool-down it does not grow again, and nobody else gets these bytes. Raises LeaseRefused where it holds no
-        more than its minimum.
+        For one cool-down it does not grow again, and no lease gets these bytes. Raises LeaseRefused if there is nothing
+        to recall above its minimum.
         """
         tenant = self.state.tenants[lease_id]
         held = min(tenant.held_bytes, tenant.expected_bytes)
@@ -169,7 +169,7 @@ class Ledger:
         return order
 
     def reserve(self, reservation_id: int, num_bytes: int) -> None:
-        """Keep so much free for a stranger, as soon as it is; `settle` says when. Raises LeaseRefused if it never can be."""
+        """Reserve bytes for an external process; `settle` reports them free. Raises LeaseRefused if they can never be."""
         state = self.state
         minimums = sum(tenant.min_bytes for tenant in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes - minimums - state.reserved_bytes
@@ -183,14 +183,14 @@ class Ledger:
         state.reservations[reservation_id] = ReservedBytes(reservation_id, num_bytes)
 
     def unreserve(self, reservation_id: int) -> None:
-        """The reservation is over; what was taken in it is foreign memory. Idempotent."""
+        """End the reservation; memory used under it is foreign from now on. Idempotent."""
         self.state.reservations.pop(reservation_id, None)
 
     def end(self, lease_id: int, now_ns: int, *, may_return: bool = False) -> None:
-        """The lease has ended, its memory is not back yet. It stays, reaping, until `reaped` names it.
+        """End the lease. It stays, reaping, until `reaped` returns it.
 
-        `may_return`: nobody knows yet whether the engine is gone, so its memory is waited for as long as the rules say, and
-        what it was granted counts for as long as it may not know. Say it again once it is.
+        With `may_return` the engine may still be alive: its memory is awaited up to the reaping limit, and its grant
+        counts for as long as it may not have noticed. Call again without it once the process is known to have ended.
         """
         tenant = self.state.tenants[lease_id]
         if not tenant.ended:
@@ -201,22 +201,22 @@ class Ledger:
         if reaping.may_return and not may_return:
             reaping.may_return, reaping.level_ns = False, now_ns
         if not reaping.may_return:
-            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # the rest it can never map
+            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # it can never map the rest
 
     def drop(self, lease_id: int) -> None:
-        """Forget the lease: it goes on as another one, or is reaped."""
+        """Remove the lease: it continues under another id, or is reaped."""
         del self.state.tenants[lease_id]
         self._reaping.pop(lease_id, None)
 
-    # ---- what is measured -----------------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------------
 
     def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, HeldBounds], at_ns: int) -> None:
-        """The device was measured at `at_ns`, and each lease held what its bounds say at that instant."""
+        """Apply a measurement of the device at `at_ns`, with the bounds of each lease at that instant."""
         state = self.state
         state.capacity_bytes, state.used_bytes = capacity_bytes, capacity_bytes - free_bytes
         for tenant in state.tenants.values():
             bound = bounds.get(tenant.lease_id, HeldBounds(0, tenant.granted_bytes))
-            # More than it was granted is no engine's: it is counted with the strangers, so that it is counted.
+            # Memory beyond the grant counts as foreign, so that it is accounted for.
             tenant.upper_bytes = min(bound.upper_bytes, tenant.granted_bytes)
             tenant.lower_bytes = min(bound.lower_bytes, tenant.upper_bytes)
         self._measured_ns = at_ns
@@ -228,16 +228,16 @@ class Ledger:
         self._add_peak(at_ns, state.foreign_bytes)
 
     def unmeasured(self) -> None:
-        """The device does not say how much is free: nothing is decided until it does."""
+        """Mark the device as unmeasured: nothing is decided until the next measurement."""
         self.state.used_bytes = None
         self._previous_foreign = None
 
     def hold(self, lease_id: int, held_bytes: int) -> None:
-        """The upper bound in the lease's record now."""
+        """Set the current upper bound from the lease's record."""
         self.state.tenants[lease_id].held_bytes = held_bytes
 
     def reaped(self, now_ns: int) -> tuple[int, ...]:
-        """The ended leases that are over, for `drop`: what they should hold still is foreign memory then."""
+        """The ended leases to `drop`; memory they still hold is foreign from then on."""
         limit_ns = int(self.state.rules.reaping_limit_s * 1e9)
         return tuple(
             lease_id
@@ -248,13 +248,13 @@ class Ledger:
         )
 
     def settle(self, now_ns: int) -> tuple[Order, ...]:
-        """What the policy decides, carried out here; the broker tells those whom it concerns."""
+        """Compute the orders, apply them here and return them for the broker to send."""
         orders = decide(self.state, now_ns)
         for order in orders:
             self._apply(order, now_ns)
         return orders
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- internal -------------------------------------------------------------------------------
 
     def _apply(self, order: Order, now_ns: int) -> None:
         match order:
@@ -284,7 +284,7 @@ class Ledger:
             )
 
     def _not_foreign(self, held_bytes: int) -> None:
-        """What looked like a stranger until now is an engine's; to keep it in mind would have it recalled from others."""
+        """Subtract memory now known to be an engine's from the foreign amounts, so that others need not give it."""
         if held_bytes:
             if self._previous_foreign is not None:
                 self._previous_foreign = max(0, self._previous_foreign - held_bytes)
@@ -292,10 +292,10 @@ class Ledger:
             self.state.peaks = tuple((at_ns, max(0, peak - held_bytes)) for at_ns, peak in self.state.peaks)
 
     def _shrink_reaped(self) -> None:
-        """What ended leases hold still: no more than what is used and not surely held by a living one.
+        """Bound what ended leases still hold by the used bytes that no living lease surely holds.
 
-        So a stranger's memory may pass for theirs, until they are over: how much of it came back before anybody knew
-        that they had ended, nobody can tell.
+        Until these leases are gone, foreign memory may count as theirs: how much they returned before their end was
+        noticed is unknown.
         """
         left = self.state.foreign_at_most_bytes
         for lease_id, reaping in self._reaping.items():
@@ -310,7 +310,7 @@ class Ledger:
                 reaping.level_bytes, reaping.level_ns = remains, self._measured_ns
 
     def _add_peak(self, at_ns: int, num_bytes: int) -> None:
-        """Remember it for the cool-down. Lower ones before it say nothing more, so the list stays short and falls."""
+        """Record a peak for the cool-down. Earlier, lower peaks are dropped, so the list stays short and decreasing."""
         since_ns = at_ns - int(self.state.rules.cooldown_s * 1e9)
         kept = [(then_ns, peak) for then_ns, peak in self.state.peaks if then_ns >= since_ns and peak > num_bytes]
         self.state.peaks = (*kept, (at_ns, num_bytes))

@@ -1,10 +1,10 @@
-"""What one user may have of the broker, so that no user of a shared machine keeps the others out. Pure.
+"""Bounds on what one user may have of the broker, so that no user of a shared machine locks out the others. Pure.
 
     places      leases and reservations at a time: each costs the broker three descriptors and part of every decision
-    promises    of each device: minimums of leases, and reservations; nobody else can be given these bytes
+    promises    of each device: minimums of leases, and reservations; no other lease can be given these bytes
 
-Users are told apart by the uid that the kernel says is at the other end of a socket. What is held above the minimums needs no
-bound: the policy shares it out and recalls it.
+Users are identified by the uid that the kernel reports for the other end of a socket. Memory held above the minimums
+needs no bound: the lease policy shares it out and recalls it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .errors import LeaseRefused
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Bytes of a device that a user wants to be sure of.
+    """Bytes of a device that a user wants guaranteed.
 
     Attributes:
-        what: in a sentence: "a min for 'chat'", "a reservation".
-        num_bytes: how many.
-        refusal: the error where he may not be. An engine that gets MinimumsExceedCapacity waits for those that load and are
-            going to need less.
+        what: A noun phrase for messages: "a min for 'chat'", "a reservation".
+        num_bytes: The amount.
+        refusal: The error to raise. An engine that gets MinimumsExceedCapacity waits for loading engines, which will
+            need less once loaded.
     """
 
     what: str
@@ -36,10 +36,10 @@ class Quota:
     """The bounds for each user.
 
     Attributes:
-        engines: leases and reservations at a time. Twice as many with those whose process has ended and whose memory is not
-            back yet, so that a user whose engines were all killed can start them again at once.
-        share: of what can be leased of a device, the part that may be promised to one user; above 0, at most 1.
-        exempt: uids without bounds: root's and the broker's own, who could end the broker as well.
+        engines: Leases and reservations at a time. The limit is twice as high including ended ones with memory not back
+            yet, so that a user can restart at once engines that were all killed.
+        share: The part of a device's leasable memory that may be promised to one user; above 0, at most 1.
+        exempt: Uids without bounds: root's and the broker's own, which could end the broker anyway.
     """
 
     engines: int
@@ -47,7 +47,7 @@ class Quota:
     exempt: frozenset[int]
 
     def check_place(self, uid: int, user: str, living: int, ending: int) -> None:
-        """Raises LeaseRefused where the user has too many leases and reservations for one more."""
+        """Raise LeaseRefused if the user has too many leases and reservations for one more."""
         if uid in self.exempt:
             return
         remedy = "or have the monitor's owner raise the bound (vram-monitor serve --user-engines N)"
@@ -63,9 +63,10 @@ class Quota:
             )
 
     def check_promise(self, uid: int, user: str, asked: Promise, promised_bytes: int, leasable_bytes: int) -> None:
-        """Raises the promise's refusal where the user would be promised too much of a device.
+        """Raise the promise's refusal if the user would be promised too much of a device.
 
-        `promised_bytes` of it are promised to him already; `leasable_bytes` it has without the headroom.
+        `promised_bytes` are already promised to the user; `leasable_bytes` is the device's capacity without the
+        headroom.
         """
         most_bytes = int(self.share * leasable_bytes)
         total_bytes = promised_bytes + asked.num_bytes

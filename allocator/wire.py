@@ -1,4 +1,4 @@
-"""The lease protocol: what engine and broker say to each other, as frames of bytes and as checked dataclasses.
+"""The lease protocol: messages between engine and broker, as frames of bytes and as validated dataclasses.
 
     frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
     payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
@@ -6,18 +6,18 @@
     engine    hello ──► register ──────────────► ask ──────► report   unmapped, lower_min ──► release
     broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, withdraw, limit    ◄── refused
 
-The first frame of each side is `hello` and `welcome`, which stay as they are in every version and carry its number. The
-client names the version that it is going to speak; the broker repeats it if it knows it, and otherwise names its own newest
-one and ends the connection, so that the client may come again with that. All other frames are strict: a key too many, one
-missing, or a value out of its range is a ProtocolViolation, and the connection ends. Amounts are bytes; times are durations,
-since the clocks of two processes need not agree.
+The first frames, `hello` and `welcome`, are the same in every version and carry its number. The client names the
+version it will speak. The broker repeats it if known; otherwise it names its own newest version and ends the
+connection, so that the client can reconnect with that one. All other frames are strict: an extra or missing key or a
+value out of range is a ProtocolViolation and ends the connection. Amounts are bytes. Times are durations, since two
+processes' clocks need not agree.
 
-A generation is the revision of a lease's state: (the broker's epoch, a counter that rises with every order). Every order has
-its own, so two different orders of one generation are a ProtocolViolation. An older order than the last is superseded and
-does not count. An answer names the newest generation that its engine has seen, so that both sides can tell an answer to an
-older state of affairs.
+A generation is the revision of a lease's state: (the broker's epoch, a counter that rises with every order). Every
+order has its own generation, so two different orders of one generation are a ProtocolViolation. An order older than the
+last is superseded and ignored. An answer names the newest generation its engine has seen, so that the broker can detect
+an answer to an older state.
 
-    version 1    a limit has no generation: the one that comes last counts
+    version 1    a limit has no generation: the last one received counts
     version 2    a limit is an order like the others
 """
 
@@ -41,24 +41,24 @@ from .errors import (
 )
 
 PROTOCOL = 2
-OLDEST_PROTOCOL = 1  # that a broker and an engine speak still
+OLDEST_PROTOCOL = 1  # the oldest version still supported
 REVISED_LIMITS = 2  # the version since which limits have a generation
 MAX_PAYLOAD_BYTES = 64 * 1024
-MAX_BYTES = 2**62  # of memory; nobody has as much, and sums of a few still fit into 64 bits
+MAX_BYTES = 2**62  # more memory than any machine has; sums of a few still fit into 64 bits
 MAX_SENTENCE = 4096  # characters
-MAX_CLASSES = 8  # kinds of memory that an engine tells apart
+MAX_CLASSES = 8  # kinds of memory that an engine reports
 
 _LENGTH = struct.Struct(">I")
 
 
 class OrderGeneration(NamedTuple):
-    """Of an order: larger within an epoch is newer; another epoch is another broker."""
+    """The generation of an order: within an epoch, larger is newer; another epoch is another broker."""
 
     epoch: int
     counter: int
 
 
-# ---- values: (what the field is called, what came) -> the checked value -------------------------
+# ---- values: (field name, received value) -> the checked value ----------------------------------
 
 T = TypeVar("T")
 _Read = Callable[[str, object], T]
@@ -134,16 +134,16 @@ MaybeOrder = Annotated[OrderGeneration | None, _generation]  # None: the key is 
 
 @dataclass(frozen=True, slots=True)
 class HelloMessage:
-    """The first frame of a client."""
+    """The client's first frame."""
 
     protocol: Count
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterMessage:
-    """A lease for this process. `max_bytes` None: as much as the device has. A lower `priority` goes first, as with requests.
+    """Register a lease for this process. `max_bytes` None: the whole device. A lower `priority` is served first.
 
-    `held_bytes`: what the process holds already, as after its broker died.
+    `held_bytes`: what the process already holds, as after its broker died.
     """
 
     name: Name
@@ -158,7 +158,7 @@ class RegisterMessage:
 
 @dataclass(frozen=True, slots=True)
 class AskMessage:
-    """The engine could use `target_bytes` in all. It counts as demand until it expires or the next ask comes."""
+    """The engine could use `target_bytes` in all. Counts as demand until it expires or the next ask comes."""
 
     target_bytes: Bytes
     expires_ms: Ms
@@ -166,7 +166,7 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
-    """What the engine holds by class, and how much of it lies free in its pool."""
+    """The bytes the engine holds by class, and how many are free in its pool."""
 
     held: Classes
     free_bytes: Bytes
@@ -174,7 +174,7 @@ class ReportMessage:
 
 @dataclass(frozen=True, slots=True)
 class UnmappedMessage:
-    """The engine holds `held_bytes` now and will hold no more without a grant newer than `generation`."""
+    """The engine holds `held_bytes` and will hold no more without a grant newer than `generation`."""
 
     held_bytes: Bytes
     generation: Order
@@ -182,24 +182,24 @@ class UnmappedMessage:
 
 @dataclass(frozen=True, slots=True)
 class LowerMinMessage:
-    """The engine needs no more than `min_bytes` at least: it is loaded, and took less than it was promised."""
+    """Lower the engine's minimum to `min_bytes`, as once it is loaded and needed less than reserved."""
 
     min_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMessage:
-    """The lease ends; the connection may stay."""
+    """End the lease; the connection may stay open."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListLeasesMessage:
-    """Answered by a `LeaseView` for each lease, then `DoneMessage`."""
+    """List the leases. Answered by a `LeaseView` for each, then `DoneMessage`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetLimitMessage:
-    """The engine (name, pid or #number) shall grow no further than `max_bytes`. Answered by `LimitSetMessage`."""
+    """Limit the engine (name, pid or #number) to `max_bytes`. Answered by `LimitSetMessage`."""
 
     engine: Name
     max_bytes: Bytes
@@ -207,7 +207,7 @@ class SetLimitMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecallBytesMessage:
-    """The engine (as in `SetLimitMessage`) shall give `num_bytes` of what it holds back. Answered by `RecallingMessage`."""
+    """Recall `num_bytes` of what the engine (as in `SetLimitMessage`) holds. Answered by `RecallingMessage`."""
 
     engine: Name
     num_bytes: PositiveBytes
@@ -215,7 +215,7 @@ class RecallBytesMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReserveMessage:
-    """Keep `num_bytes` free for a process that knows no broker, until this connection ends. Answered by `ReservedMessage`."""
+    """Reserve `num_bytes` for an external process until this connection ends. Answered by `ReservedMessage`."""
 
     device_uuid: Name
     num_bytes: PositiveBytes
@@ -226,7 +226,7 @@ class ReserveMessage:
 
 @dataclass(frozen=True, slots=True)
 class WelcomeMessage:
-    """The first frame of the broker."""
+    """The broker's first frame."""
 
     protocol: Count
     epoch: Count
@@ -235,7 +235,7 @@ class WelcomeMessage:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMessage:
-    """The lease is there; a descriptor of its record comes with this frame. More is granted as it comes free."""
+    """The lease is registered; the descriptor of its record comes with this frame. Further grants follow."""
 
     lease_id: Count
     generation: Order
@@ -244,7 +244,7 @@ class RegisteredMessage:
 
 @dataclass(frozen=True, slots=True)
 class GrantMessage:
-    """The engine may hold `granted_bytes` in all from now on."""
+    """The engine may now hold `granted_bytes` in all."""
 
     lease_id: Count
     generation: Order
@@ -253,7 +253,7 @@ class GrantMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecallMessage:
-    """The engine shall be at or under `target_bytes` within `deadline_ms`."""
+    """The engine must be at or under `target_bytes` within `deadline_ms`."""
 
     lease_id: Count
     generation: Order
@@ -263,7 +263,7 @@ class RecallMessage:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawMessage:
-    """What was recalled nobody needs any more: the engine may keep what it was granted."""
+    """The recall is no longer needed: the engine may keep its grant."""
 
     lease_id: Count
     generation: Order
@@ -271,7 +271,7 @@ class WithdrawMessage:
 
 @dataclass(frozen=True, slots=True)
 class LimitMessage:
-    """The engine's max is another now. Above it, it admits nothing new and shrinks as its requests end."""
+    """The engine's max has changed. Above it, the engine admits no requests and shrinks as its requests end."""
 
     lease_id: Count
     max_bytes: Bytes
@@ -280,7 +280,7 @@ class LimitMessage:
 
 @dataclass(frozen=True, slots=True)
 class RefusedMessage:
-    """Nothing was done. `code` says which LeaseRefused it is: see `refusal` and `error_of`."""
+    """The request was refused and nothing was done. `code` names the LeaseRefused: see `refusal` and `error_of`."""
 
     code: Name
     message: Sentence
@@ -288,7 +288,7 @@ class RefusedMessage:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """One lease as people and metrics see it."""
+    """One lease as shown to users and metrics."""
 
     lease_id: Count
     name: Name
@@ -296,27 +296,27 @@ class LeaseView:
     user: Name
     device_uuid: Name
     min_bytes: Bytes
-    max_bytes: MaybeBytes  # None: as much as the device has
+    max_bytes: MaybeBytes  # None: the whole device
     weight: Weight
     priority: Priority
     granted_bytes: Bytes
-    held_bytes: Bytes  # the upper bound in its record, now
-    held: Classes  # as last reported, by class
+    held_bytes: Bytes  # the current upper bound of its record
+    held: Classes  # by class, as last reported
     free_bytes: Bytes  # of these, free in its pool
-    asked_bytes: MaybeBytes  # None: asks for nothing
+    asked_bytes: MaybeBytes  # None: no demand
     state: Name  # ok, recalling, overdue, reaping
     recall_target_bytes: MaybeBytes
-    recall_age_ms: MaybeMs  # since the oldest recall that is not served
+    recall_age_ms: MaybeMs  # since the oldest pending recall
 
 
 @dataclass(frozen=True, slots=True)
 class DoneMessage:
-    """No more rows."""
+    """The end of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitSetMessage:
-    """The limit holds; `over_bytes` above it are granted still, and come back as the engine's requests end."""
+    """The limit is set; `over_bytes` above it are still granted and come back as the engine's requests end."""
 
     max_bytes: Bytes
     over_bytes: Bytes
@@ -324,7 +324,7 @@ class LimitSetMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecallingMessage:
-    """The engine was told to be at or under `target_bytes`."""
+    """The engine was ordered to be at or under `target_bytes`."""
 
     target_bytes: Bytes
     deadline_ms: Ms
@@ -332,7 +332,7 @@ class RecallingMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReservedMessage:
-    """The bytes are free now, and nobody who holds a lease will touch them."""
+    """The bytes are free now and no lease will use them."""
 
     num_bytes: Bytes
 
@@ -380,7 +380,7 @@ _READERS: dict[type, dict[str, _Read[Any]]] = {
     kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
     for kind in _NAMES
 }
-_OPTIONAL: dict[type, frozenset[str]] = {  # keys that are left out where the value is the default, which is None
+_OPTIONAL: dict[type, frozenset[str]] = {  # keys omitted if the value is the default, None
     kind: frozenset(field.name for field in fields(kind) if field.default is not MISSING) for kind in _NAMES
 }
 
@@ -389,7 +389,7 @@ _OPTIONAL: dict[type, frozenset[str]] = {  # keys that are left out where the va
 
 
 def to_frame(message: Message) -> bytes:
-    """The message as it goes over the socket. Raises ProtocolViolation for one that the other side would refuse."""
+    """Encode a message. Raises ProtocolViolation if the other side would refuse it."""
     name, optional = _NAMES[type(message)], _OPTIONAL[type(message)]
     content = {
         key: read(f"{name}.{key}", value)
@@ -403,7 +403,7 @@ def to_frame(message: Message) -> bytes:
 
 
 def from_payload(payload: bytes) -> Message:
-    """The message in a frame. Raises ProtocolViolation."""
+    """Decode the message of a frame. Raises ProtocolViolation."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, this one {len(payload):,}")
     try:
@@ -445,34 +445,34 @@ _CODES = {kind: code for code, kind in _REFUSALS.items()}
 
 
 def refusal(error: LeaseRefused) -> RefusedMessage:
-    """The error as an answer."""
+    """Convert an error to an answer."""
     return RefusedMessage(_CODES.get(type(error), "refused"), str(error)[:MAX_SENTENCE])
 
 
 def error_of(refused: RefusedMessage) -> LeaseRefused:
-    """The answer as an error, to be raised."""
+    """Convert an answer to an error to raise."""
     return _REFUSALS.get(refused.code, LeaseRefused)(refused.message)
 
 
 class FrameDecoder:
-    """Bytes as they come, in any pieces, to messages. Holds at most one frame that is not complete."""
+    """Decodes messages from bytes in pieces of any size. Buffers at most one incomplete frame between calls."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
     def has_part(self) -> bool:
-        """Whether a frame has begun and not ended."""
+        """Whether an incomplete frame is buffered."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that `data` completes, one after the other. Raises ProtocolViolation; then stop reading."""
+        """Yield the messages that `data` completes. Raises ProtocolViolation; then stop reading."""
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > MAX_PAYLOAD_BYTES:  # before a byte of it has come
+                if length > MAX_PAYLOAD_BYTES:  # checked before the payload arrives
                     raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, not {length:,}")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
@@ -485,7 +485,7 @@ class FrameDecoder:
 
 
 def milliseconds(seconds: float) -> int:
-    """A duration for the wire, rounded up, at least 1 ms and at most a day. Raises ValueError for none."""
+    """A duration for the protocol, rounded up, from 1 ms to one day. Raises ValueError unless it is positive and finite."""
     if not seconds > 0 or not math.isfinite(seconds):
         raise ValueError(f"a duration must be more than 0 seconds, got {seconds:g}")
     return min(24 * 3600 * 1000, max(1, math.ceil(seconds * 1000)))

@@ -1,1 +1,1 @@
-"""pagetide.cache: geometry, block tables, the cache manager; torch only in `storage`."""
+"""pagetide.cache: KV-cache geometry, block tables and the cache manager. Only `storage` imports torch."""

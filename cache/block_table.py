@@ -1,4 +1,4 @@
-"""Block tables: per row, the ordered block ids of one sequence; one set of tables for each group of layers."""
+"""Block tables: the ordered block ids of each row's sequence. There is one set of tables per group of layers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]  # token ids, block ids
-Index = npt.NDArray[np.int64]  # rows, positions, lengths: numpy indexes fastest by these
+Index = npt.NDArray[np.int64]  # rows, positions, lengths: numpy's fastest index type
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableUpdate:
-    """New entries of one group's block tables: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never written again."""
+    """New entries of one group's block tables: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never modified."""
 
     rows: Index
     slots: Index
     blocks: Int32
 
     def without(self, rows: list[int]) -> TableUpdate:
-        """The entries of all rows but `rows`."""
+        """The entries of all rows except `rows`."""
         others = ~np.isin(self.rows, rows)
         return TableUpdate(self.rows[others], self.slots[others], self.blocks[others])
 
@@ -34,13 +34,13 @@ class BlockCopies:
 
 
 class BlockTables:
-    """The tables of `num_rows` rows, each of up to `max_blocks` blocks; entries beyond a row's length mean nothing.
+    """The tables of `num_rows` rows of up to `max_blocks` blocks each. Entries beyond a row's length are undefined.
 
-    The manager keeps one a group and mutates it.
+    The cache manager has one instance per group and mutates it.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # pages of it are touched only as rows grow
+        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # its memory pages are touched only as rows grow
         self.lengths = np.zeros(num_rows, np.int64)
 
     def of(self, row: int) -> Int32:
@@ -48,13 +48,13 @@ class BlockTables:
         return self.blocks[row, : self.lengths[row]]
 
     def entries(self, rows: Index) -> tuple[Index, Index]:
-        """The row and the slot of every entry that `rows` have, in their order."""
+        """The row and slot indices of all entries of `rows`, in the order of `rows`."""
         lengths = self.lengths[rows]
         of_rows = np.repeat(rows, lengths)
         return of_rows, np.arange(len(of_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
     def of_all(self, rows: Index) -> Int32:
-        """The blocks of `rows`, one row's behind another's."""
+        """The blocks of `rows`, concatenated."""
         if len(rows) == 1:
             return self.of(int(rows[0]))
         blocks: Int32 = self.blocks[self.entries(rows)]

@@ -1,10 +1,10 @@
-"""Which node has a digest: a hash table of nodes in arrays, so that a prompt's 512 digests are looked up at once.
+"""A hash table from digests to nodes, in arrays: the 512 digests of a prompt are looked up at once.
 
     slot  = lower bits of the digest's first word             twice as many slots as nodes, or more
-    first[slot] ──► node ── next[node] ──► node ──► none      those whose digests fall into the same slot
+    first[slot] ──► node ── next[node] ──► node ──► none      nodes with digests in the same slot
 
-A dict of as many entries takes five times the memory, stops for half a second while it grows to a million, and misses the
-processor's cache one entry after the other where numpy's gathers overlap.
+A dict of the same size takes five times the memory and stops for half a second while it grows to a million entries. It
+also misses the processor's cache once per entry in sequence, where the misses of numpy's gathers overlap.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ NONE = -1  # in arrays of node ids: no node
 
 
 class DigestTable:
-    """Digests of the nodes `0 .. capacity - 1`, as far as they have been inserted. All digests in it are distinct."""
+    """The digests of those nodes among `0 .. capacity - 1` that have been inserted. All digests in the table are distinct."""
 
     def __init__(self, capacity: int) -> None:
         num_slots = 1 << (2 * capacity - 1).bit_length()
         self.digests = np.zeros((capacity, 2), np.uint64)  # mutated by `insert` alone
         self._first = np.full(num_slots, NONE, np.int32)
         self._next = np.empty(capacity, np.int32)
-        self._leaving = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE
+        self._leaving = np.zeros(capacity + 1, np.bool_)  # scratch; the last entry stands for NONE
         self._lower = np.uint64(num_slots - 1)
 
     def find(self, digests: Digests) -> Nodes:
-        """The node of each of `digests` [n, 2], NONE where there is none. Read-only."""
+        """The node of each of `digests` [n, 2], or NONE. Read-only."""
         nodes = self._first[self._slots(digests)].astype(np.int64)
         others = self._others(nodes, digests)
         while len(others):
@@ -40,17 +40,18 @@ class DigestTable:
         return nodes
 
     def insert(self, nodes: Nodes, digests: Digests) -> None:
-        """`nodes`, not in the table, have `digests` [n, 2], distinct and not in the table either."""
+        """Insert `nodes` with `digests` [n, 2]. Both must be distinct and not in the table."""
         self.digests[nodes] = digests
         slots = self._slots(digests)
         while len(nodes):
             self._next[nodes] = self._first[slots]
             self._first[slots] = nodes
-            overwritten = self._first[slots] != nodes  # of nodes with the same slot one is first: the others come again
+            # Of nodes with equal slots only one is first: insert the others again.
+            overwritten = self._first[slots] != nodes
             nodes, slots = nodes[overwritten], slots[overwritten]
 
     def remove(self, nodes: Nodes) -> None:
-        """`nodes` are in the table no longer."""
+        """Remove `nodes` from the table."""
         self._leaving[nodes] = True
         slots = (self.digests.ravel().take(2 * nodes) & self._lower).astype(np.int64)
         at = self._first[slots] = self._staying(self._first[slots])
@@ -75,13 +76,13 @@ class DigestTable:
         return (digests[:, 0] & self._lower).astype(np.int64)
 
     def _others(self, nodes: Nodes, digests: Digests) -> Nodes:
-        """Indices of the `nodes` that are nodes and have another digest."""
-        theirs = self.digests.take(nodes, axis=0, mode="wrap")  # NONE has somebody's, and does not count
+        """Indices at which `nodes` has a node, not NONE, with a digest other than the given one."""
+        theirs = self.digests.take(nodes, axis=0, mode="wrap")  # NONE reads another node's digest, which does not count
         differ = (theirs[:, 0] != digests[:, 0]) | (theirs[:, 1] != digests[:, 1])
         return np.flatnonzero(differ & (nodes != NONE))
 
     def _staying(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Each of `nodes`, or the next one behind it that does not leave."""
+        """Each of `nodes`, or the next one in its list that is not being removed."""
         leaving = np.flatnonzero(self._leaving.take(nodes))
         while len(leaving):
             nodes[leaving] = following = self._next.take(nodes[leaving])
@@ -90,7 +91,7 @@ class DigestTable:
 
 
 def num_new(digests: Digests, nodes: Nodes) -> int:
-    """How many of `digests` come before the first that is known (`nodes` are what `find` says) or that one before equals."""
+    """The number of leading `digests` that are unknown and distinct from those before them. `nodes` is the result of `find`."""
     unknown = digests[: leading(nodes == NONE)]
     if distinct(unknown[:, 0]):
         return len(unknown)
@@ -103,7 +104,7 @@ def num_new(digests: Digests, nodes: Nodes) -> int:
 
 
 def leading(true: npt.NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """The number of true values before the first false one."""
     if not len(true):
         return 0
     first = int(true.argmin())

@@ -1,12 +1,13 @@
-"""Which cached blocks go first: the protocol of eviction policies, and least recently used.
+"""The protocol of eviction policies, which choose the cached blocks to evict first, and the policy least recently used.
 
-A policy knows the findable blocks as nodes: small ints that the prefix index owns, each behind its parent, the block before
-it. It is told what happens to them and says which of the parked ones (those that no sequence holds) go next. Calls take
-arrays of node ids, a chain root first. The default policy is `ReuseDensity` (reuse_density.py); what was compared is in
-docs/decisions/0016-eviction-policy.md.
+A policy sees the findable blocks as nodes: small ints that the prefix index assigns. The parent of a node is the block
+before it. The index reports events on nodes and asks which evictable node goes next. A node is evictable (parked) while
+no sequence holds it. Calls take arrays of node ids, in chain order from the root. The default policy is `ReuseDensity`
+(reuse_density.py); the comparison of policies is in docs/decisions/0016-eviction-policy.md.
 
-Everybody who uses a node uses its ancestors too. So what stands behind a parked node is parked, since the same time or
-before, and an order by time that puts the deepest of the same time first never names a node before its descendants.
+A sequence that uses a node uses its ancestors too. The descendants of an evictable node are therefore evictable, since
+the same time or earlier. So an order by time, with the deepest first among equal times, never puts a node before its
+descendants.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ Nodes = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.float64]
 
-_DEEPEST = 2.0**-24  # of two nodes parked at once the deeper ranks lower, whatever chain is shorter than 2**24 blocks
+_DEEPEST = 2.0**-24  # of two nodes parked at once the deeper ranks lower, in chains shorter than 2**24 blocks
 
 
 class EvictionPolicy(Protocol):
-    """What the prefix index tells a policy, and asks of it."""
+    """The events that the prefix index reports to a policy, and the questions that it asks."""
 
     def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        """`nodes` can be found from now on and are referenced; `parents` are nodes, or -1 for a root.
+        """`nodes` are findable from now on and referenced; `parents` are nodes, or -1 for a root.
 
-        `keys` are 64 bits of the blocks' hashes, by which a policy may know again what it saw evicted.
+        `keys` are 64 bits of the blocks' hashes, by which a policy may recognize blocks that it saw evicted.
         """
 
     def hit(self, nodes: Nodes) -> None:
-        """A request found `nodes` and takes them."""
+        """A request found `nodes` and uses them."""
 
     def mark_evictable(self, nodes: Nodes) -> None:
         """`nodes` lost their last reference: they may be evicted from now on."""
@@ -45,20 +46,19 @@ class EvictionPolicy(Protocol):
         """The parked nodes to evict next, in order: `n`, or all there are. No node comes before its descendants. Read-only."""
 
     def remove(self, nodes: Nodes) -> None:
-        """`nodes`, parked or not, can no longer be found."""
+        """`nodes`, parked or not, are no longer findable."""
 
     def ranks(self, nodes: Nodes) -> Ranks:
-        """What each of `nodes` is worth: lower goes first; infinite for those that are not parked. Read-only."""
+        """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not parked. Read-only."""
 
 
 class Lru:
-    """What was parked longest ago goes first, of nodes parked at once the deepest."""
+    """Evicts the nodes that were parked longest ago; of nodes parked at once the deepest first."""
 
     def __init__(self, capacity: int) -> None:
         self._depth = np.zeros(capacity, np.int64)
-        self._parked_at = np.zeros(
-            capacity, np.int64
-        )  # number of the call of `mark_evictable`; 0: referenced, or unknown
+        # The number of the `mark_evictable` call; 0: referenced or unknown.
+        self._parked_at = np.zeros(capacity, np.int64)
         self._num_calls = 0
         self._queue = ParkedQueue()
 
@@ -66,7 +66,7 @@ class Lru:
         set_depths(self._depth, nodes, parents)
 
     def hit(self, nodes: Nodes) -> None:
-        """The order is that of `mark_evictable`: a node is used until its last holder ends."""
+        """Does nothing: the order is that of `mark_evictable`, as a node is in use until its last holder ends."""
 
     def mark_evictable(self, nodes: Nodes) -> None:
         self._num_calls += 1
@@ -88,10 +88,10 @@ class Lru:
 
 
 class ParkedQueue:
-    """Nodes in the order in which they were parked. Who leaves stays in it until somebody comes across.
+    """Nodes in the order in which they were parked. Nodes that left are dropped lazily.
 
-    An entry holds as long as its node's `parked_at` is what it was when the entry was made; `parked_at` only grows from one
-    parking to the next. Reading drops what no longer holds, so each entry is passed over once.
+    An entry is valid while its node's `parked_at` is what it was when the entry was made; `parked_at` only grows from
+    one parking to the next. Reading drops invalid entries, so each one is skipped once.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class ParkedQueue:
         self._start = self._end = 0
 
     def append(self, nodes: Nodes, parked_at: Nodes) -> None:
-        """Enter `nodes`, whose `parked_at` is that of now."""
+        """Append `nodes` with their current `parked_at`."""
         if self._end + len(nodes) > self._entries.shape[1]:
             self._make_room(len(nodes), parked_at)
         end = self._end + len(nodes)
@@ -108,14 +108,14 @@ class ParkedQueue:
         self._end = end
 
     def first(self, n: int, parked_at: Nodes) -> Nodes:
-        """The first `n` nodes whose entries hold, or all."""
-        length = n + 16  # a few may have gone
+        """The first `n` nodes with valid entries, or all."""
+        length = n + 16  # a few may be invalid
         while True:
             stop = min(self._start + length, self._end)
             nodes, at = self._entries[:, self._start : stop]
             holds = parked_at[nodes] == at
             num = int(np.count_nonzero(holds))
-            if num < len(nodes):  # what holds moves up to what was not read
+            if num < len(nodes):  # move valid entries up to the entries not read yet
                 self._entries[:, stop - num : stop] = self._entries[:, self._start : stop][:, holds]
                 self._start = stop - num
             if num >= n or stop == self._end:
@@ -132,8 +132,8 @@ class ParkedQueue:
 
 
 def set_depths(depth: Nodes, nodes: Nodes, parents: Nodes) -> None:
-    """Enter the depths of new `nodes`, roots first, behind `parents` (-1: none)."""
-    starts = np.flatnonzero(parents[1:] != nodes[:-1]) + 1  # of the chains in `nodes`
+    """Set the depths of new `nodes`, given roots first, below `parents` (-1: none)."""
+    starts = np.flatnonzero(parents[1:] != nodes[:-1]) + 1  # first nodes of the chains in `nodes`
     for start, stop in zip([0, *starts.tolist()], [*starts.tolist(), len(nodes)], strict=True):
         if start < stop:
             parent = int(parents[start])
@@ -142,5 +142,5 @@ def set_depths(depth: Nodes, nodes: Nodes, parents: Nodes) -> None:
 
 
 def deepest_first(depth: Nodes, nodes: Nodes) -> Nodes:
-    """`nodes` sorted from the deepest up; of the same depth in the order given."""
+    """`nodes` sorted from the deepest up; stable for equal depths."""
     return nodes[np.argsort(-depth[nodes], kind="stable")]

@@ -1,4 +1,4 @@
-"""What a model's KV cache costs: model shape <-> bytes <-> blocks <-> extents, both ways.
+"""Sizes of a model's KV cache: conversions between model shape, bytes, blocks and extents.
 
 A block holds `block_size` tokens of K and V of all layers, contiguously. With equal layers it is
 
@@ -9,13 +9,12 @@ A block holds `block_size` tokens of K and V of all layers, contiguously. With e
     |<------------------- payload_bytes --------------------->|
     |<------------------------- block_stride ------------------------->|
 
-Where layers differ it is the concatenation of each layer's K piece, then V piece: `[block_size, num_kv_heads, k_dim]`
-and `[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces of its own.
+With unequal layers it is the concatenation of each layer's K piece and V piece: `[block_size, num_kv_heads, k_dim]` and
+`[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces.
 
-Pieces begin at multiples of 64 bytes: a cache line, and what vector loads ask for. Pieces of real models have such
-lengths anyway, so nothing stands between them. The end of a block is padded so that `blocks_per_extent` strides are a
-whole number of granules: an extent holds whole blocks, and block `i` lies at byte `i * block_stride` of the arena,
-whatever extent that is in.
+Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The pieces of real models have
+such lengths anyway, so there are no gaps. The end of a block is padded so that `blocks_per_extent` strides are a whole
+number of granules. An extent thus holds whole blocks, and block `i` lies at byte `i * block_stride` of the arena.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64  # bytes; where a piece may begin
 PAGE_BYTES = 4096
 EXTENT_TARGET_BYTES = 32 << 20
-MOST_LAYERS = 4096  # of a model; the deepest have some hundred
+MOST_LAYERS = 4096  # of a model; the deepest models have a few hundred
 _MOST_SIZE = 1 << 20  # of heads, and of their elements
 
 
 class GeometryError(ValueError):
-    """The shape of a KV cache cannot be told from a config, or makes no sense."""
+    """The shape of a KV cache cannot be derived from a config, or is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`.
 
-    `shares`: the layer whose K and V this one reads, in place of having any. No heads: a layer without attention.
+    `shares` is the layer from which this one reads K and V instead of having its own. 0 heads: a layer without attention.
     """
 
     num_kv_heads: int
@@ -54,11 +53,12 @@ class LayerShape:
 
 @dataclass(frozen=True)  # no slots: the derived numbers are computed once and kept in the instance's dict
 class Geometry:
-    """Bytes and blocks of one KV pool. `block_size` in tokens, everything that ends in `bytes` or `stride` in bytes.
+    """Bytes and blocks of one KV pool. `block_size` is in tokens; names that end in `bytes` or `stride` are in bytes.
 
-    `granule_bytes` is what the device maps at least (4 KiB of host memory, 2 MiB of CUDA's); a power of two.
-    An extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads.
-    Block 0 is the null block, never handed out: of the blocks counted here one is not usable. Raises GeometryError.
+    `granule_bytes` is the least that the device maps, a power of two (4 KiB of host memory, 2 MiB of CUDA memory). An
+    extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads.
+    Block 0 is the null block, which is never handed out, so one of the blocks counted here is not usable. Raises
+    GeometryError.
     """
 
     layers: tuple[LayerShape, ...]
@@ -90,11 +90,11 @@ class Geometry:
         granule_bytes: int = PAGE_BYTES,
         extent_target_bytes: int = EXTENT_TARGET_BYTES,
     ) -> Self:
-        """The geometry of the model that `config`, a transformers config, describes. Raises GeometryError."""
+        """The geometry of the model described by `config`, a transformers config. Raises GeometryError."""
         return cls(layer_shapes(config), block_size, dtype, granule_bytes, extent_target_bytes)
 
     def with_extents(self, target_bytes: int) -> Self:
-        """The same blocks in extents of at most `target_bytes` (or of one block). The stride may be another."""
+        """The same blocks in extents of at most `target_bytes` (or of one block). The stride may differ."""
         return replace(self, extent_target_bytes=target_bytes)
 
     # --- one block
@@ -106,18 +106,18 @@ class Geometry:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token has in all layers."""
+        """Bytes of one token's K and V in all layers."""
         own = (layer for layer in self.layers if layer.shares is None)
         return sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own) * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of K and V in a block, without any padding."""
+        """Bytes of K and V in a block, without padding."""
         return self.block_size * self.kv_bytes_per_token
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes from a block's start to the end of its last piece: what a copy has to carry."""
+        """Bytes from a block's start to the end of its last piece: what a copy has to transfer."""
         return self._layout[1]
 
     @property
@@ -127,7 +127,7 @@ class Geometry:
 
     @property
     def waste_bytes(self) -> int:
-        """Bytes of a block that hold nothing; an extent wastes `blocks_per_extent` times as many."""
+        """Padding bytes of a block; an extent wastes `blocks_per_extent` times as many."""
         return self.block_stride - self.block_bytes
 
     def piece(self, layer: int) -> tuple[int, int]:
@@ -136,10 +136,10 @@ class Geometry:
 
     @cached_property
     def layout_id(self) -> str:
-        """What two pools must have in common to exchange a block's first `payload_bytes`.
+        """A description of the layout. Two pools with equal ids can exchange a block's first `payload_bytes`.
 
-        It fixes every offset within the payload. The stride is left out on purpose: it follows the granule of the
-        arena, 4 KiB on the host and 2 MiB on the device, and the padding does not travel.
+        It fixes every offset within the payload. It omits the stride, which depends on the arena's granule (4 KiB on
+        the host, 2 MiB on the device), as the padding is not copied.
         """
         runs = [(f"{len(list(run))}*", layer) for layer, run in groupby(self.layers)]
         layers = ",".join((count if count != "1*" else "") + _layer_name(layer) for count, layer in runs)
@@ -163,15 +163,15 @@ class Geometry:
         return _ceil(num_tokens, self.block_size)
 
     def extents_for_blocks(self, num_blocks: int) -> int:
-        """The fewest extents that hold `num_blocks`, the null block counted among them."""
+        """The fewest extents that hold `num_blocks`, including the null block."""
         return _ceil(num_blocks, self.blocks_per_extent)
 
     def bytes_for_blocks(self, num_blocks: int) -> int:
-        """Bytes of the fewest extents that hold `num_blocks`, the null block counted among them."""
+        """Bytes of the fewest extents that hold `num_blocks`, including the null block."""
         return self.extents_for_blocks(num_blocks) * self.extent_bytes
 
     def blocks_for_bytes(self, num_bytes: int) -> int:
-        """Blocks of the extents that fit into `num_bytes` as a whole, the null block counted among them.
+        """Blocks of the whole extents that fit into `num_bytes`, including the null block.
 
         The inverse of `bytes_for_blocks` up to whole extents: `bytes_for_blocks(blocks_for_bytes(n)) <= n` by less than
         an extent, and `blocks_for_bytes(bytes_for_blocks(b)) >= b` by less than an extent's blocks.
@@ -179,7 +179,7 @@ class Geometry:
         return max(0, num_bytes) // self.extent_bytes * self.blocks_per_extent
 
     def usable_blocks(self, num_blocks: int) -> int:
-        """How many of a pool's `num_blocks` sequences can have: all but the null block."""
+        """The blocks of a pool of `num_blocks` that sequences can use: all but the null block."""
         return max(0, num_blocks - 1)
 
     @cached_property
@@ -202,8 +202,8 @@ class Geometry:
     def _packing(self) -> tuple[int, int]:
         """(block stride, blocks per extent): the least stride that fits the target, then the most blocks.
 
-        2^k blocks make whole granules when the stride is a multiple of granule / 2^k. Only the power of two in the
-        number of blocks counts, so trying each k finds the best there is.
+        2^k blocks make whole granules if the stride is a multiple of granule / 2^k. Only the power of two in the number
+        of blocks matters, so trying each k finds the optimum.
         """
         target = max(self.extent_target_bytes, self.granule_bytes)
         stride = _align(self.payload_bytes, self.granule_bytes)
@@ -217,11 +217,11 @@ class Geometry:
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """The K and V that each layer of a transformers model hands to its attention function.
+    """The K and V that each layer of a transformers model passes to its attention function.
 
-    `config` is any text config, or one that has one (`get_text_config`); it is only read. Attribute names differ
-    between families: their aliases, lists by layer, `per_layer_config` and `block_configs` are understood. Raises
-    GeometryError naming the attribute that is missing, or a layer that keeps another state than K and V.
+    `config` is a text config, or one that has one (`get_text_config`); it is only read. Attribute names differ between
+    families: aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. Raises GeometryError
+    naming the missing attribute, or a layer that keeps a state other than K and V.
     """
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -238,7 +238,7 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     )
 
 
-# Layers that attend over K and V as they are; those that attend over nothing; all others keep a state of another kind.
+# Layer types with plain attention over K and V, and types without attention; all others keep another kind of state.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _EMPTY_TYPES = {"moe", "mlp"}
 
@@ -256,7 +256,7 @@ def _layer_types(config: Any, num_layers: int) -> Sequence[str]:
 
 
 def _layer_configs(config: Any, num_layers: int) -> Sequence[Any]:
-    """The config as each layer sees it; attributes that differ by layer cannot be read from the config itself."""
+    """The config as each layer sees it. Attributes that differ by layer cannot be read from the config itself."""
     views = getattr(config, "per_layer_config", None)
     if views is None or len(views) != num_layers:
         return [config] * num_layers
@@ -264,7 +264,7 @@ def _layer_configs(config: Any, num_layers: int) -> Sequence[Any]:
 
 
 def _sources(config: Any, num_layers: int, types: Sequence[str]) -> Iterator[int | None]:
-    """Per layer, the one whose K and V it reads (gemma 3n and 4: the last unshared one of its type), or None."""
+    """The layer from which each layer reads K and V, or None. For gemma 3n and 4: the last unshared layer of the same type."""
     sources = getattr(config, "kv_source_layers", None)
     first_shared = num_layers - (_size(config, "num_kv_shared_layers", index=0) or 0)
     for index in range(num_layers):
@@ -316,7 +316,7 @@ def _kv_heads(config: Any, index: int, kind: str, block: Any) -> int:
     if heads is None:
         return _need(config, "num_attention_heads", "num_key_value_heads", index=index)
     if kind == "sliding_attention" and model_type == "mimo_v2_flash":
-        return 2 * heads  # said by its attention class alone
+        return 2 * heads  # only its attention class says so
     return heads
 
 
@@ -333,19 +333,19 @@ def _head_dim(config: Any, index: int, kind: str) -> int:
 
 
 def _block_attention(config: Any, index: int) -> Any:
-    """The attention part of `block_configs` (Nemotron-NAS: one record or dict a layer), or None."""
+    """The attention part of `block_configs` (Nemotron-NAS: one record or dict per layer), or None."""
     blocks = getattr(config, "block_configs", None)
     return None if blocks is None else _get(_of_layer("block_configs", blocks, index), "attention")
 
 
 def _by_kind(config: Any, name: str, index: int, kind: str) -> int | None:
-    """The attribute, or the one that some families have for their sliding layers beside it."""
+    """The attribute; for a sliding layer, the variant `swa_{name}` first, which some families have."""
     names = (f"swa_{name}", name) if kind == "sliding_attention" else (name,)
     return _size(config, *names, index=index)
 
 
 def _need(config: Any, name: str, *instead: str, index: int = 0) -> int:
-    """The attribute as an int. Raises GeometryError naming it, and those that would do `instead`."""
+    """The attribute as an int. Raises GeometryError naming it and the alternatives in `instead`."""
     if (value := _size(config, name, index=index)) is None:
         wanted = " or ".join((*instead, name))
         raise GeometryError(f"{type(config).__name__} has no {wanted}: the size of its K and V cannot be told")
@@ -353,7 +353,7 @@ def _need(config: Any, name: str, *instead: str, index: int = 0) -> int:
 
 
 def _size(config: Any, *names: str, index: int) -> int | None:
-    """The first of the attributes that is there and not None, an int; of a list by layer, the layer's item."""
+    """The first of the attributes that is present and not None, as an int; of a per-layer list, the layer's item."""
     for name in names:
         value = _first(config, name, index=index)
         if value is None:
@@ -365,7 +365,7 @@ def _size(config: Any, *names: str, index: int) -> int | None:
 
 
 def _first(config: Any, *names: str, index: int = 0) -> Any:
-    """The first of the attributes that is there and not None; of a list by layer, the layer's item."""
+    """The first of the attributes that is present and not None; of a per-layer list, the layer's item."""
     for name in names:
         if (value := _get(config, name)) is not None:
             by_layer = isinstance(value, (list, tuple)) and name not in ("layer_types", "layers_block_type")
@@ -374,7 +374,7 @@ def _first(config: Any, *names: str, index: int = 0) -> Any:
 
 
 def _of_layer(name: str, values: Sequence[Any], index: int) -> Any:
-    """The layer's item of a list by layer."""
+    """The layer's item of a per-layer list."""
     if index >= len(values):
         raise GeometryError(f"{name} has {len(values)} items, and there is a layer {index}")
     return values[index]

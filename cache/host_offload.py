@@ -1,20 +1,22 @@
-"""Which blocks are worth a copy to the host tier: those that are likely enough to be wanted again.
+"""Policy for the host tier: which blocks are worth a copy to it, by the probability that they are used again.
 
-A copy out pays where the chance that the block is wanted again x the seconds to compute it exceeds those of the copy out and,
-again by that chance, of the copy in. So it pays from a least chance on (scheduler/cost.py). A block's own chance is
+A copy out pays if p x the seconds to compute the block exceeds the seconds of the copy out plus p x those of the copy
+in, where p is the probability that the block is used again. So it pays from a least probability on (scheduler/cost.py).
+For a block, p is
 
-    1          while a preempted sequence waits that has computed it
-    learned    else, apart for blocks that a request has found before and for those that none has
+    1          while a preempted sequence that computed it waits
+    learned    otherwise, separately for blocks that a request has found before and for those that none has
 
-It is learned from blocks in the host tier. `won` are those that came back. When n of the tier's slots are taken, a part of
-each block that lies there is `lost`: n / all slots. So one that lies there while the whole tier is taken once is lost. Before
-anything is known a block used u times is used again with probability u / (u + 1) (the rule of succession); what is known
-counts as no more than the last thousand blocks. What was found before is never less likely than what was not: whoever wants a
-block wants those before it.
+p is learned from blocks in the host tier. `won` counts blocks that returned. When n slots are taken, the fraction n /
+all slots of each block in the tier is `lost`: a block is lost when the whole tier is taken once. The prior for a block
+used u times is u / (u + 1) (the rule of succession). The evidence weighs at most as much as the last thousand blocks.
+Blocks found before are never estimated less likely than others, as a request for a block also needs the blocks before
+it.
 
-Where copies do not pay nothing would be learned any more, so what every 17th row leaves behind is demoted all the same.
+Where copies do not pay, nothing would be learned any more. So the blocks of every 17th released row are demoted anyway,
+unless the least probability is 1 or more.
 
-Marks are kept by place, block or slot, and move with what lies there. They mean nothing for what cannot be found.
+Marks are kept per place (block or slot), and move with the contents. For places that are not findable they are undefined.
 """
 
 from __future__ import annotations
@@ -24,35 +26,36 @@ import numpy.typing as npt
 
 from .block_table import Int32
 
-SAMPLED_ROWS = 17  # one of so many; a prime, so that a load with a rhythm is met at every beat
-RECENT_BLOCKS = 1024  # that what was learned weighs at most
+SAMPLED_ROWS = 17  # every 17th row; a prime, to sample every phase of a periodic load
+RECENT_BLOCKS = 1024  # upper bound of the weight of what was learned
 
-_USES = np.array([1.0, 2.0])  # of a block that nobody has found, and that somebody has
-UNLEARNED = (1 / 2, 2 / 3)  # the chances before anything is known
+_USES = np.array([1.0, 2.0])  # uses of a block that no request has found, and of one that some has
+UNLEARNED = (1 / 2, 2 / 3)  # the probabilities before anything is learned
 
 Mask = npt.NDArray[np.bool_]
 
 
 class HostOffloadPolicy:
-    """Marks of `num_blocks` blocks and of the slots up to `num_slots`, and what was learned from them.
+    """Marks of `num_blocks` blocks and of the slots up to `num_slots`, and the statistics learned from them.
 
-    It is told what happens to findable blocks. A call is a few array operations over those it names.
+    The methods report what happens to findable blocks. Each call is a few array operations over the given blocks.
     """
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         self._first_slot = num_blocks
-        self._wanted = np.zeros(num_blocks + num_slots + 1, np.int32)  # preempted sequences that wait for it
-        self._found = np.zeros(num_blocks + num_slots + 1, np.bool_)  # by a request, before
+        # Number of waiting preempted sequences that need it.
+        self._wanted = np.zeros(num_blocks + num_slots + 1, np.int32)
+        self._found = np.zeros(num_blocks + num_slots + 1, np.bool_)  # found by a request before
         self._sampled = np.zeros(num_blocks, np.bool_)
-        self._tried = np.zeros(num_slots + 1, np.bool_)  # slots of which something is learned
-        self._num_tried = np.zeros(2)  # of these, by whether it was found before
+        self._tried = np.zeros(num_slots + 1, np.bool_)  # slots that count for the statistics
+        self._num_tried = np.zeros(2)  # number of these, by whether it was found before
         self._won = np.zeros(2)
         self._lost = np.zeros(2)
         self._num_rows = 0
 
     @property
     def chances(self) -> tuple[float, float]:
-        """That a block is wanted again which no request has found, and one which some has."""
+        """The probabilities that a block is used again: if no request has found it before, and if one has."""
         new, found = (self._won + _USES) / (self._won + self._lost + _USES + 1)
         return float(new), float(max(new, found))
 
@@ -69,13 +72,13 @@ class HostOffloadPolicy:
     # -- blocks that can be found ------------------------------------------------------------------------------------
 
     def registered(self, blocks: Int32, slots: Int32) -> None:
-        """`blocks` can be found from now on; the first of them were computed again, and lay in `slots` until now."""
+        """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now."""
         self._wanted[blocks] = 0
         self._found[blocks] = self._sampled[blocks] = False
         self.returned(slots, blocks[: len(slots)])
 
     def moved(self, sources: Int32, targets: Int32) -> None:
-        """What lay in the blocks `sources` lies in `targets`."""
+        """The contents of blocks `sources` are in `targets` now."""
         self._take_marks(sources, targets)
         self._sampled[targets] = self._sampled[sources]
 
@@ -84,35 +87,35 @@ class HostOffloadPolicy:
         self._found[blocks] = True
 
     def sample(self, num_rows: int) -> range:
-        """Which of so many rows that are given up now are a sample: `left` is to have their blocks."""
+        """The indices, among `num_rows` rows released now, that are part of the sample: pass their blocks to `left`."""
         first = -(self._num_rows + 1) % SAMPLED_ROWS
         self._num_rows += num_rows
         return range(first, num_rows, SAMPLED_ROWS)
 
     def left(self, blocks: Int32) -> None:
-        """A row of the sample had `blocks`: all of its chain, so that nothing of a sample stands behind what is none."""
+        """Mark `blocks`, all of a sampled row's chain, so that no sampled block is a descendant of one that is not."""
         self._sampled[blocks] = True
 
     def wanted(self, blocks: Int32, slots: Int32, by: int) -> None:
-        """`by` more sequences wait that have computed what lies in `blocks` and `slots`; fewer, where it is negative."""
+        """`by` more sequences wait for the contents of `blocks` and `slots`; fewer if negative."""
         for places in (blocks, slots + self._first_slot):
             self._wanted[places] = np.maximum(self._wanted[places] + by, 0)
 
     # -- the host tier -----------------------------------------------------------------------------------------------
 
     def taking(self, num: int, num_slots: int) -> None:
-        """`num` of the tier's `num_slots` slots are about to be taken: free ones, and what others lie in."""
+        """`num` of the tier's `num_slots` slots are about to be taken, free or after eviction of their contents."""
         self._lost += self._num_tried * min(1.0, num / num_slots)
         self._fade()
 
     def demoted(self, blocks: Int32, slots: Int32) -> None:
-        """What lay in `blocks` lies in `slots`."""
+        """The contents of `blocks` are in `slots` now."""
         self._take_marks(blocks, slots + self._first_slot)
         self._tried[slots] = self._wanted[blocks] == 0
         self._num_tried += self._by_kind(slots)
 
     def returned(self, slots: Int32, blocks: Int32) -> None:
-        """What lay in `slots` lies in `blocks`, as somebody wanted it."""
+        """The contents of `slots` are in `blocks` now, because a request needed them."""
         self._won += self._by_kind(slots)
         self._fade()
         self._take_marks(slots + self._first_slot, blocks)
@@ -120,13 +123,13 @@ class HostOffloadPolicy:
         self.forgotten(slots)
 
     def forgotten(self, slots: Int32) -> None:
-        """In `slots` nothing can be found any more."""
+        """The contents of `slots` are not findable any more."""
         self._num_tried -= self._by_kind(slots)
         self._tried[slots] = False
         self._wanted[slots + self._first_slot] = 0
 
     def check_invariants(self, findable: Int32, used_slots: Int32, hits: list[tuple[Int32, Int32]]) -> None:
-        """Of what is findable, in blocks and slots; `hits` are the blocks and slots that each who waits finds.
+        """Check the marks of the findable blocks and slots. `hits` are the blocks and slots that each waiting sequence finds.
 
         Raises AssertionError.
         """
@@ -141,7 +144,7 @@ class HostOffloadPolicy:
         assert (self._wanted[places] <= most[places]).all(), "something is wanted by one who does not wait"
 
     def _by_kind(self, slots: Int32) -> npt.NDArray[np.int64]:
-        """How many of `slots` are tried, by whether they were found before."""
+        """How many of `slots` count for the statistics, by whether they were found before."""
         kinds = self._found[slots[self._tried[slots]] + self._first_slot]
         return np.bincount(kinds, minlength=2)
 

@@ -1,17 +1,17 @@
-"""The host tier's slots: which are free, which hold the end of a sequence that waits, and which copies the next plan owes.
+"""The slots of the host tier: free slots, the tails of waiting sequences, and the copies that the next plan must do.
 
-A slot is a place in host memory for the bytes of one block. What is findable in it the prefix index knows; here is who may
-have one, and when. The copies of a plan are done in this order:
+A slot is a place in host memory for the bytes of one block. The prefix index knows which slots are findable; this
+module assigns slots and schedules copies. The copies of a plan are done in this order:
 
     out    block -> slot     the block is reused in the very same plan
-    back   block -> block    what was to leave, and was wanted again before it had
+    back   block -> block    a block that was to leave, and was needed again before it had
     in     slot -> block     the slot is free for the plans after this one
 
-Those that a plan's own chunks depend on are done before them, the others beside them: copies in, and those out of blocks whose
-new owner is seated and computes from the next plan on. Nobody else's chunk reads or writes these blocks.
+Copies that a plan's own chunks depend on are done before the chunks. The others run concurrently with them: copies in,
+and copies out of blocks that their new owner uses from the next plan on. No chunk of the plan touches those blocks.
 
-A slot therefore takes bytes in one plan at the earliest after the plan that reads it for somebody: no copy out can destroy
-what a copy in of the same plan still reads. Only the last one of two copies to a slot is owed. Pure logic, no memory.
+A slot that a plan reads is written by a later plan at the earliest. So a copy out cannot overwrite what a copy in of
+the same plan still reads. Of two copies to a slot only the last is pending. Pure logic, no memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NONE.flags.writeable = False
 class Swaps:
     """Whole blocks that a step copies out, back and in, in this order, each kind as if at once. Plain data.
 
-    The first `num_before` of those out, and those back, are to be done before the step's chunks, the others when it is over.
+    The first `num_before` copies out, and those back, must be done before the step's chunks, the others by the step's end.
     """
 
     out_blocks: Int32
@@ -43,24 +43,24 @@ class Swaps:
 
     @property
     def any_beside(self) -> bool:
-        """Whether there are copies that may be done beside the chunks."""
+        """Whether some copies may run concurrently with the chunks."""
         return len(self.out_slots) > self.num_before or len(self.in_slots) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class HostTail:
-    """What lies in `slot`: the last, partly filled block of the first `num_tokens` tokens of a sequence."""
+    """`slot` holds the last, partly filled block of the first `num_tokens` tokens of a sequence."""
 
     slot: int
     num_tokens: int
 
 
 class HostTier:
-    """The slots `1 .. num_slots`; 0 is nobody's, as the null block. `Swapping` mutates it.
+    """The slots `1 .. num_slots`; slot 0 is never used, like the null block. `Swapping` mutates the tier.
 
-    Whoever knows what copies take sets the chance of being wanted again from which bringing a block here is worth it at
-    present, `least_chance` (1 or more: never), and whether bringing it back is, `promotes`. `tails` are those of sequences that
-    wait, by the sequence's name. While it is `resting` nothing comes here.
+    The scheduler sets two values by what copies cost: `least_chance`, the probability of reuse from which demoting a
+    block is worth it (1 or more: never), and `promotes`, whether promoting is. `tails` are those of waiting sequences,
+    by name. While the tier is `resting` no block is demoted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -70,35 +70,34 @@ class HostTier:
         self.promotes = True
         self.resting = False
         self.tails: dict[str, HostTail] = {}
-        self._num_given = num_slots  # those included that were retired
-        self.num_owed = 0  # copies since the start, those that were called off included
-        self._leaving = np.zeros(num_slots + 1, np.int32)  # the block whose bytes a slot is owed; 0: none
-        self._beside = np.zeros(
-            num_slots + 1, np.bool_
-        )  # of what leaves: whether no chunk of the next plan touches the block
+        self._num_given = num_slots  # includes retired slots
+        self.num_owed = 0  # copies since the start, including cancelled ones
+        self._leaving = np.zeros(num_slots + 1, np.int32)  # the block that will be copied to each slot; 0: none
+        # Of pending copies out: whether no chunk of the next plan touches the block.
+        self._beside = np.zeros(num_slots + 1, np.bool_)
         self._any_leaving = False
         self._ins: list[tuple[Int32, Int32]] = []
         self._back: list[tuple[Int32, Int32]] = []
         self._give_all()
 
     def _give_all(self) -> None:
-        """All slots are there, free, and nobody ever had one."""
+        """Make all slots available, free and never used."""
         self.num_slots = self.num_free = self._num_given
         self._free = np.arange(self._num_given, 0, -1, dtype=np.int32)  # a stack: the first `num_free`
-        self._highest = 0  # slot that anybody had
+        self._highest = 0  # highest slot ever used
 
     @property
     def num_used(self) -> int:
-        """Slots that hold something, or are about to."""
+        """Slots that hold something or are about to."""
         return self.num_slots - self.num_free
 
     @property
     def demotes(self) -> bool:
-        """Whether what is wanted again for certain is worth bringing here now."""
+        """Whether a block that is certain to be used again is worth demoting now."""
         return self.least_chance < 1 and not self.resting
 
     def take(self, n: int) -> Int32:
-        """`n` slots, which must be free; those that somebody had before first."""
+        """Take `n` slots, which must be free; slots used before come first."""
         if n > self.num_free:
             raise ValueError(f"{n} slots are asked for, {self.num_free} are free")
         slots = self._free[self.num_free - n : self.num_free][::-1].copy()
@@ -107,13 +106,13 @@ class HostTier:
         return slots
 
     def free(self, slots: Int32) -> None:
-        """Nobody needs what lies in `slots`, or was to come there."""
+        """Free `slots`; pending copies to them are cancelled."""
         self._leaving[slots] = 0
         self._free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
 
     def retire(self, slots: Int32) -> None:
-        """There is no memory for `slots`, which are free: neither for them nor for those that nobody had yet."""
+        """Remove the free `slots`, for which there is no memory, and all slots never used so far."""
         free = self._free[: self.num_free]
         kept = free[(free <= self._highest) & ~np.isin(free, slots)]
         self.num_slots -= self.num_free - len(kept)
@@ -121,8 +120,9 @@ class HostTier:
         self._free[: len(kept)] = kept
 
     def rest(self) -> None:
-        """Nothing lies here, and nothing comes until `resting` is undone. Then slots are given as at the start, those that were
-        retired included: there may be memory for them again.
+        """Stop the use of the tier, which must be empty, until `resting` is reset.
+
+        All slots are available again, including retired ones: there may be memory for them by then.
         """
         if self.num_used or self._ins:
             raise ValueError(f"{self.num_used} slots are in use: a tier rests only when it is empty")
@@ -130,8 +130,9 @@ class HostTier:
         self.resting = True
 
     def queue_swap_out(self, blocks: Int32, slots: Int32, beside: bool = False) -> None:
-        """The next plan copies `blocks`, where the bytes are now, to `slots`; `beside` its chunks, if none of them touches
-        these blocks.
+        """Let the next plan copy `blocks` to `slots`. `blocks` say where the bytes are now.
+
+        `beside`: concurrently with the plan's chunks, none of which touches these blocks.
         """
         self._leaving[slots] = blocks
         self._beside[slots] = beside
@@ -139,7 +140,7 @@ class HostTier:
         self.num_owed += len(slots)
 
     def queue_swap_in(self, slots: Int32, blocks: Int32) -> None:
-        """The next plan copies `slots` to `blocks`. They are free once a plan has taken that over."""
+        """Let the next plan copy `slots` to `blocks`. The slots are free once a plan contains the copy."""
         self.num_owed += len(slots)
         leaving = self._leaving[slots]
         early = leaving != 0
@@ -158,9 +159,9 @@ class HostTier:
         return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
-        """What the plan that is being made copies; None where nothing. Plans are executed in the order they are made.
+        """The copies of the plan that is being made, or None. Plans are executed in the order in which they are made.
 
-        Unless `alone`, the plan moves blocks or extents as well: then all that leaves does so before its chunks.
+        Unless `alone`, the plan moves blocks or extents as well; then all copies out are done before its chunks.
         """
         if not (self._any_leaving or self._ins):
             return None
@@ -174,11 +175,11 @@ class HostTier:
         self._ins, self._back, self._any_leaving = [], [], False
         self.free(in_slots)
         if not (len(out_slots) or len(in_slots) or back):
-            return None  # all was called off
+            return None  # all copies were cancelled
         return Swaps(out_blocks, out_slots, in_slots, in_blocks, back, int(np.count_nonzero(~beside)))
 
     def check_invariants(self, findable: Int32) -> None:
-        """Every slot is free, findable, a tail or about to be read, and only one of these. Raises AssertionError."""
+        """Check that every slot is exactly one of free, findable, a tail or about to be read. Raises AssertionError."""
         free = self._free[: self.num_free].tolist()
         read = [slot for slots, _ in self._ins for slot in slots.tolist()]
         held = [*findable.tolist(), *(tail.slot for tail in self.tails.values()), *read]

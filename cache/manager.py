@@ -1,19 +1,20 @@
-"""The cache manager: gives rows of the scheduler the blocks they need, and takes them back.
+"""The cache manager: assigns KV-cache blocks to the scheduler's rows and takes them back.
 
-The only class of the cache that the scheduler sees. Rows are the scheduler's; a row's table covers its first
-`lengths * block_size` tokens. Calls are all or nothing.
+The scheduler calls the cache through this class and numbers the rows. The table of a row covers its first `lengths *
+block_size` tokens. A call that fails changes nothing.
 
-With a hasher, full blocks whose tokens are computed can be found by whoever begins with the same tokens (prefix_index.py):
+With a hasher, later requests with the same prefix find full blocks of computed tokens (prefix_index.py):
 
-    lookup, admit    a row begins with what is found, and shares it
-    commit           what a row has computed can be found; where others computed the same first, the row takes theirs
-    release          what nobody refers to any more stays findable, until its place is needed (eviction.py), or more such
-                     blocks are cached than `max_cached_blocks`
+    lookup, admit    find a cached prefix; the new row shares its blocks
+    commit           make the computed blocks of a row findable; equal blocks already cached replace the row's own
+    release          drop a row's references; a findable block without references stays cached until its space is
+                     needed (eviction.py) or more than `max_cached_blocks` blocks are cached
 
-With a host tier what is to be evicted is demoted to a slot of it if that is worth it, while slots can be had, and comes back
-when it is found (swapping.py). So a sequence that is preempted is swapped out, as far as its place is needed, by being
-released; `keep_for` says that it will be back, and keeps its last block, which is partly filled and cannot be found. The
-copies are those of the next plan: `take_swaps`.
+With a host tier, an evicted block is first copied to a host slot (demoted), if that is worth the copy and a slot is
+available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
+preempted sequence therefore swaps the sequence out, as far as its space is needed. `keep_for` announces that the
+sequence will return, and keeps its last, partly filled block, which is not findable. `take_swaps` returns the copies
+that the next plan must do.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extension:
-    """What an extend or a fork changed: the new table entries of each group, and the blocks to copy first, if any.
+    """The result of an extend, a fork or an admission: the new table entries of each group, and blocks to copy first, if any.
 
-    Of an admission, `num_computed` tokens are computed already; `waits` says that the next plan copies to or from its blocks
-    beside its chunks, so that none of its own may be among these.
+    After an admission or a fork, `num_computed` tokens are computed already. `waits`: the next plan copies to or from
+    the admitted row's blocks concurrently with its chunks, so none of the row's own chunks may be in that plan.
     """
 
     tables: tuple[TableUpdate, ...]
@@ -55,9 +56,9 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shrink:
-    """What a shrink changed: in `extents` nothing is allocated any more, and what was live there has moved.
+    """The result of a shrink: the drained `extents`, and the moves of the live blocks out of them.
 
-    Once `copies` are done, the memory of `extents` can go; the table entries hold from the start.
+    The table entries are valid at once. The memory of `extents` can be unmapped once `copies` are done.
     """
 
     extents: ExtentIds
@@ -66,15 +67,15 @@ class Shrink:
 
 
 class CacheManager:
-    """Block tables for `num_rows` rows of at most `max_tokens` tokens each, out of a pool of `num_blocks` blocks.
+    """Block tables for `num_rows` rows of at most `max_tokens` tokens each, from a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached, as long as there is one group; `eviction` makes the policy for so many nodes. No more
-    than `max_cached_blocks` (None: any number) that no row refers to stay cached. With `host_slots` prefixes are demoted to
-    that many slots of a host tier, of which what came there first goes first.
+    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy for a number of
+    nodes. At most `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the
+    number of slots of the host tier, which evicts the oldest entries first.
 
-    The attribute `max_tokens` is what a row can really come to: no more than the whole pool holds when all of it is
-    mapped. With `blocks_per_extent` the pool is elastic: the extents `mapped` (None: all) have memory at the start, others
-    come by `grow` and go by `shrink`, which is over when the caller says so by `moved` and `unmapped`.
+    The attribute `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is
+    mapped. With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
+    `grow` adds extents and `shrink` removes them; a shrink ends when the caller reports it by `moved` and `unmapped`.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class CacheManager:
         self._blocks_per_extent = blocks_per_extent
         self._host_slots = host_slots
         in_pool = (num_blocks - 1) // num_groups * block_size
-        self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no place yet
+        self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no slot in the cache yet
         self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
         self.max_cached_blocks = max_cached_blocks
-        self.evicted_blocks = 0  # since the start, to make room or to stay within the bound
+        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
-        self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or will never be
+        self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
         self.index: PrefixIndex | None = None
         self.swapping: Swapping | None = None  # with a host tier
         if hasher is not None and host_slots:
@@ -116,9 +117,9 @@ class CacheManager:
             self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
-        """An empty manager of the same pool, to go on with when this one's bookkeeping broke.
+        """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
 
-        `mapped` are the extents that have memory, where somebody knows (the arena); None: those of the bookkeeping.
+        `mapped` are the extents that have memory, as the arena reports them; None: those of the bookkeeping.
         """
         if self._blocks_per_extent is None:
             extents = None
@@ -137,57 +138,57 @@ class CacheManager:
 
     @property
     def chances(self) -> tuple[float, float]:
-        """That a block is wanted again which no request has found, and one which some has. Read-only."""
+        """The probabilities that a block is used again: if no request has found it before, and if one has. Read-only."""
         return UNLEARNED if self.swapping is None else self.swapping.demotion.chances
 
     @property
     def available(self) -> int:
-        """Blocks that can be had at once: free ones, and those that can be evicted. Read-only."""
+        """Blocks that can be allocated at once: free and evictable ones. Read-only."""
         return self.allocator.available
 
     @property
     def pending_free_blocks(self) -> int:
-        """Blocks that can be had once the copies of the next plan are done. Read-only."""
+        """Blocks that become available once the copies of the next plan are done. Read-only."""
         return self.allocator.pending_free_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had without evicting one. Read-only."""
+        """Blocks that can be allocated without eviction. Read-only."""
         return self.allocator.num_free
 
     @property
     def shared(self) -> int:
-        """Entries in tables of blocks that an entry of another row counts too. Read-only."""
+        """Blocks saved by sharing: table entries minus distinct live blocks. Read-only."""
         return int(sum(table.lengths.sum() for table in self.tables)) - self.counts().live
 
     @property
     def capacity(self) -> int:
-        """Blocks there are when all of the pool is mapped; the null block is not counted."""
+        """Blocks of the pool when all of it is mapped, without the null block."""
         return self.allocator.capacity
 
     @property
     def usable(self) -> int:
-        """Blocks, used or not, of the extents that are mapped and do not drain; the null block is not counted."""
+        """Blocks, used or not, of the mapped extents that are not draining, without the null block."""
         return self.allocator.usable
 
     @property
     def blocks_per_extent(self) -> int:
-        """Blocks that come and go together."""
+        """Blocks that are mapped and unmapped together."""
         return self.allocator.blocks_per_extent
 
     @property
     def drainable_extents(self) -> ExtentIds:
-        """Extents that `shrink` may choose from, as far as there are holes for what is live in them. Read-only."""
+        """Extents that `shrink` may choose from, provided that other extents have room for their live blocks. Read-only."""
         return self.allocator.drainable_extents
 
     @property
     def mapped_extents(self) -> ExtentIds:
-        """Extents with memory, lowest first, those included that are given back. Read-only."""
+        """Extents with memory, lowest first, including those that are draining. Read-only."""
         return self.allocator.mapped_extents
 
     @property
     def unmapped_extents(self) -> ExtentIds:
-        """Extents without memory, lowest first: those that can be mapped. Read-only."""
+        """Extents without memory, which can be mapped, lowest first. Read-only."""
         return self.allocator.unmapped_extents
 
     def counts(self) -> BlockCounts:
@@ -195,17 +196,17 @@ class CacheManager:
         return self.allocator.counts()
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks, of all groups together, that a sequence of `tokens` tokens holds."""
+        """Blocks in all groups together that a sequence of `tokens` tokens holds."""
         return -(-tokens // self.block_size) * len(self.tables)
 
     def short(self, rows: Index, upto: Index) -> Index:
-        """Those of `rows` whose tables do not reach to `upto[i]` tokens. Read-only."""
+        """The `rows` with tables that do not reach `upto[i]` tokens. Read-only."""
         return rows[upto > self.tables[0].lengths[rows] * self.block_size]
 
     def extend(self, rows: Index, upto: Index, hit: PrefixHit | None = None) -> Extension | None:
-        """Let the tables of `rows` (distinct) cover `upto[i]` tokens each; None, and no change, when blocks are short.
+        """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short.
 
-        With `hit` a row is seated that begins with it: what lies in its slots stays there.
+        `hit` is the prefix of a row that is being admitted: the contents of its slots are not evicted.
         """
         wanted = (upto + (self.block_size - 1)) // self.block_size
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
@@ -221,9 +222,10 @@ class CacheManager:
         return Extension(tuple(updates))
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
-        """Give row `child` (empty) the parent's first `num_tokens` tokens, and room for `upto` (None: no more): full blocks
-        are shared, the partly filled one is copied to a block of its own. None, and no change, when blocks are short.
+        """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
+        no more).
 
+        Full blocks are shared; a partly filled block is copied. Returns None, and changes nothing, if blocks are short.
         The parent's tokens must be computed by plans that are done.
         """
         full, rest = divmod(num_tokens, self.block_size)
@@ -249,7 +251,7 @@ class CacheManager:
         return held
 
     def sole_blocks(self, rows: Index) -> Index:
-        """Of `held_blocks` those that nobody else has: what giving up one of `rows` wins. Read-only."""
+        """Blocks that only this row holds, for each of `rows`: what releasing the row gains. Read-only."""
         if not self.shared:
             return self.held_blocks(rows)
         sole = np.zeros(len(rows), np.int64)
@@ -260,7 +262,7 @@ class CacheManager:
         return sole
 
     def release(self, rows: Index) -> None:
-        """Give up the blocks of `rows` (distinct) and empty their tables."""
+        """Release the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
             blocks = table.of_all(rows)
             parked = self.allocator.release(blocks)
@@ -276,13 +278,13 @@ class CacheManager:
     # -- prefixes ------------------------------------------------------------------------------------------------
 
     def chain(self, tokens: Int32, salt: bytes | None) -> Chain | None:
-        """What `tokens` are looked up by, among those of the same `salt` (None: of no salt). None where nothing is cached."""
+        """The hash chain of `tokens` for lookups within `salt` (None: no salt). None without a prefix cache."""
         return None if self.index is None else self.index.hasher.chain(tokens, salt)
 
     def lookup(self, chain: Chain | None, max_tokens: int) -> PrefixHit:
-        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is computed already. Read-only.
+        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only.
 
-        Valid until anything changes.
+        Valid until the cache changes.
         """
         if chain is None or self.index is None:
             return NO_HIT
@@ -290,15 +292,15 @@ class CacheManager:
         return hit if self.swapping is None else self.swapping.worth_promoting(hit)
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
-        """Blocks of those available that `admit` would use: new ones, and found ones that nobody refers to. Read-only."""
+        """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
         parked = np.count_nonzero(self.allocator.references(hit.blocks) == 0) if len(hit.blocks) else 0
         return self.blocks_for(upto) - len(hit.blocks) + int(parked)
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
-        """Let the table of `row` (empty) begin with `hit` and cover `upto` tokens; None, and no change, if blocks are short.
+        """Assign `hit` to `row` (empty) and extend it to `upto` tokens; None, and no change, if blocks are short.
 
-        Behind what was found comes the tail that was kept for `name`, if it is what follows; in any case nothing is kept for
-        it any longer.
+        The tail kept for `name` is swapped in too, if it follows the tokens found. After a successful admission nothing
+        is kept for `name` any more.
         """
         if self.needed(upto, hit) > self.available:
             return None
@@ -312,7 +314,7 @@ class CacheManager:
         return replace(extension, num_computed=hit.num_tokens + num_tail, waits=waits)
 
     def _seat(self, row: int, upto: int, hit: PrefixHit) -> Extension:
-        """Give `row` (empty) what `hit` found, and room for `upto` tokens, for which there are enough blocks."""
+        """Assign `hit` to `row` (empty), with room for `upto` tokens. The caller has checked that there are enough blocks."""
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
@@ -332,9 +334,10 @@ class CacheManager:
         return Extension(merged([found, extension.tables]), num_computed=hit.num_tokens)
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
-        """The first `num_tokens` of `row`, which are those of `chain`, are computed: full blocks of them can be found now.
+        """Make the full blocks of `row`'s first `num_tokens` tokens findable.
 
-        Where others have computed the same tokens already the row takes their blocks. Returns the entries that changed.
+        These tokens are computed, and are those of `chain`. If the same tokens are cached already, the row takes the
+        cached blocks. Returns the changed table entries.
         """
         full, first = num_tokens // self.block_size, int(self._committed[row])
         if self.index is None or full <= first:
@@ -361,18 +364,18 @@ class CacheManager:
         return (TableUpdate(np.full(len(known), row), slots, theirs),)
 
     def reset(self) -> None:
-        """Let no prefix be found any more. Rows go on with the blocks they have."""
+        """Forget all cached prefixes. Rows keep their blocks."""
         if self.index is None:
             return
         places = self.index.reset()
         self.allocator.forget(places.blocks)
         if self.swapping is not None:
             self.swapping.reset(places.slots)
-        self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are gone
+        self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are no longer findable
         self._committed[self.tables[0].lengths == 0] = 0
 
     def rows_with(self, blocks: Int32) -> Index:
-        """Rows whose tables name one of `blocks`, lowest first. Read-only."""
+        """Rows with one of `blocks` in their tables, lowest first. Read-only."""
         found = []
         for table in self.tables:
             rows, slots = table.entries(np.flatnonzero(table.lengths))
@@ -380,7 +383,7 @@ class CacheManager:
         return np.unique(np.concatenate(found))
 
     def forget(self, blocks: Int32) -> None:
-        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there."""
+        """Forget `blocks`, which no table contains, and their cached descendants."""
         if self.index is None:
             return
         blocks = np.unique(blocks)
@@ -390,23 +393,23 @@ class CacheManager:
             self.swapping.forget(blocks)
 
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
-        """`n` blocks, for which cached ones are demoted or evicted if need be. Raises NoFreeBlocks, and changes nothing then.
+        """Allocate `n` blocks; demote or evict cached blocks if needed. Raises NoFreeBlocks, and changes nothing then.
 
-        With `hit` they are for a row that is seated and begins with that. What lies in its slots, which are the end of a
-        chain's way, stays there; what leaves may do so beside the next plan's chunks.
+        `hit` is the prefix of the row that is being admitted. The contents of its slots stay there, and the copies of
+        demoted blocks may run concurrently with the next plan's chunks.
         """
         lacking = n - self.allocator.num_free
         if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
                 self._give_up(self.index, victims, hit)
-                lacking = n - self.allocator.num_free  # what a copy still reads comes free later
+                lacking = n - self.allocator.num_free  # blocks that a pending copy reads become free later
         return self.allocator.allocate(n)
 
     def _trim(self) -> None:
-        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, and descendants first."""
+        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
         if self.max_cached_blocks is None or self.index is None:
             return
-        # Victims may be in flight, and do not count as cached then: count again.
+        # Victims in flight did not count as cached: count again.
         while (excess := self.counts().cached - self.max_cached_blocks) > 0:
             self._give_up(self.index, self.index.victims(excess))
 
@@ -418,7 +421,7 @@ class CacheManager:
             self.evicted_blocks += self.swapping.give_up(victims, hit)
 
     def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
-        """Forget `blocks`, which nobody refers to, and what stands behind them. Returns how many blocks that is."""
+        """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
         evicted = index.evict(blocks).blocks
         self.allocator.forget(evicted)
         return len(evicted)
@@ -426,10 +429,11 @@ class CacheManager:
     # -- the host tier -------------------------------------------------------------------------------------------
 
     def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int) -> None:
-        """`name` gives up `row`, and will be back. The first `num_tokens` tokens, those of `chain`, are computed and committed.
+        """Record that sequence `name` leaves `row` and will return.
 
-        Until it is back its blocks are sure to be wanted, and the last, partly filled one is kept; that one is not where no
-        slot is to be had, or where the blocks before it could not be found again.
+        The first `num_tokens` tokens, those of `chain`, are computed and committed. Until the return, their blocks
+        count as certain to be used again. The last, partly filled block is kept, unless no slot is available or the
+        blocks before it are not all findable.
         """
         if self.swapping is not None:
             full, rest = divmod(num_tokens, self.block_size)
@@ -437,43 +441,42 @@ class CacheManager:
             self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
 
     def drop_for(self, name: str) -> None:
-        """`name`, for whom something was kept or not, will not be back."""
+        """Forget what was kept for sequence `name`, which will not return. Does nothing if nothing was kept."""
         if self.swapping is not None:
             self.swapping.drop_for(name)
 
     def rest(self) -> None:
-        """Let the host tier have no memory: what lies there is forgotten, and nothing comes there until a row is admitted."""
+        """Empty the host tier, so that it needs no memory. It stays unused until a row is admitted."""
         if self.swapping is not None:
             self.swapping.rest()
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
-        """The copies from and to the host tier that the plan which is being made must do; `alone`: it moves nothing else."""
+        """The copies from and to the host tier that the plan being made must do. `alone`: the plan moves nothing else."""
         return None if self.swapping is None else self.swapping.host.take_swaps(alone)
 
     def forget_slots(self, slots: Int32) -> None:
-        """A copy to `slots` has failed: nothing can be found there, or kept."""
+        """Forget the contents of `slots`, to which a copy has failed."""
         if self.swapping is not None:
             self.swapping.forget_slots(slots)
 
     def lost(self, slots: Int32) -> None:
-        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+        """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
         if self.swapping is not None:
             self.swapping.lost(slots)
 
     # -- the pool's size -----------------------------------------------------------------------------------------
 
     def grow(self, extents: Iterable[int]) -> None:
-        """`extents` have memory now. Raises BlockMisuse unless all were unmapped."""
+        """Add `extents`, which now have memory. Raises BlockMisuse unless all were unmapped."""
         self.allocator.map(extents)
 
     def shrink(self, num_extents: int) -> Shrink | None:
-        """Begin to give up to `num_extents` extents back, without taking a block from anybody; None, and no change, when
-        not one can be had.
+        """Begin to give back up to `num_extents` extents without preempting a row; None, and no change, if none can go.
 
-        Where holes do not suffice, what is cached is evicted. The rest moves into holes elsewhere: the tables name the new
-        places at once, where the bytes are after the copies.
+        If the free blocks do not suffice, cached blocks are demoted or evicted. Live blocks move to free blocks in
+        other extents. The tables name the new blocks at once; the bytes are there after the copies.
 
-        Until `moved`, the blocks of both places are pinned; until `unmapped`, `keep` undoes the draining.
+        The source and target blocks are pinned until `moved`. `keep` undoes the draining until `unmapped`.
         """
         plan = self.plan_shrink(num_extents)
         if not len(plan.extents):
@@ -495,13 +498,13 @@ class CacheManager:
             self.index.move(moves, targets)
         if self.swapping is not None:
             self.swapping.demotion.moved(moves, targets)
-        places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> where it moved; the null block: nowhere
+        places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
         return Shrink(plan.extents, updates, BlockCopies(moves, targets))
 
     def plan_shrink(self, num_extents: int) -> DrainPlan:
-        """What `shrink` would do. Read-only."""
+        """The extents and moves that `shrink` would choose. Read-only."""
         plan = self.allocator.plan_drain(num_extents)
         if self.index is None or len(plan.extents) == num_extents or not self.counts().cached:
             return plan
@@ -511,17 +514,19 @@ class CacheManager:
         return self.allocator.plan_drain(num_extents, worth)
 
     def moved(self, copies: BlockCopies) -> None:
-        """The copies of a shrink are done."""
+        """Unpin the blocks of a shrink after its copies."""
         self._bytes_at[copies.targets] = copies.targets
         self.allocator.unpin(np.concatenate((copies.sources, copies.targets)))
-        self._trim()  # targets may be cached from now on
+        self._trim()  # targets may count as cached from now on
 
     def unmapped(self, extents: Iterable[int]) -> None:
-        """The memory of `extents`, given back by `shrink`, is gone. Raises BlockMisuse where blocks are still in use."""
+        """Record that `extents`, drained by `shrink`, have no memory any more. Raises BlockMisuse if a block is still
+        in use.
+        """
         self.allocator.unmap(extents)
 
     def keep(self, extents: Iterable[int]) -> None:
-        """`extents`, given back by `shrink`, are not unmapped after all: their blocks can be had again."""
+        """Undo the draining of `extents`, which are not unmapped after all: their blocks are available again."""
         self.allocator.undrain(extents)
 
     def check_invariants(self) -> None:
@@ -542,7 +547,7 @@ class CacheManager:
 
 
 def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
-    """One update a group, in the order they happened."""
+    """Concatenate updates, in the order in which they happened, into one update per group."""
     updates = [update for update in updates if update]
     if len(updates) <= 1:
         return updates[0] if updates else ()
@@ -553,29 +558,29 @@ def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
 
 
 def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:
-    """`some` of `blocks` in the order in which they come there first."""
+    """`some` of `blocks`, in the order of their first occurrence in `blocks`."""
     places = np.flatnonzero(np.isin(blocks, some))
     _, first = np.unique(blocks[places], return_index=True)
     return blocks[places[np.sort(first)]]
 
 
 def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> TableUpdate:
-    """Put `need[i]` of `blocks` behind the table of `rows[i]`."""
-    if len(blocks) == len(rows) and need.all():  # a block each, as when decoding
+    """Append the next `need[i]` of `blocks` to the table of `rows[i]`."""
+    if len(blocks) == len(rows) and need.all():  # one block per row, as in decoding
         slots = table.lengths[rows]
         table.lengths[rows] = slots + 1
     else:
         slots = table.lengths[rows]
         table.lengths[rows] = slots + need
         rows = np.repeat(rows, need)
-        ends = np.cumsum(need)  # of each row's stretch of `blocks`
+        ends = np.cumsum(need)  # end of each row's part of `blocks`
         slots = np.repeat(slots - ends + need, need) + np.arange(len(blocks))
     table.blocks[rows, slots] = blocks
     return TableUpdate(rows, slots, blocks)
 
 
 def _moved(table: BlockTables, places: Int32) -> TableUpdate:
-    """Let every entry whose block moved name its new place."""
+    """Replace moved blocks in every table entry by their new blocks."""
     rows, slots = table.entries(np.flatnonzero(table.lengths))
     blocks = places[table.blocks[rows, slots]]
     hits = np.flatnonzero(blocks)

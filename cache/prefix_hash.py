@@ -1,19 +1,20 @@
-"""Hashes of prefixes: 128 bits for each full block of tokens and all that stands before it, under a salt.
+"""Prefix hashes: 128 bits for each full block of tokens and all tokens before it, under a salt.
 
 Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast"; after Carter and Wegman). There
 are four lanes. Lane l has a random 64-bit key for every position of a sequence, and
 
     sum[l] = start[l](salt) + key[l, 0] * (token_0 + 1) + key[l, 1] * (token_1 + 1) + ...    modulo 2**64
 
-of which the upper 32 bits count: 4 * 32 = 128. Under an unknown secret, two given prefixes that differ, in a token,
-in their length or in their salt, agree with a probability of 2**-128. The sum behind a block is the sum before it and
-what the block adds: the hashes are chained. Why this and not a digest a block: docs/decisions/0017-prefix-index.md.
+The digest is the upper 32 bits of each lane: 4 * 32 = 128. Under an unknown secret, two given prefixes that differ, in
+a token, in length or in salt, agree with a probability of 2**-128. The hashes are chained: the sum after a block is the
+sum before it plus the block's terms. docs/decisions/0017-prefix-index.md says why this is used and not one digest per
+block.
 
-Security: the hash is keyed and linear, not one-way. An attacker who knows the secret, or reads the digests of chosen prompts,
-can construct prompts with equal digests, and can test whether a digest belongs to a guessed prompt. `PrefixIndex` compares
-tokens, so a collision costs hits there and never gives a wrong one; a router that compares digests alone can be misled.
-Therefore the secret is random by default. A secret that several processes share is a key: it is never logged or shown
-(docs/decisions/0034-prefix-hash-secret.md).
+Security: the hash is keyed and linear, not one-way. An attacker with the secret, or with the digests of chosen prompts,
+can construct prompts with equal digests, and can test whether a digest belongs to a guessed prompt. `PrefixIndex`
+compares tokens, so a collision there costs hits and never gives a wrong one. A router that compares digests alone can
+be misled. Therefore the secret is random by default. A secret that several processes share is a key: it is never logged
+or shown (docs/decisions/0034-prefix-hash-secret.md).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ Digests = npt.NDArray[np.uint64]  # [n, 2]: 128 bits for each of n prefixes
 Root = tuple[bytes | None, bytes]
 LANES = 4
 _Scalar = TypeVar("_Scalar", np.int32, np.uint64)
-_STRETCH = 4096  # positions whose keys come out of one call of SHAKE: 128 KiB, 0.2 ms
+_STRETCH = 4096  # positions per call of SHAKE: 128 KiB of keys, 0.2 ms
 _UPPER = np.uint64(32)
 _ONE = np.uint64(1)
 
 
 class PrefixHasher:
-    """The keys of one key space of hashes. Hashers with equal secret and block size give equal hashes of the same tokens under
-    the same salt, in every process and release. The model is not part of the hash.
+    """The keys of one hash space: equal secret and block size give equal hashes of equal tokens under equal salts.
 
-    `secret` is any number of bytes; None draws a random one. Keys are made as longer sequences come, 32 bytes a position. Not
-    thread-safe. Raises ValueError for an empty secret.
+    This holds in every process and release. The model is not part of the hash. `secret` is any number of bytes; None
+    draws a random one. Keys are made as longer sequences come, 32 bytes a position. Not thread-safe. Raises ValueError
+    for an empty secret.
     """
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
@@ -56,15 +57,15 @@ class PrefixHasher:
         self._common = self._start(b"common")
 
     def chain(self, tokens: Sequence[int] | Int32 = (), salt: bytes | None = None) -> Chain:
-        """The hashes of a sequence that begins with `tokens` (int32), in the key space of `salt` (None: the common one)."""
+        """The hash chain of a sequence that begins with `tokens` (int32), under `salt` (None: the common hash space)."""
         return Chain(self, tokens, salt)
 
     def start(self, salt: bytes | None) -> Digests:
-        """The sums of an empty prefix. No salt's are those of the common space. Read-only."""
+        """The sums of an empty prefix. Without a salt: those of the common space. Read-only."""
         return self._common if salt is None else self._start(b"salted" + salt)
 
     def keys(self, num_blocks: int) -> Digests:
-        """At least the first `num_blocks` blocks' keys [blocks, lanes, block_size]. Read-only."""
+        """The keys [blocks, lanes, block_size] of at least the first `num_blocks` blocks. Read-only."""
         if num_blocks > len(self._keys):
             positions = max(num_blocks, 2 * len(self._keys)) * self.block_size
             stretches = (self._stretch(number) for number in range(-(-positions // _STRETCH)))
@@ -75,7 +76,7 @@ class PrefixHasher:
         return self._keys
 
     def digests(self, sums: Digests) -> Digests:
-        """The 128 bits [n, 2] of `sums` [n, lanes]."""
+        """The 128-bit digests [n, 2] of `sums` [n, lanes]."""
         return (sums >> _UPPER).astype(np.uint32).view(np.uint64)
 
     def _start(self, name: bytes) -> Digests:
@@ -87,9 +88,9 @@ class PrefixHasher:
 
 
 class Chain:
-    """The tokens of one sequence and the hashes of its full blocks, each computed once, when it is asked for.
+    """The tokens of one sequence and the hashes of its full blocks, each computed once, on demand.
 
-    Grows with `append`. An array that it begins with is kept and not copied: nobody may write to it any more.
+    Grows with `append`. An array passed as the initial tokens is not copied: it must not be written to any more.
     """
 
     __slots__ = ("_digests", "_num_hashed", "_sums", "_tokens", "hasher", "num_tokens", "salt")
@@ -97,13 +98,13 @@ class Chain:
     def __init__(self, hasher: PrefixHasher, tokens: Sequence[int] | Int32, salt: bytes | None) -> None:
         self.hasher = hasher
         self.salt = salt
-        self._tokens = np.asarray(tokens, np.int32)  # what is there; after an append of our own, with room for more
+        self._tokens = np.asarray(tokens, np.int32)  # after the first `append` that needs room, a larger copy
         if self._tokens.ndim != 1:
             raise ValueError(f"tokens are a list of ids, got an array of shape {self._tokens.shape}")
         self.num_tokens = len(self._tokens)
-        self._digests = np.empty((0, 2), np.uint64)  # of the first `_num_hashed` blocks, and room for more
+        self._digests = np.empty((0, 2), np.uint64)  # of the first `_num_hashed` blocks, with spare room
         self._num_hashed = 0
-        self._sums = hasher.start(salt)  # behind the last hashed block
+        self._sums = hasher.start(salt)  # after the last hashed block
 
     @property
     def tokens(self) -> Int32:
@@ -112,16 +113,16 @@ class Chain:
 
     @property
     def num_blocks(self) -> int:
-        """Full blocks."""
+        """The number of full blocks."""
         return self.num_tokens // self.hasher.block_size
 
     @property
     def root(self) -> Root:
-        """The salt and the first full block's tokens, as they are: compared without any hash."""
+        """The salt and the first full block's tokens, unhashed: compared exactly."""
         return self.salt, self._tokens[: self.hasher.block_size].tobytes()
 
     def append(self, tokens: Sequence[int] | Int32) -> None:
-        """`tokens` follow."""
+        """Append `tokens`."""
         upto = self.num_tokens + len(tokens)
         if upto > len(self._tokens):
             self._tokens = _with_room(self._tokens, self.num_tokens, upto)
@@ -134,7 +135,7 @@ class Chain:
         return self._tokens[: num_blocks * size].reshape(num_blocks, size)
 
     def digests(self, num_blocks: int) -> Digests:
-        """The hashes [num_blocks, 2] of the first full blocks, each with all before it. Read-only."""
+        """The hashes [num_blocks, 2] of the first full blocks, each covering all tokens before it. Read-only."""
         if num_blocks > self._num_hashed:
             if num_blocks > self.num_blocks:
                 raise ValueError(f"asked for the hashes of {num_blocks} full blocks, there are {self.num_blocks}")
@@ -144,7 +145,7 @@ class Chain:
     def _hash(self, upto: int) -> None:
         """Hash the blocks from `_num_hashed` to `upto`."""
         first, keys = self._num_hashed, self.hasher.keys(upto)
-        # Ids as unsigned and one more: 1 .. 2**32. So nothing counts as little as nothing, whatever the id.
+        # Ids as unsigned integers plus one: 1 .. 2**32. So every token changes the sum, whatever its id.
         terms = self.blocks(upto)[first:].view(np.uint32).astype(np.uint64)
         terms += _ONE
         sums = np.einsum("bj,blj->bl", terms, keys[first:upto])
@@ -157,7 +158,7 @@ class Chain:
 
 
 def _with_room(array: npt.NDArray[_Scalar], used: int, needed: int) -> npt.NDArray[_Scalar]:
-    """A copy of the first `used` entries with room for `needed`, and at least half as much again as there was."""
+    """A copy of the first `used` entries with room for `needed`, and for at least half as many again as before."""
     larger = np.empty((max(needed, len(array) * 3 // 2), *array.shape[1:]), array.dtype)
     larger[:used] = array[:used]
     return larger

@@ -1,17 +1,18 @@
-"""The prefix index: which full blocks of tokens can be found, behind which prefix, and where each of them lies.
+"""The prefix index: which full blocks of tokens are cached, after which prefix, and where each of them lies.
 
-A node is one findable block of tokens behind its whole prefix. It lies in exactly one place: a block of the device, or a
-slot of the host tier. What lies on the device has its parent on the device, so a chain lies on the device first and on the
-host from some node on, never in turns. Whatever is findable has a findable parent.
+A node is one findable block of tokens after its whole prefix. It lies in exactly one place: a block of the device, or a
+slot of the host tier. The parent of a node on the device is on the device. So the first part of a chain lies on the
+device and the rest on the host. The parent of a findable node is findable.
 
-    lookup                 register                      park                     evict
+    lookup                 register                mark_evictable               evict
     (read-only)   nothing ─────────► findable, in use ─────────► findable, parked ─────────► nothing
                                             ▲          take              │ │                  ▲
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
-References and pins are the block allocator's; which parked node goes first is the policy's (eviction.py). A sequence holds
-all blocks of its chain, so what stands behind a parked node is parked. Why it is so: docs/decisions/0017-prefix-index.md.
+A parked node is evictable: no sequence references it. The block allocator counts references and pins; the policy
+chooses the next node to evict (eviction.py). A sequence holds all blocks of its chain, so the descendants of a parked
+node are parked. Reasons: docs/decisions/0017-prefix-index.md.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class BlockPlaces:
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
-    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. Every
-    call is all or nothing: one that raises BlockMisuse has changed nothing. Costs are those of a few array operations
-    over the blocks in question, however many the pool has; only `reset` and the check look at all.
+    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. A
+    call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks, whatever
+    the pool's size; only `reset`, `used_slots` and the check look at all.
     """
 
     def __init__(
@@ -81,31 +82,32 @@ class PrefixIndex:
         self._tree = PrefixTree(capacity)
         self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
         self._roots: dict[Root, int] = {}  # nodes without a parent
-        self._salts: dict[int, bytes | None] = {}  # of these
+        self._salts: dict[int, bytes | None] = {}  # of the roots
         self._parked = np.zeros(capacity, np.bool_)
-        self._block_of = np.empty(capacity, np.int32)  # these two: of nodes in use; NONE: in the other place
+        # `_block_of`, `_slot_of`: of nodes in use; NONE: in the other place
+        self._block_of = np.empty(capacity, np.int32)
         self._slot_of = np.empty(capacity, np.int32)
         self._node_of_block = np.full(num_blocks, NONE, np.int32)
         self._node_of_slot = np.full(num_slots, NONE, np.int32)
-        self._mark = np.empty(capacity, np.int32)  # scratch, to see a node given twice without sorting
+        self._mark = np.empty(capacity, np.int32)  # scratch, to detect repeated nodes without sorting
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
 
     @property
     def capacity(self) -> int:
-        """Nodes there can be: one for each block and each slot."""
+        """The largest number of nodes: one for each block and each slot."""
         return len(self._unused)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
-        """The longest findable prefix of `chain` of at most `max_tokens` tokens. Read-only, but for the chain's hashes.
+        """The longest findable prefix of `chain` of at most `max_tokens` tokens. Read-only except for the chain's hashes.
 
-        Tokens, salts and parents are compared: digests that collide give a shorter hit, never a wrong one.
+        Tokens, salts and parents are compared: colliding digests give a shorter hit, never a wrong one.
         """
         self._check_hasher(chain)
         most = min(max_tokens // self.hasher.block_size, chain.num_blocks)
-        # Most misses are misses of the first block: nothing is hashed for these.
+        # Most misses miss the first block: these need no hashes.
         if most < 1 or chain.root not in self._roots:
             return _MISS
         nodes = self._table.find(chain.digests(most))
@@ -117,17 +119,17 @@ class PrefixIndex:
         )
 
     def accept(self, hit: PrefixHit) -> None:
-        """A request uses what `hit` found, as far as it lies on the device by now: tell the policy. Changes nothing else."""
+        """Report to the policy that a request uses those nodes of `hit` that are on the device now. Changes nothing else."""
         self._policy.hit(hit.nodes[self._block_of[hit.nodes] != NONE])
 
     def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
 
-        `blocks[:first]` are what the sequence's table has before them. The answer's `blocks` are those that are findable
-        now from `first` on. Where one of them is not the sequence's own, the same tokens were known already: the caller puts
-        that block into the table, with a reference (`take` it, if it had none), and releases its own. Where they are fewer,
-        the others stay unregistered: their parent cannot be found, or their digest is that of other tokens. The answer's
-        `slots` are free: what lay there lies in a block of this sequence now.
+        `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
+        findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
+        the caller puts the returned block into the table, with a reference (`take` it if it had none), and releases its
+        own. If fewer are returned, the others stay unregistered: their parent is not findable, or their digest is that
+        of other tokens. The returned `slots` are free: their contents are in blocks of this sequence now.
 
         Raises BlockMisuse when one of the blocks is findable as something else.
         """
@@ -149,7 +151,7 @@ class PrefixIndex:
         known = nodes[: self._num_true(chain, nodes[:num_known], first, parent)]
         fresh = slice(len(known), len(known))
         if len(known) == num_known:
-            # Whatever is known further on stands behind something else.
+            # Nodes known further on belong to another prefix.
             fresh = slice(num_known, num_known + num_new(digests[num_known:], nodes[num_known:]))
         returned = np.flatnonzero(self._block_of[known] == NONE)
         self._check_free_blocks(np.concatenate((own[returned], own[fresh])))
@@ -165,7 +167,7 @@ class PrefixIndex:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def mark_evictable(self, blocks: Ids) -> None:
-        """`blocks`, findable, have lost their last reference. Blocks of a chain in its order, and no descendant left out."""
+        """Park `blocks`, findable, which lost their last reference. Each chain's blocks come in order, with all descendants."""
         nodes = self._nodes_of(blocks)
         if self._parked[nodes].any():
             raise BlockMisuse("blocks that are not in use cannot lose their last reference")
@@ -173,24 +175,24 @@ class PrefixIndex:
         self._policy.mark_evictable(nodes)
 
     def take(self, blocks: Ids) -> None:
-        """`blocks`, findable and parked, are referenced again: the first part of a chain, in its order."""
+        """Mark `blocks`, findable and parked, as referenced again. They are the first part of a chain, in its order."""
         nodes = self._nodes_of(blocks)
         self._check_parked(nodes)
         self._parked[nodes] = False
         self._policy.take(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` can be found. Read-only."""
+        """Which of `blocks` are findable. Read-only."""
         found: npt.NDArray[np.bool_] = self._node_of_block[_ids(blocks)] != NONE
         return found
 
     @property
     def used_slots(self) -> Int32:
-        """The slots in which something can be found, lowest first. Looks at all of them. Read-only."""
+        """The slots with findable contents, lowest first. Looks at all slots. Read-only."""
         return np.flatnonzero(self._node_of_slot != NONE).astype(np.int32)
 
     def move(self, sources: Ids, targets: Ids) -> None:
-        """What block `sources[i]` holds lies in block `targets[i]`; what of it is not findable is no concern of the index."""
+        """Record that the contents of block `sources[i]` are in block `targets[i]` now. Ignores unfindable blocks."""
         from_, to = _ids(sources), _ids(targets)
         nodes = self._node_of_block[from_]
         from_, to, nodes = from_[nodes != NONE], to[nodes != NONE], nodes[nodes != NONE]
@@ -204,22 +206,22 @@ class PrefixIndex:
     # -- eviction --------------------------------------------------------------------------------------------------
 
     def victims(self, n: int) -> BlockIds:
-        """The `n` parked blocks that go next, in order; fewer only where fewer are parked. Read-only."""
+        """The next `n` parked blocks to evict, in order; fewer only if fewer are parked. Read-only."""
         return self._block_of[self._policy.victims(n)[:n]]
 
     def host_victims(self, n: int) -> Int32:
-        """The `n` slots of the host tier that go next, in order; fewer only where fewer are in use. Read-only."""
+        """The next `n` slots of the host tier to evict, in order; fewer only if fewer are in use. Read-only."""
         return self._slot_of[_given(self._host_policy).victims(n)[:n]]
 
     def ranks(self, blocks: Ids) -> Ranks:
-        """The policy's rank of each of `blocks`, findable: lower goes first. Read-only."""
+        """The policy's rank of each of `blocks`, findable: lower is evicted first. Read-only."""
         nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
         if (nodes == NONE).any():
             raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found")
         return self._policy.ranks(nodes)
 
     def with_descendants(self, blocks: Ids) -> BlockIds:
-        """`blocks`, findable and parked, and all that stands behind them on the device; none before its descendants.
+        """`blocks`, findable and parked, with all their descendants on the device; descendants come first.
 
         For blocks that did not come from `victims`. Read-only.
         """
@@ -236,15 +238,15 @@ class PrefixIndex:
         return self._block_of[np.array(roots_first[::-1], np.int64)]
 
     def evict(self, blocks: Ids) -> BlockPlaces:
-        """Forget `blocks`, findable and parked, and all that stands behind them. Returns where all of it lay."""
+        """Forget `blocks`, findable and parked, and all their descendants. Returns the places of all of them."""
         return self._evict(self._nodes_of(blocks))
 
     def evict_slots(self, slots: Ids) -> BlockPlaces:
-        """Forget what lies in `slots`, and all that stands behind it. Returns where all of it lay: slots alone."""
+        """Forget the contents of `slots` and all their descendants. Returns the places of all of them: only slots."""
         return self._evict(self._nodes_of_slots(slots))
 
     def reset(self) -> BlockPlaces:
-        """Forget everything; who uses a block goes on with it, and what it computes later stays unregistered."""
+        """Forget everything. Sequences keep their blocks; what they compute later stays unregistered."""
         nodes = self._table.contents()
         on_device = self._block_of[nodes] != NONE
         places = BlockPlaces(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
@@ -255,9 +257,9 @@ class PrefixIndex:
     # -- the host tier -----------------------------------------------------------------------------------------------
 
     def demote(self, blocks: Ids, slots: Ids) -> None:
-        """What lies in `blocks` (parked, in the order of `victims`) is found in `slots` from now on.
+        """Move the nodes in `blocks` (parked, in the order of `victims`) to `slots`.
 
-        Raises BlockMisuse where something behind them would be left on the device, or a slot is in use.
+        Raises BlockMisuse if a descendant would be left on the device, or a slot is in use.
         """
         nodes, to = self._nodes_of(blocks), _ids(slots)
         if len(to) != len(nodes):
@@ -265,7 +267,7 @@ class PrefixIndex:
         self._check_parked(nodes)
         if (self._node_of_slot[to] != NONE).any() or not distinct(to):
             raise BlockMisuse("a slot of the host tier that is in use, or named twice, cannot take a block")
-        # What lies further behind on the device has a parent there: the children tell.
+        # A descendant on the device has its parent there, so checking the children suffices.
         children = self._tree.children(nodes)
         if not np.isin(children[self._block_of[children] != NONE], nodes).all():
             raise BlockMisuse("blocks cannot leave the device while something behind them stays there")
@@ -277,14 +279,14 @@ class PrefixIndex:
         nodes = nodes[::-1]  # roots first
         policy = _given(self._host_policy)
         parents = self._parents(nodes)
-        parents[self._block_of[parents] != NONE] = NONE  # not the host policy's
+        parents[self._block_of[parents] != NONE] = NONE  # not known to the host policy
         policy.add(nodes, parents, self._table.digests[nodes, 0])
         policy.mark_evictable(nodes)
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
-        """What lies in `slots` (part of a chain, in its order) is found in `blocks` from now on, which a request holds.
+        """Move the nodes in `slots` (part of a chain, in its order) to `blocks`, which a request holds.
 
-        Raises BlockMisuse where its parent is not on the device, or a block is findable already.
+        Raises BlockMisuse if the first one's parent is not on the device, or a block is findable already.
         """
         nodes, to = self._nodes_of_slots(slots), _ids(blocks)
         if len(to) != len(nodes):
@@ -298,7 +300,7 @@ class PrefixIndex:
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Recompute what is kept incrementally. Raises AssertionError naming what does not hold."""
+        """Recompute the incremental state. Raises AssertionError naming what does not hold."""
         nodes = self._table.contents()
         assert len(nodes) == self.num_nodes == len(set(nodes.tolist())), "nodes and digests do not match"
         unused = self._unused[: self.capacity - self.num_nodes].tolist()
@@ -327,7 +329,7 @@ class PrefixIndex:
             self._check_path(leaf)
 
     def _check_path(self, leaf: int) -> None:
-        """The digests of `leaf` and of all before it are those of the tokens that are kept."""
+        """Check that the digests of `leaf` and its ancestors are those of the stored tokens."""
         path = [leaf]
         while (parent := int(self._tree.parents[path[-1]])) != NONE:
             path.append(parent)
@@ -335,10 +337,13 @@ class PrefixIndex:
         chain = self.hasher.chain(self._tokens[path].ravel(), self._salts[path[0]])
         assert (self._table.digests[path] == chain.digests(len(path))).all(), "a digest is not that of its tokens"
 
-    # -- within ------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _num_true(self, chain: Chain, nodes: Nodes, first: int, parent: int | None) -> int:
-        """How many of `nodes` are what follows `parent` in `chain` from block `first` on, and not other tokens' nodes."""
+        """How many leading `nodes` are the true successors of `parent` in `chain` from block `first` on.
+
+        Compares tokens and parents.
+        """
         if not len(nodes):
             return 0
         theirs = self._tree.parents[nodes]
@@ -351,7 +356,7 @@ class PrefixIndex:
         return min(leading(same.all(axis=1)), 1 + leading(follows))
 
     def _add(self, chain: Chain, first: int, parent: int | None, blocks: BlockIds, digests: Digests) -> Nodes:
-        """New nodes in `blocks` for the chain's blocks from `first` on, in use."""
+        """Make new nodes in `blocks`, in use, for the chain's blocks from `first` on."""
         left = self.capacity - self.num_nodes - len(blocks)
         nodes = self._unused[left : left + len(blocks)][::-1].astype(np.int64)
         self.num_nodes += len(nodes)
@@ -368,7 +373,7 @@ class PrefixIndex:
         return nodes
 
     def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
-        """`nodes`, of the host, lie in `blocks` now, and are in use."""
+        """Move host nodes `nodes` to `blocks`, where they are in use."""
         _given(self._host_policy).remove(nodes)
         self._node_of_slot[self._slot_of[nodes]] = NONE
         self._slot_of[nodes] = NONE

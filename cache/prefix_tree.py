@@ -1,6 +1,6 @@
-"""Which node follows which: the parent of each, and its children in a list that is linked both ways.
+"""The tree of nodes: the parent of each node, and its children as a doubly linked list.
 
-A root, which is a first block, has no parent and is in no list.
+A root is the first block of a prefix. It has no parent and is in no list.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 from .digest_table import NONE
 from .eviction import Nodes
 
-_WIDE = 64  # so many nodes are followed faster as an array than one by one
+_WIDE = 64  # more nodes than this are followed faster as an array than one by one
 
 
 class PrefixTree:
-    """The links between the nodes `0 .. capacity - 1`; what those of nodes out of use say means nothing."""
+    """The links between the nodes `0 .. capacity - 1`; those of unused nodes are undefined."""
 
     def __init__(self, capacity: int) -> None:
         self.parents = np.empty(capacity, np.int32)  # mutated by `add_chain` alone
@@ -22,14 +22,14 @@ class PrefixTree:
         self._next = np.empty(capacity, np.int32)
         self._previous = np.empty(capacity, np.int32)
         self._num_children = np.empty(capacity, np.int32)
-        self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last one stands for NONE, never chosen
-        # Single entries are read and written five times faster through these than in the arrays.
+        self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last entry stands for NONE, never chosen
+        # Single entries are read and written five times faster through these memoryviews than in the arrays.
         self._parent_at, self._child_at = self.parents.data, self._child.data
         self._next_at, self._previous_at = self._next.data, self._previous.data
         self._num_children_at = self._num_children.data
 
     def add_chain(self, parent: int | None, nodes: Nodes) -> None:
-        """`nodes`, at least one, follow each other, and the first one follows `parent`."""
+        """Add the chain `nodes` (at least one) below `parent`."""
         self.parents[nodes[1:]] = nodes[:-1]
         self._child[nodes[:-1]] = nodes[1:]
         self._child[nodes[-1]] = NONE
@@ -47,17 +47,17 @@ class PrefixTree:
                 self._previous_at[sibling] = top
 
     def with_descendants(self, nodes: Nodes) -> Nodes:
-        """`nodes` (distinct), then those below them that are not among them. Read-only."""
+        """`nodes` (distinct), followed by their descendants that are not among them. Read-only."""
         chosen = self._chosen
         chosen[nodes] = True
-        children = np.count_nonzero(chosen.take(self.parents[nodes]))  # that are among them
+        children = np.count_nonzero(chosen.take(self.parents[nodes]))  # those among `nodes`
         found = [] if children == self._num_children[nodes].sum() else self._below(nodes)
         chosen[nodes] = False
         chosen[found] = False
         return np.concatenate((nodes, np.array(found, np.int64))) if found else nodes
 
     def children(self, nodes: Nodes) -> Nodes:
-        """All that follow one of `nodes` directly, in no order. Read-only."""
+        """All direct children of `nodes`, in no order. Read-only."""
         found, at = [np.empty(0, np.int64)], self._child[nodes]
         while len(at := at[at != NONE]):
             found.append(at.astype(np.int64))
@@ -65,10 +65,10 @@ class PrefixTree:
         return np.concatenate(found)
 
     def remove(self, nodes: Nodes) -> Nodes:
-        """`nodes` and all below them, which are among them, are in use no longer. Returns the roots of them."""
+        """Remove `nodes`, which include all their descendants. Returns the roots among them."""
         chosen = self._chosen
         chosen[nodes] = True
-        tops = nodes[~chosen.take(self.parents[nodes])]  # the others' lists go as a whole
+        tops = nodes[~chosen.take(self.parents[nodes])]  # the other nodes' lists are removed as a whole
         chosen[nodes] = False
         is_root = self.parents[tops] == NONE
         child, following, previous, number = self._child_at, self._next_at, self._previous_at, self._num_children_at
@@ -85,7 +85,7 @@ class PrefixTree:
         return roots
 
     def check_invariants(self, nodes: Nodes) -> None:
-        """`nodes` are those in use: their parents are, and have them as children. Raises AssertionError."""
+        """Check that `nodes`, those in use, have consistent parents and children. Raises AssertionError."""
         children: dict[int, list[int]] = {node: [] for node in nodes.tolist()}
         for node, parent in zip(nodes.tolist(), self.parents[nodes].tolist(), strict=True):
             assert parent == NONE or parent in children, "a node whose parent cannot be found"
@@ -102,9 +102,9 @@ class PrefixTree:
             assert self._num_children_at[node] == len(expected), "a node has another number of children"
 
     def _below(self, nodes: Nodes) -> list[int]:
-        """All that are not chosen yet below `nodes`; chooses them. Whole levels at a time, while they are wide."""
+        """Choose and return all descendants of `nodes` that are not chosen yet, by whole levels while these are wide."""
         found: list[int] = []
-        open_ends: list[int] = []  # of which no child was looked at
+        open_ends: list[int] = []  # nodes with children not visited yet
         firsts = self._child[nodes]
         while len(firsts := firsts[firsts != NONE]) > _WIDE:
             level, siblings = [], firsts
@@ -126,7 +126,7 @@ class PrefixTree:
         return found
 
     def _choose(self, firsts: list[int], found: list[int], open_ends: list[int]) -> None:
-        """Choose what is not chosen yet of `firsts` and the siblings behind them."""
+        """Choose the nodes of `firsts` and the siblings after them that are not chosen yet."""
         chosen, following = self._chosen.data, self._next_at
         for at in firsts:
             while at != NONE:

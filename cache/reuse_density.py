@@ -1,21 +1,22 @@
-"""The default eviction policy: keep what promises the most hits for the room it takes, by what was learned from reuse.
+"""The default eviction policy: keep the blocks with the most expected hits per unit of space and time, learned from reuse.
 
-A prefix that was hit is worth more than one that never was, one hit ten times more than one hit once; how much more, and
-for how long, differs from load to load. So nodes fall into classes by how often they were used, and for each class
-the policy learns how long parked nodes lie until they are used again. From that follows what a node of a class and an age
-is worth: the best ratio, over all the times it might be kept from now on, of the chance of a use to the time that it takes up
-room. (The Gittins index of the reuse time; Beckmann and others, LHD, NSDI 2018, estimate the same density without
-the choice of the time.) Where everything is used again but too late, as in a loop larger than the pool, this keeps the older
-and gives up the younger, where least recently used would lose all; where reuse comes soon or never, it is least recently used.
+A prefix that was hit is worth more than one that was not, and ten hits more than one; how much more, and for how long,
+depends on the load. So nodes are classified by how often they were used. For each class the policy learns the
+distribution of the time until parked nodes are used again. The worth of a class and an age is the best ratio, over all
+times to keep the node from now on, of the probability of a use to the time that the node takes up space. (This is the
+Gittins index of the reuse time; Beckmann and others, LHD, NSDI 2018, estimate the same density without choosing the
+time.) Where every block is used again but too late, as in a loop larger than the pool, this keeps the older blocks and
+evicts the younger, where least recently used would miss always. Where reuse comes soon or never, it equals least
+recently used.
 
-Time is counted in nodes parked, in slices of 1/16 of the capacity (of 16 nodes at least); a node's age is the slices since
-it was parked. What was evicted is remembered by key for as long as ages count (8 capacities), so that reuse is seen that came
-too late, and a node that comes back keeps its number of uses. What is learned fades with a half-life of 8 capacities. Before
-anything is known, a node used u times is used again with probability u / (u + 1) (the rule of succession), at an age
-of any order of magnitude alike; then classes that are rarely seen borrow the shape of the reuse times of all. What is
-expected weighs as much as a quarter of a capacity of nodes.
+Time is counted in parked nodes, in slices of 1/16 of the capacity (at least 16 nodes). A node's age is the number of
+slices since it was parked. Evicted nodes are remembered by key for 8 capacities, the range of ages, so that the policy
+sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays with a half-life of
+8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread evenly over the orders
+of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior weighs as much as a
+quarter of a capacity of nodes.
 
-Why this one, and what others gave: docs/decisions/0016-eviction-policy.md.
+Reasons and the comparison with others: docs/decisions/0016-eviction-policy.md.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ import numpy.typing as npt
 
 from .eviction import Keys, Nodes, ParkedQueue, Ranks, deepest_first, set_depths
 
-SLICES = 16  # of a capacity
-MIN_SLICE_NODES = 16  # fewer say nothing
-HORIZON = 8  # capacities: ages beyond are all the same
+SLICES = 16  # per capacity
+MIN_SLICE_NODES = 16  # fewer have no significance
+HORIZON = 8  # capacities: all ages beyond are equal
 HALF_LIFE = 8  # capacities
-WEIGHT_SLICES = 4  # slices of nodes that what is expected weighs as much as
+WEIGHT_SLICES = 4  # the weight of the prior, in slices of nodes
 NUM_CLASSES = 5  # used once, 2 or 3 times, 4 to 7, 8 to 15, more often
 _MOST_USES = 2 ** (NUM_CLASSES - 1)
 _CLASS_OF_USES = np.array([0, *(u.bit_length() - 1 for u in range(1, _MOST_USES + 1))], np.int64)
 _OLD = -1  # stands for all slices beyond the horizon
-_FEW = 8  # so many nodes are looked at faster one by one than as arrays
+_FEW = 8  # this many nodes are processed faster one by one than as arrays
 
 Table = npt.NDArray[np.float64]
-Turn = tuple[float, int, int, int]  # of a queue: density, age below 0, class, slice; the lowest comes first
+Turn = tuple[float, int, int, int]  # of a queue: density, negative age, class, slice; the lowest comes first
 
 
 class ReuseDensity:
-    """The parked node goes first that promises the fewest hits per room and time; never before its descendants.
+    """Evicts the parked nodes with the fewest expected hits per space and time; descendants always before ancestors.
 
-    In order of that density; of the same class and slice as `Lru` has it. A node whose turn comes while others stand behind
-    it waits for the last of them and follows it at once. `capacity` is the number of nodes, ids `0 .. capacity - 1`.
+    Nodes of one class and slice go in the order of `Lru`. If a node's turn comes before all its descendants are
+    evicted, it goes directly after the last of them. `capacity` is the number of nodes, with ids `0 .. capacity - 1`.
 
-    There is a queue for each class and slice. One in which all wait is closed, and not read: nobody in it can go before the
-    last that stands behind one of them has left. Whether the turn of a node has come, its place in the order tells.
+    There is a queue for each class and slice. A queue in which all nodes wait for descendants is closed, and not read:
+    none of its nodes can go before the last descendant of one has left. A node's position in the order tells whether
+    its turn has come.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,16 +60,16 @@ class ReuseDensity:
         self._children = np.zeros(capacity, np.int64)
         self._key = np.zeros(capacity, np.uint64)
         self._uses = np.zeros(capacity, np.int64)
-        self._class = np.zeros(capacity, np.int64)  # when it was parked last
-        self._slice = np.zeros(capacity, np.int64)  # when it was parked last
-        self._number = np.zeros(capacity, np.int64)  # in the order in which all were parked; 0: not parked
+        self._class = np.zeros(capacity, np.int64)  # when last parked
+        self._slice = np.zeros(capacity, np.int64)  # when last parked
+        self._number = np.zeros(capacity, np.int64)  # order of parking; 0: not parked
         self._gone = np.zeros(capacity, np.int64)  # scratch of `victims`: children chosen already
         self._num_parked = 0  # since the start
         self._times = ReuseTimes(max(MIN_SLICE_NODES, capacity // SLICES))
         self._memory = _Memory(HORIZON * capacity)
         self._queues: dict[tuple[int, int], ParkedQueue] = {}  # by class and slice
-        self._closed: set[tuple[int, int]] = set()  # those of them in which all wait
-        self._order: list[Turn] = []  # of the others
+        self._closed: set[tuple[int, int]] = set()  # those in which all nodes wait
+        self._order: list[Turn] = []  # of the other queues
 
     def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
         set_depths(self._depth, nodes, parents)
@@ -146,7 +148,7 @@ class ReuseDensity:
             if num > before:
                 at += 1
                 continue
-            del self._order[at]  # all wait, or have left
+            del self._order[at]  # all nodes wait, or have left
             if len(members):
                 self._closed.add(turn[2:])
             else:
@@ -157,7 +159,7 @@ class ReuseDensity:
         return nodes[:n]
 
     def _following(self, nodes: Nodes, turn: Turn, n: int) -> Nodes:
-        """Who goes when `nodes` are next, members of the queue of `turn`: of them and of those that wait for them.
+        """The nodes to evict when the queue of `turn` comes to its members `nodes`: these, and ancestors that waited for them.
 
         In order; at least `n`, or all there are.
         """
@@ -181,7 +183,7 @@ class ReuseDensity:
         return np.array(order, np.int64)
 
     def _go_as_they_are(self, nodes: Nodes, turn: Turn) -> bool:
-        """Whether all of `nodes`, of the queue of `turn`, go in their order and nobody waits for them. Counts them, if so."""
+        """Whether all of `nodes`, of the queue of `turn`, go in their order with no ancestor waiting. If so, counts them."""
         parents = self._parent[nodes]
         inner = parents >= 0
         members, parents = nodes[inner], parents[inner]
@@ -200,9 +202,9 @@ class ReuseDensity:
         return False
 
     def _waits(self, node: int, member: int, turn: Turn) -> bool:
-        """Whether `node`, which has nobody left behind it, had its turn before `member` of the queue of `turn`.
+        """Whether `node`, without descendants left, had its turn before `member` of the queue of `turn`.
 
-        If its turn is to come, its queue is opened.
+        If its turn is still to come, its queue is opened.
         """
         number = self._number.item(node)
         if not number:
@@ -220,7 +222,7 @@ class ReuseDensity:
         return False
 
     def _opened(self, kind: int, since: int) -> ParkedQueue:
-        """The queue of a class and slice, in which somebody may be able to go now."""
+        """The queue of a class and slice, opened because one of its nodes may be evictable now."""
         key = (kind, since)
         queue = self._queues.get(key)
         if queue is None:
@@ -237,7 +239,7 @@ class ReuseDensity:
         return (self._times.densities.item(kind, age), -age, kind, since)
 
     def _merge_old(self) -> None:
-        """All slices beyond the horizon are one, in the order of time."""
+        """Merge all slices beyond the horizon into one, in the order of time."""
         oldest = self._times.now - self._times.horizon
         for kind, since in sorted(key for key in self._queues if _OLD < key[1] <= oldest):
             self._closed.discard((kind, since))
@@ -251,9 +253,9 @@ class ReuseDensity:
 
 
 class ReuseTimes:
-    """What is known of how long parked nodes lie until they are used again, by class; and the densities that follow.
+    """Statistics of the time until parked nodes are used again, by class, and the densities that follow from them.
 
-    `now` is the current slice, of `slice_nodes` nodes parked. `densities[class, age in slices]` are hits per node and
+    `now` is the current slice, of `slice_nodes` parked nodes. `densities[class, age in slices]` are hits per node and
     slice; the last age stands for all beyond.
     """
 
@@ -262,12 +264,12 @@ class ReuseTimes:
         self.horizon = SLICES * HORIZON
         self._slice_nodes = slice_nodes
         self._in_slice = 0
-        self._edges = _edges(self.horizon)  # ages are told apart by bins that grow with age
+        self._edges = _edges(self.horizon)  # bins of ages that widen with age
         bins = len(self._edges) - 1
         self._bin_of_age = np.repeat(np.arange(bins), np.diff(self._edges))
         # a node counts for a bin once it could have been reused half-way through it
         self._known_after = -(-(self._edges[:-1] + self._edges[1:]) // 2)
-        self._num_parked = np.zeros((NUM_CLASSES, self.horizon + 1))  # by slice, a ring
+        self._num_parked = np.zeros((NUM_CLASSES, self.horizon + 1))  # by slice, a ring buffer
         self._known = np.zeros((NUM_CLASSES, bins))
         self._reused = np.zeros((NUM_CLASSES, bins))
         self._fade = 0.5 ** (1 / (SLICES * HALF_LIFE))
@@ -279,7 +281,7 @@ class ReuseTimes:
         self.densities = self._learn()
 
     def parked(self, counts: npt.NDArray[np.int64]) -> bool:
-        """So many nodes of each class were parked. Returns whether a new slice began."""
+        """Count parked nodes per class. Returns whether a new slice began."""
         self._num_parked[:, self.now % (self.horizon + 1)] += counts
         self._in_slice += int(counts.sum())
         if self._in_slice < self._slice_nodes:
@@ -291,7 +293,7 @@ class ReuseTimes:
         return True
 
     def reused(self, classes: Nodes, ages: Nodes) -> None:
-        """Nodes of these classes were used again after `ages` slices, each below the horizon."""
+        """Count nodes of these classes that were used again after `ages` slices, each below the horizon."""
         np.add.at(self._reused, (classes, self._bin_of_age[ages]), 1.0)
 
     def _next_slice(self) -> None:
@@ -304,7 +306,7 @@ class ReuseTimes:
         self._reused *= self._fade
 
     def _learn(self) -> Table:
-        """Densities from the shares of each class that were reused in each bin."""
+        """The densities, from the share of each class that was reused in each bin."""
         weight = self._slice_nodes * WEIGHT_SLICES
         all_classes = self._reused.sum(axis=0) + weight * self._magnitudes
         shape = all_classes / (self._known.sum(axis=0) + weight)
@@ -312,7 +314,7 @@ class ReuseTimes:
         shares = (self._reused + weight * np.outer(self._chances, shape)) / (self._known + weight)
         shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
         none = np.zeros((NUM_CLASSES, 1))
-        hits = np.hstack((none, np.cumsum(shares, axis=1)))  # until each edge
+        hits = np.hstack((none, np.cumsum(shares, axis=1)))  # up to each edge
         waiting = np.maximum(1.0 - (hits[:, :-1] + hits[:, 1:]) / 2, 1e-9) * np.diff(self._edges)
         room = np.hstack((none, np.cumsum(waiting, axis=1)))
         gain = hits[:, None, 1:] - hits[:, :-1, None]  # [class, bin now, bin kept to]
@@ -325,20 +327,20 @@ _NOTHING = (np.empty(0, np.int64),) * 4
 
 
 class _Memory:
-    """Nodes that were evicted, by key: uses, class and slice. In a full set of places the oldest makes room."""
+    """Evicted nodes by key: uses, class and slice. A set-associative table; in a full set the oldest entry is replaced."""
 
-    WAYS = 4  # places of a set
+    WAYS = 4  # entries of a set
 
     def __init__(self, size: int) -> None:
         sets = 1 << (-(-size // self.WAYS) - 1).bit_length()
         self._mask = np.uint64(sets - 1)
-        # Filled, not just reserved: the first eviction of thousands would wait a millisecond for the system's pages.
+        # Filled, not just reserved: else the first eviction of thousands would wait a millisecond for page faults.
         self._keys = np.full((sets, self.WAYS), 0, np.uint64)
         self._facts = np.full((sets, self.WAYS), 0, np.int64)  # slice, uses, class; 0: empty
 
     def keep(self, keys: Keys, uses: Nodes, classes: Nodes, slices: Nodes) -> None:
         sets = (keys & self._mask).astype(np.int64)
-        # Two of one call that meet in a set share a place: the later stays.
+        # Two keys of one call that fall into the same set share a place: the later one stays.
         places = sets * self.WAYS + self._facts.take(sets, axis=0).argmin(axis=1)
         self._keys.ravel()[places] = keys
         self._facts.ravel()[places] = (slices << 8) | (uses << 3) | classes
@@ -359,7 +361,7 @@ class _Memory:
 
 
 def _edges(horizon: int) -> Nodes:
-    """Edges of bins of ages, two to each doubling: 0, 1, 2, 3, 4, 6, 8, 12 and so on."""
+    """Edges of the age bins, two per doubling: 0, 1, 2, 3, 4, 6, 8, 12 and so on."""
     edges = [0, 1, 2, 3]
     while edges[-1] < horizon:
         edges.append(2 * edges[-2])

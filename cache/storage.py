@@ -1,4 +1,4 @@
-"""Tensors over an arena: where each layer's K and V lie, and copies of whole blocks. Cache's only module with torch.
+"""Tensors over an arena: views of each layer's K and V, and copies of whole blocks. The only module of cache with torch.
 
     arena.buffer -> bytes [num_blocks, block_stride] -> layer i: key   [num_blocks, block_size, num_kv_heads, k_dim]
                                                                  value [num_blocks, block_size, num_kv_heads, v_dim]
@@ -31,7 +31,7 @@ BlockIds = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer's place in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+    """One layer's K and V in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
 
     key: torch.Tensor
     value: torch.Tensor  # its head_dim may differ from the key's
@@ -41,8 +41,9 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Copies of blocks `sources` of one pool to `targets` of another, and as bytes, where neighbours are one: piece i is
-    `sizes[i]` of them from offset `reads[i]` to offset `writes[i]`.
+    """Copies of blocks `sources` of one pool to `targets` of another, merged into byte ranges where blocks are adjacent.
+
+    Piece i is `sizes[i]` bytes from offset `reads[i]` to offset `writes[i]`.
     """
 
     sources: BlockIds
@@ -53,14 +54,14 @@ class Pieces:
 
 
 class Storage:
-    """The blocks of `arena` as tensors on `device`. Building it reads and writes no memory, and maps none.
+    """The blocks of `arena` as tensors on `device`. Construction touches and maps no memory.
 
-    The arena's extents must have the geometry's size. Touching a block whose extent is not mapped is undefined. Block
-    0, the null block, is to be mapped always: freshly mapped it is zeros, and nothing here writes to it but `clear`.
-    Raises ValueError where arena and geometry differ, or where the arena holds no block beside the null block.
+    The arena's extents must have the geometry's size. Access to a block in an unmapped extent is undefined. Block 0,
+    the null block, must always be mapped: it starts as zeros, and only `clear` writes to it here. Raises ValueError if
+    arena and geometry differ, or if the arena holds no block beside the null block.
     """
 
-    staging_bytes = 64 << 20  # what a copy of blocks may take of the device's memory for itself
+    staging_bytes = 64 << 20  # device memory that a copy of blocks may use for staging
 
     def __init__(self, geometry: Geometry, arena: Arena, device: torch.device | str = "cpu") -> None:
         if arena.extent_bytes != geometry.extent_bytes:
@@ -74,7 +75,7 @@ class Storage:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        with torch.inference_mode(False):  # they are written in that mode and out of it
+        with torch.inference_mode(False):  # they are written in and out of inference mode
             memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
             self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
             self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
@@ -86,20 +87,20 @@ class Storage:
         return self._layers[layer]
 
     def block_bytes(self, block: int) -> torch.Tensor:
-        """What a swap carries: the bytes of one block without the padding behind it, a view, uint8 [payload_bytes]."""
+        """The bytes of one block that a swap copies, without padding: a view, uint8 [payload_bytes]."""
         self._check(np.asarray([block]))
         return self.blocks[block, : self.geometry.payload_bytes]
 
     def copy(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy block `sources[i]` to block `targets[i]`, all as if at once: a target may be the source of another copy.
 
-        Whole blocks, in the order of the device's current stream. Takes `staging_bytes` of the device, or the sources'
-        own size where a target is a source too. Raises BlockMisuse, with nothing copied, for the null block or
-        a repetition among the targets and for ids outside the pool.
+        Copies whole blocks, in the order of the device's current stream. Needs `staging_bytes` of device memory, or the
+        sources' own size if a target is a source too. Raises BlockMisuse, with nothing copied, for the null block or a
+        repetition among the targets and for ids outside the pool.
         """
         self._check_copies(self, sources, targets)
         apart = not np.isin(targets, sources).any()
-        if apart and self.device.type == "cpu":  # five times as fast as through staging, which leaves the caches
+        if apart and self.device.type == "cpu":  # five times as fast as staging, which exceeds the caches
             blocks = self.blocks.numpy()
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 blocks[target] = blocks[source]
@@ -113,16 +114,17 @@ class Storage:
     def copy_from(self, other: Storage, sources: BlockIds, targets: BlockIds) -> None:
         """Copy block `sources[i]` of another pool to block `targets[i]` of this one: a swap, in or out.
 
-        What travels is `block_bytes`. Where the pools have the same stride, what are neighbours on both sides is one copy,
-        the padding in between included, in whatever order they are given. Between host pools the calling thread copies,
-        without the GIL, and is done on return. With a device, copies stand in the order of its current stream, and go on
-        beside the caller where the host's memory is pinned. Raises, with nothing copied, BlockMisuse for the null block or a
-        repetition among the targets and for ids outside the pools; ValueError where the layouts differ or the pool is the same.
+        Copies the `block_bytes`. If the strides are equal, blocks adjacent on both sides are one copy, including the
+        padding between them, in whatever order they are given. Between host pools the calling thread copies, without
+        the GIL, and is done on return. With a device, the copies are enqueued on its current stream, and run
+        asynchronously if the host memory is pinned. Raises, with nothing copied, BlockMisuse for the null block or a
+        repetition among the targets and for ids outside the pools; ValueError if the layouts differ or the pool is the
+        same.
         """
         self.copy_pieces(other, self.pieces_from(other, sources, targets))
 
     def copy_pieces(self, other: Storage, pieces: Pieces) -> None:
-        """What `copy_from` does, of pieces that `pieces_from` made of the same pools."""
+        """Do the copies of `copy_from`, given pieces that `pieces_from` made of the same pools."""
         theirs, ours = other.blocks.view(-1), self.blocks.view(-1)
         places = [
             (slice(first, first + num_bytes), slice(second, second + num_bytes))
@@ -139,7 +141,7 @@ class Storage:
                 ours[target_bytes].copy_(theirs[source_bytes], non_blocking=True)
 
     def pieces_from(self, other: Storage, sources: BlockIds, targets: BlockIds) -> Pieces:
-        """What `copy_from` copies, by source; nothing is copied. Raises what `copy_from` does."""
+        """The copies that `copy_from` would do, sorted by source. Copies nothing. Raises what `copy_from` raises."""
         if other.blocks.data_ptr() == self.blocks.data_ptr():
             raise ValueError("blocks of one pool are copied by `copy`, which minds targets that are sources too")
         if other.geometry.layout_id != self.geometry.layout_id:
@@ -148,7 +150,8 @@ class Storage:
         read, write = other.geometry.block_stride, self.geometry.block_stride
         starts, ends = sources, targets
         lengths: BlockIds = np.ones(len(sources), np.int64)
-        if read == write:  # a driver takes no copy over the end of what was locked at a time: an extent of the host's
+        # A driver rejects copies across the end of a range that was pinned at once: an extent of the host's.
+        if read == write:
             between_hosts = self.device.type == other.device.type == "cpu"
             per_extent = None if between_hosts else self.geometry.blocks_per_extent
             starts, ends, lengths = _runs(sources, targets, per_extent)
@@ -157,7 +160,7 @@ class Storage:
         return Pieces(sources, targets, *offsets, sizes.astype(np.int64))
 
     def clear(self, blocks: Sequence[int] | BlockIds) -> None:
-        """Fill whole blocks with zero bytes; the null block too, should padding have been written to it."""
+        """Fill whole blocks with zero bytes; also the null block, if padding was written to it."""
         ids = np.asarray(blocks)
         self._check(ids)
         self._words.index_fill_(0, self._index(ids), 0)
@@ -195,11 +198,10 @@ class Storage:
 
 
 class TensorArena(NoPreparedExtents):
-    """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic one.
+    """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic arena.
 
-    Its extents are mapped from the start and until `close`; single ones cannot be given back, so `map` and `unmap`
-    refuse all but nothing. Memory goes when the last view of `buffer` does. Raises OutOfDeviceMemory, with nothing
-    allocated.
+    All extents are mapped from the start until `close`, so `map` and `unmap` refuse everything but an empty list. The
+    memory is freed with the last view of `buffer`. Raises OutOfDeviceMemory, with nothing allocated.
     """
 
     def __init__(self, num_extents: int, extent_bytes: int, device: torch.device | str) -> None:
@@ -211,7 +213,7 @@ class TensorArena(NoPreparedExtents):
 
     @property
     def num_extents(self) -> int:
-        """Extents of the allocation."""
+        """The number of extents of the allocation."""
         return self._num_extents
 
     @property
@@ -231,7 +233,7 @@ class TensorArena(NoPreparedExtents):
 
     @property
     def held(self) -> HeldBounds:
-        """What is mapped, and nothing else."""
+        """Exactly the mapped bytes."""
         return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
@@ -246,11 +248,11 @@ class TensorArena(NoPreparedExtents):
         self._refuse(extents, "mapped already")
 
     def unmap(self, extents: Sequence[int]) -> None:
-        """Raises BlockMisuse for any extent: memory goes back as a whole, by `close`."""
+        """Raises BlockMisuse for any extent: memory is freed only as a whole, by `close`."""
         self._refuse(extents, "parts of one allocation, which goes back as a whole")
 
     def close(self) -> None:
-        """Drop the allocation; torch takes it back with its last view. Idempotent."""
+        """Drop the allocation; torch frees it with its last view. Idempotent."""
         self._buffer = None
 
     def _refuse(self, extents: Sequence[int], why: str) -> None:
@@ -261,9 +263,9 @@ class TensorArena(NoPreparedExtents):
 
 
 def _runs(sources: BlockIds, targets: BlockIds, per_extent: int | None) -> tuple[BlockIds, BlockIds, BlockIds]:
-    """The copies as stretches that are neighbours on both sides, by source: where each starts, and how many blocks it is.
+    """The copies as runs that are adjacent on both sides, by source: first source, first target and length of each run.
 
-    With `per_extent` none goes from one extent of so many blocks into the next, on either side.
+    With `per_extent`, no run crosses the end of an extent of that many blocks, on either side.
     """
     order = np.argsort(sources, kind="stable")
     sources, targets = sources[order], targets[order]
@@ -275,9 +277,10 @@ def _runs(sources: BlockIds, targets: BlockIds, per_extent: int | None) -> tuple
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zero bytes on the device. Raises OutOfDeviceMemory with what the device really has free."""
+    """Zero bytes on the device. Raises OutOfDeviceMemory with the memory that is actually free."""
     if device.type == "cpu" and num_bytes > (free := free_host_bytes()):
-        raise OutOfDeviceMemory(num_bytes, free, "host memory")  # else the kernel would promise it, and kill us later
+        # Else the kernel overcommits, and kills the process later.
+        raise OutOfDeviceMemory(num_bytes, free, "host memory")
     try:
         with torch.inference_mode(False):
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -287,7 +290,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _as_bytes(buffer: object, device: torch.device) -> torch.Tensor:
-    """`buffer` as uint8 of the same memory, which it keeps alive. Raises ValueError if that is on another device."""
+    """`buffer` as uint8 over the same memory, which the tensor keeps alive. Raises ValueError if it is on another device."""
     if isinstance(buffer, torch.Tensor):
         tensor = buffer.view(torch.uint8)
     elif hasattr(buffer, "__cuda_array_interface__"):

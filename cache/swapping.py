@@ -1,8 +1,8 @@
-"""What goes to the host tier instead of being evicted, what comes back from it, and what is kept for sequences that wait.
+"""Demotion of blocks to the host tier, promotion back to the device, and the state of waiting sequences.
 
-Blocks that are given up are demoted to slots (host_tier.py) as far as that is worth it (host_offload.py) and slots can be had;
-others are forgotten for them. What is found in a slot is promoted to a block of the row that begins with it. Of a preempted
-sequence it is known which blocks it will want, and the last one, which is partly filled and cannot be found, is its tail.
+Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
+available; older slots are evicted for them. A hit in a slot is promoted to a block of the new row. The blocks that a
+preempted sequence needs are known. Its last, partly filled block is not findable; it is kept as its tail.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NO_SLOTS.flags.writeable = False
 def index_with_slots(
     hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: Callable[[int], EvictionPolicy]
 ) -> PrefixIndex:
-    """An index that finds prefixes in `num_slots` slots of a host tier too; of these what came there first goes first."""
-    num_slots += 1  # slot 0 is nobody's
+    """An index that also finds prefixes in `num_slots` slots of a host tier, which evicts the oldest entries first."""
+    num_slots += 1  # slot 0 is never used
     num_nodes = num_blocks + num_slots
     return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
 
@@ -45,22 +45,22 @@ class Swapping:
         self._allocator = allocator
         self._bytes_at = bytes_at
         self._block_size = index.hasher.block_size
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # who was preempted: the tokens that were computed, of a chain
+        self._waiting: dict[str, tuple[Chain, int]] = {}  # preempted sequences: chain, number of computed tokens
 
-    # -- blocks that leave, and come back ----------------------------------------------------------------------------
+    # -- blocks that leave and return --------------------------------------------------------------------------------
 
     def give_up(self, victims: BlockIds, hit: PrefixHit | None = None) -> int:
-        """Let `victims`, in the order of `PrefixIndex.victims`, go: to the host tier those that are worth it, and of these the
-        last ones, as far as it has slots. Returns how many blocks were evicted.
+        """Demote those of `victims` that are worth it and find a slot; evict the others. Returns the number of blocks evicted.
 
-        With `hit` that is for a row which is seated and begins with it: what lies in its slots stays there.
+        `victims` are in the order of `PrefixIndex.victims`; if slots are short the last ones are demoted. `hit` is the
+        prefix of a row that is being admitted: the contents of its slots stay there.
         """
         num_evicted = 0
         worth = self.demotion.worth(victims, self.host.least_chance)
         if not worth.all():
             num_evicted += self._evict(victims[~worth])
             victims = victims[worth]
-            victims = victims[self._index.findable(victims)]  # not behind one that was evicted
+            victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
         slots = self._take_slots(len(victims), _NO_SLOTS if hit is None else hit.slots)
         num_left = len(victims) - len(slots)
         num_evicted += self._evict(victims[:num_left])
@@ -73,30 +73,30 @@ class Swapping:
         return num_evicted
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
-        """`hit` without what lies in slots, where bringing that back is not worth it. Read-only."""
+        """`hit`, without its slots if promoting them is not worth it. Read-only."""
         if self.host.promotes or not len(hit.slots):
             return hit
         n = len(hit.blocks)
         return PrefixHit(n * self._block_size, hit.blocks, _NO_SLOTS, hit.nodes[:n])
 
     def promote(self, slots: Int32, blocks: BlockIds) -> None:
-        """What lies in `slots`, found behind what a row has, comes to the row's `blocks`."""
+        """Move the contents of `slots`, found after the blocks of a row, to the row's `blocks`."""
         self._index.promote(slots, blocks)
         self.demotion.returned(slots, blocks)
         self._allocator.publish(blocks)
         self.host.queue_swap_in(slots, blocks.copy())
 
     def registered(self, blocks: BlockIds, slots: Int32) -> None:
-        """`blocks` can be found from now on; the first of them were computed again, and lay in `slots` until now."""
+        """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now, which are freed."""
         self.demotion.registered(blocks, slots)
         self.host.free(slots)
 
-    # -- sequences that wait -----------------------------------------------------------------------------------------
+    # -- waiting sequences -------------------------------------------------------------------------------------------
 
     def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
-        """`name`, which has computed the first `num_tokens` tokens of `chain`, will be back: until then they are wanted.
+        """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
 
-        `tail` is its last block, which is kept where a slot is to be had; empty: no block is to be kept.
+        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept.
         """
         self._waiting[name] = chain, num_tokens
         self._want(chain, num_tokens, 1)
@@ -106,19 +106,19 @@ class Swapping:
             self.host.tails[name] = HostTail(int(slots[0]), num_tokens)
 
     def stop_waiting(self, name: str) -> bool:
-        """Whoever else wants them, `name` does not wait for its blocks any longer. Returns whether it did."""
+        """Record that `name` does not wait for its blocks any more. Returns whether it did."""
         if (waiting := self._waiting.pop(name, None)) is None:
             return False
         self._want(*waiting, -1)
         return True
 
     def seated(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
-        """`name`, who `returns` or is new, has a row that begins with `hit`; the row's blocks are `blocks`.
+        """Account for the admission of `name` with the prefix `hit` into `blocks`; `returns`: it was preempted before.
 
-        Its tail comes back if that is what follows what was found. Returns how many tokens that is.
+        Its tail is swapped in if it follows the tokens found. Returns the number of tokens in the tail, or 0.
         """
         self.host.resting = False
-        if not returns:  # else it was not found by anybody new
+        if not returns:  # else no new request found it
             self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
         if (tail := self.host.tails.pop(name, None)) is None:
             return 0
@@ -131,51 +131,51 @@ class Swapping:
         return rest
 
     def drop_for(self, name: str) -> None:
-        """`name`, for whom something was kept or not, will not be back."""
+        """Forget what was kept for `name`, which will not return."""
         self.stop_waiting(name)
         self._drop_tail(name)
 
     # -- the tier as a whole -----------------------------------------------------------------------------------------
 
     def reset(self, slots: Int32) -> None:
-        """Nothing can be found any more, which lay in `slots` as well, and nothing is kept for anybody."""
+        """Forget all of the tier after a reset of the index: the contents of `slots`, waiting sequences and tails."""
         self._forget(slots)
         self._waiting.clear()
         self._drop_tails()
 
     def rest(self) -> None:
-        """What lies in the tier is forgotten, and nothing comes there until a row is seated."""
+        """Empty the tier; it stays unused until a row is admitted."""
         self._forget_slots(self._index.used_slots)
         self._drop_tails()
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
-        """Let nothing be found in `blocks`, to which no table refers, nor behind what lies there. No slot gets it."""
+        """Forget `blocks`, which no table contains, and their descendants, without demoting them."""
         self._evict(blocks[self._index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
-        """Let nothing be found in `slots`, to which a plan was to copy, nor be kept there."""
+        """Forget the contents of `slots`, to which a plan was to copy, and tails there."""
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
             self._drop_tail(name)
         self._forget_slots(np.intersect1d(slots, self._index.used_slots))
 
     def lost(self, slots: Int32) -> None:
-        """There was no memory for `slots`, to which a plan was to copy: nothing can be found there, or kept."""
+        """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
         self.forget_slots(slots)
         self.host.retire(slots)
 
     def check_invariants(self, findable: BlockIds) -> None:
-        """`findable` are the blocks of which the index knows. Raises AssertionError."""
+        """Check the tier; `findable` are the blocks that the index knows. Raises AssertionError."""
         used_slots = self._index.used_slots
         self.host.check_invariants(used_slots)
         hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
         self.demotion.check_invariants(findable, used_slots, [(hit.blocks, hit.slots) for hit in hits])
 
-    # -- steps -------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _take_slots(self, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
-        """Up to `n` slots, for which others than `keep` are forgotten if need be; none where demoting is not worth it."""
+        """Take up to `n` slots, evicting slots other than `keep` if needed; none if demoting is not worth it."""
         if not self.host.demotes or not n or not self.host.num_slots:
             return _NO_SLOTS
         self.demotion.taking(n, self.host.num_slots)
@@ -188,7 +188,7 @@ class Swapping:
         return self.host.take(min(n, self.host.num_free))
 
     def _evict(self, blocks: BlockIds) -> int:
-        """Forget `blocks`, which nobody refers to, and what stands behind them. Returns how many blocks that is."""
+        """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
         if not len(blocks):
             return 0
         places = self._index.evict(blocks)
@@ -197,17 +197,17 @@ class Swapping:
         return len(places.blocks)
 
     def _forget_slots(self, slots: Int32) -> None:
-        """Let what lies in `slots`, and what stands behind it, be found no more."""
+        """Forget the contents of `slots` and their descendants."""
         self._forget(self._index.evict_slots(slots).slots)
 
     def _forget(self, slots: Int32) -> None:
-        """The index does not know of `slots` any more."""
+        """Free `slots`, which the index does not know any more."""
         if len(slots):
             self.demotion.forgotten(slots)
             self.host.free(slots)
 
     def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
-        """`by` more sequences wait that have computed the first `num_tokens` tokens of `chain`."""
+        """Count `by` more sequences that wait for the first `num_tokens` tokens of `chain`."""
         hit = self._index.lookup(chain, num_tokens)
         self.demotion.wanted(hit.blocks, hit.slots, by)
 

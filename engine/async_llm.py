@@ -1,4 +1,4 @@
-"""The engine for programs with event loops: `AsyncLLM`. One thread makes its steps; whoever waits for something awaits it."""
+"""The engine for asyncio programs: `AsyncLLM`. One thread runs its steps; callers await results."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class AsyncLLM:
                 print(chunk.text, end="")
 
     Args:
-        model: See `LLM`, as for all `engine_options`.
-        max_waiting: While so many requests wait for a place in the running batch, further calls wait outside, first come
-            first served. A call is let in as a whole, so no more than its own prompts come on top.
+        model: See `LLM`.
+        max_waiting: While this many requests wait for a place in the running batch, further calls wait in a queue outside the
+            scheduler, first come, first served. A call is admitted as a whole, so its prompts may exceed the limit.
         engine_options: Every other argument of `LLM`.
 
     Raises:
         What `LLM` raises.
 
-    The constructor loads the model and blocks meanwhile, as `LLM`'s does: call it before the loop is busy, or by
-    `asyncio.to_thread(AsyncLLM, ...)`. Whoever is cancelled, times out, closes its stream or forgets it, has its requests
-    aborted: the step that runs is the last that computes them, and their blocks are free with the next one. So are those of a
-    loop that was closed. `stop` it, or leave the context, to give the memory back at a known time.
+    The constructor loads the model and blocks meanwhile: call it before the loop is busy, or with
+    `asyncio.to_thread(AsyncLLM, ...)`. A call's requests are aborted if its task is cancelled or times out, if its stream is
+    closed or garbage-collected, or if its loop is closed. The current step is the last that computes them; their blocks are
+    free with the next one. `stop` the engine, or leave the context, to free the memory at a known time.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AsyncLLM:
         self.config = EngineConfig.resolve(model, **engine_options)
         self._manager = RequestManager(self.config)
         self._engine_thread = EngineThread(self._manager, max_waiting)  # holds no reference to this object
-        weakref.finalize(self, self._engine_thread.end).atexit = False  # engine_thread.py sees to that
+        weakref.finalize(self, self._engine_thread.end).atexit = False  # engine_thread.py ends it at exit
 
     async def generate(
         self,
@@ -83,11 +83,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt: see `LLM.generate`. Cancelled, it aborts them.
+        """Continue each prompt: see `LLM.generate`. Cancellation aborts the requests.
 
         Raises:
-            RequestRejected: a prompt that cannot be served; then nothing of the call was started.
-            EngineClosed: stopped, or being drained.
+            RequestRejected: a prompt cannot be served; nothing of the call is started then.
+            EngineClosed: the engine is stopped, or being drained.
         """
         asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
         return await self._outputs(asked, priority, cache_salt)
@@ -118,10 +118,10 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncStream:
-        """What is new of each prompt as it comes, at least `stream_interval` tokens at a time: see `LLM.stream`.
+        """Stream the output in chunks of at least `stream_interval` tokens: see `LLM.stream`.
 
-        The requests are queued as the first chunk is asked for, and advance whether it is read or not: for a slow reader what
-        came meanwhile is one chunk. Reading raises as `generate`.
+        Reading the first chunk queues the requests. They advance whether the stream is read or not: a slow reader gets all new
+        tokens as one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
         asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
@@ -148,9 +148,9 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Continue prompts as they come from an iterable, async or not, which may be endless: see `LLM.generate_each`.
+        """Continue prompts from an iterable, async or not, which may be endless: see `LLM.generate_each`.
 
-        Yields an output as soon as it and those before it are there, also while the next prompt is being waited for.
+        Yields an output once it and all earlier ones are complete, also while waiting for the next prompt.
         """
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
@@ -158,7 +158,7 @@ class AsyncLLM:
         return self._each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The token ids that `chat` would start from. Raises RequestRejected as it does."""
+        """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
         (ids,) = await _ask(self._engine_thread.compute, lambda: self._manager.render([messages], template_options))
         return ids
 
@@ -169,18 +169,18 @@ class AsyncLLM:
         return tokenizer
 
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
+        """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         params = sampling_params or SamplingParams()
         return await _ask(
             self._engine_thread.compute, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
         )
 
     async def reset_prefix_cache(self) -> None:
-        """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
+        """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
         await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.cache.reset())
 
     async def stats(self) -> dict[str, Any]:
-        """What the engine holds and did: see `LLM.stats`."""
+        """The engine's state and counters: see `LLM.stats`."""
         self._manager.check_process()
         with suppress(EngineClosed):
             until = time.monotonic() + STATS_S
@@ -190,17 +190,17 @@ class AsyncLLM:
         raise self._engine_thread.closed()
 
     async def explain(self) -> list[dict[str, Any]]:
-        """The last 64 decisions that were made as blocks ran short: see `LLM.explain`."""
+        """The last 64 scheduling decisions made while blocks were short: see `LLM.explain`."""
         return await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.explain())
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Make no step until `resume` was called once for each pause. Returns when none is running. Raises EngineClosed.
+        """Run no steps until `resume` is called once for each pause. Returns when no step is running. Raises EngineClosed.
 
-        Whoever runs keeps its blocks and goes on later as if nothing had been; calls are taken in and wait. Aborts take effect
-        with the next step. What others demand of the memory waits too: make it short where engines share a device. Cancelled
-        before it returns, it has paused nothing.
+        Running requests keep their blocks and continue unchanged later; new calls are accepted and wait. Aborts take effect
+        with the next step. Recalls of memory wait too, so keep pauses short if engines share a device. If cancelled before it
+        returns, it pauses nothing.
         """
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._engine_thread.pause(waiter)
@@ -211,24 +211,23 @@ class AsyncLLM:
             raise
 
     def resume(self) -> None:
-        """End one pause, the oldest. Steps are made again when none is left. Raises EngineClosed."""
+        """End the oldest pause. Steps run again once no pause is left. Raises EngineClosed."""
         self._engine_thread.resume()
 
     async def drain(self) -> None:
-        """Take no more calls (they raise EngineClosed), and return when all that came before have ended. Ends a pause.
+        """Refuse new calls with EngineClosed, and return when all earlier calls have ended. Ends all pauses.
 
-        There is no way back: what is left is `stop`. Raises EngineClosed.
+        This is irreversible: only `stop` is left to call. Raises EngineClosed.
         """
         await _ask(self._engine_thread.drain)
 
     async def stop(self, timeout_s: float | None = 0.0) -> None:
-        """End what runs (as aborted), the thread too, and give all memory back. Idempotent.
+        """Abort all requests, end the thread and free all memory. Idempotent.
 
         Args:
-            timeout_s: Seconds that what is in flight may have to end by itself, as by `drain`; None is as long as it takes.
+            timeout_s: Seconds to `drain` first, so that requests in flight can finish; None is no limit.
 
-        Whoever waits is given what there is: its outputs, with "aborted" as their finish reason. What is asked later raises
-        EngineClosed.
+        Waiting callers get their outputs so far, with finish reason "aborted". Later calls raise EngineClosed.
         """
         try:
             if timeout_s is None or timeout_s > 0:
@@ -237,7 +236,7 @@ class AsyncLLM:
                         await self.drain()
         finally:
             await _ask(self._engine_thread.end)
-            self._engine_thread.join()  # it has nothing more to do
+            self._engine_thread.join()  # returns at once: the thread has settled its last waiter
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -247,7 +246,7 @@ class AsyncLLM:
     ) -> None:
         await self.stop()
 
-    # -- what the doors share ------------------------------------------------------------------------------------
+    # -- shared by the APIs --------------------------------------------------------------------------------------
 
     async def _outputs(
         self, asked: Callable[[], list[PromptInput]], priority: int, cache_salt: str | None
@@ -294,7 +293,7 @@ class AsyncLLM:
             await taking  # raises what the source raised
         finally:
             taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)  # the source is left alone then
+            await asyncio.gather(taking, return_exceptions=True)  # the source is no longer read after this
             while not taken.empty():
                 if (left := taken.get_nowait()) is not None:
                     left[1].close()
@@ -302,7 +301,7 @@ class AsyncLLM:
 
 @dataclass(frozen=True, slots=True)
 class AsyncRequestHandle:
-    """A continuation of a stream, or a beam search, that has not ended: `number` of those of prompt `index`."""
+    """A handle to an unfinished continuation, or beam search, of a stream: continuation `number` of prompt `index`."""
 
     request_id: str
     index: int
@@ -311,9 +310,9 @@ class AsyncRequestHandle:
     _ticket: RequestState = field(repr=False)
 
     async def export(self) -> dict[str, Any]:
-        """End the request here, and give what another process needs to go on with it: see `RequestHandle.export`.
+        """End the request here and return it as data for another process: see `RequestHandle.export`.
 
-        What its stream has taken in before is still to be read there.
+        Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
         data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._ticket))
@@ -321,7 +320,7 @@ class AsyncRequestHandle:
 
 
 class AsyncStream(AsyncIterator[StreamChunk]):
-    """The chunks of some requests, as they come. For one task; closed or forgotten, what has not ended is aborted."""
+    """An async iterator over the chunks of requests, for one task. Closing or collecting it aborts unfinished requests."""
 
     def __init__(self, submit: Callable[[], _Submission]) -> None:
         self._submit = submit
@@ -338,7 +337,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
                 if self._closed or (self._submission is not None and self._submission.over):
                     raise StopAsyncIteration
                 chunks = await self._more()
-                if not self._closed:  # by another task, meanwhile
+                if not self._closed:  # another task may have closed the stream meanwhile
                     self._chunks.extend(chunks)
             return self._chunks.popleft()
         except BaseException:
@@ -349,14 +348,15 @@ class AsyncStream(AsyncIterator[StreamChunk]):
 
     @property
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
-        """The continuations that have not ended, in the order of prompts and numbers; one for each beam search. None before the
-        first chunk has come: only then it is sure that they are queued.
+        """The unfinished continuations, ordered by prompt and number; one for each beam search.
+
+        Empty until the requests are queued, which is certain once the first chunk has arrived.
         """
         submission = self._submission
         return () if submission is None else submission.requests
 
     async def aclose(self) -> None:
-        """Abort what has not ended. Idempotent."""
+        """Abort unfinished requests. Idempotent."""
         self._close()
 
     def _more(self) -> Any:
@@ -373,7 +373,10 @@ class AsyncStream(AsyncIterator[StreamChunk]):
 
 
 class _Submission:
-    """A call, as its caller holds it. Closed or forgotten, it is aborted. Made on the caller's loop. Raises EngineClosed."""
+    """The caller's side of a call, created on the caller's loop. Closing or collecting it aborts the call.
+
+    Raises EngineClosed.
+    """
 
     def __init__(
         self,
@@ -383,7 +386,7 @@ class _Submission:
         cache_salt: str | None,
         interval: int | None,
     ) -> None:
-        self._llm = llm  # which is not to be collected meanwhile
+        self._llm = llm  # keeps the engine alive
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
         self._call = PendingCall(self._waiter, priority, cache_salt, interval)
@@ -392,12 +395,12 @@ class _Submission:
 
     @property
     def over(self) -> bool:
-        """Nothing more comes."""
+        """Whether no more results follow."""
         return self._call.over
 
     @property
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
-        """Those queued that have not ended."""
+        """Handles to the queued, unfinished continuations."""
         return tuple(
             AsyncRequestHandle(state.request.request_id, answer.index, state.number, self, state)
             for answer in self._call.answers
@@ -405,11 +408,11 @@ class _Submission:
         )
 
     async def first(self) -> Any:
-        """The outputs, or the first chunks."""
+        """Wait for the outputs, or for a stream's first chunks."""
         return await _result(self._waiter)
 
     async def next(self) -> list[StreamChunk]:
-        """The next chunks; none if it was closed meanwhile. Raises EngineClosed where the engine broke."""
+        """Wait for the next chunks; none if the call was closed meanwhile. Raises EngineClosed if the engine broke."""
         stepper = self._llm._engine_thread
         chunks = await _ask(stepper.want, self._call)
         if not chunks and stepper.ended and not self._closed:
@@ -419,7 +422,7 @@ class _Submission:
         return chunks
 
     def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
+        """Abort unfinished requests. Idempotent."""
         if not self._closed:
             self._closed = True
             if not self._call.over:
@@ -429,14 +432,14 @@ class _Submission:
 
 
 async def _ask(question: Callable[..., None], *arguments: Any) -> Any:
-    """What the stepper answers, by a future of this loop."""
+    """Send a message to the engine thread and await its answer."""
     waiter: Waiter = asyncio.get_running_loop().create_future()
     question(waiter, *arguments)
     return await _result(waiter)
 
 
 async def _result(waiter: Waiter) -> Any:
-    """What `waiter` is settled with. Raises what is an error."""
+    """Await the result of `waiter`; raise it if it is an error."""
     what = await waiter
     if isinstance(what, BaseException):
         raise what
@@ -444,14 +447,14 @@ async def _result(waiter: Waiter) -> Any:
 
 
 def _read(given: Any) -> Any:
-    """An iterator is read here, on its owner's thread; the rest is left as it is."""
+    """Read an iterator into a list on the caller's thread; return other values unchanged."""
     return list(given) if isinstance(given, Iterator) else given
 
 
 def _paired(
     prompts: Iterable[Prompt] | AsyncIterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> AsyncGenerator[Pair, None]:
-    """As `paired`, which sees the prompts of an async iterable one by one."""
+    """As `paired`, but async; prompts of an async iterable are passed to it one by one."""
     if not isinstance(prompts, AsyncIterable):
         return _as_async(paired(prompts, params))
     came: deque[Prompt] = deque()

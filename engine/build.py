@@ -1,4 +1,4 @@
-"""Puts an engine together, from its configuration to a core that can step, and takes it apart again."""
+"""Builds an engine from its configuration, and tears it down."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from .self_check.report import CheckReport
 
 log = logging.getLogger(__name__)
-_loading = threading.Lock()  # while it loads, transformers changes settings that are the process's
+_loading = threading.Lock()  # transformers changes process-wide settings while it loads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """What `LLM` works with. `close` gives the memory back."""
+    """The parts of a running engine. `close` frees the memory."""
 
     core: EngineCore
     encoder: Encoder
@@ -65,12 +65,12 @@ class Engine:
     arena: Arena
     occupant: LeaseHolder
     sharing: Sharing | None
-    sampling: SamplingParams  # of the models file over the generation config
+    sampling: SamplingParams  # defaults: the models file's over the generation config's
     eos_token_ids: tuple[int, ...]
-    self_check: CheckReport | None  # of a CUDA device
+    self_check: CheckReport | None  # on CUDA, unless switched off
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did. Plain data."""
+        """The engine's state and counters as plain data."""
         scheduler = self.core.scheduler
         counters, counts = scheduler.stats, scheduler.cache.counts()
         return {
@@ -133,8 +133,8 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Give back the KV memory, and the weights as far as nobody else holds them. Idempotent."""
-        with ExitStack() as last:  # each is done, whatever another one raises
+        """Free the KV memory, and the weights unless they are referenced elsewhere. Idempotent."""
+        with ExitStack() as last:  # runs every callback, even if one raises
             last.callback(_collect, self.plan.device)
             last.callback(self.core.runner.close)
             if self.core.memory is not None:
@@ -151,15 +151,16 @@ def _collect(device: str) -> None:
 
 
 def build(config: EngineConfig) -> Engine:
-    """Load the model, check that it can be served, map the KV pool. Nothing stays allocated when it raises.
+    """Load the model, check that it can be served, and map the KV pool. Nothing stays allocated if it raises.
 
     Raises what `Checkpoint.open`, `plan_memory`, `load_model`, `load_tokenizer` and `probe` raise.
     """
     began = time.perf_counter()
     with _loading, no_hub_kernels():
-        checked = _self_check(config)  # before this process takes anything of the device
+        checked = _self_check(config)  # before this process uses the device
         faults = {} if checked is None else checked.faults
-        checkpoint, device, dtype, plan = _planned(config, None)  # refuses what does not fit, before a weight is read
+        # Raises if the model does not fit, before weights are read.
+        checkpoint, device, dtype, plan = _planned(config, None)
         check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
         occupant, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
@@ -173,7 +174,7 @@ def build(config: EngineConfig) -> Engine:
 
 
 def _self_check(config: EngineConfig) -> CheckReport | None:
-    """What of the engine works on the device; None where that is a CPU, or nobody wants to know."""
+    """The report of the device's self-check; None on a CPU or if it is switched off."""
     device = choose_device(config.device)
     if device.type != "cuda" or not config.self_check:
         return None
@@ -236,13 +237,13 @@ def _build(
 
 
 def _trim(core: EngineCore, device: torch.device) -> None:
-    """Let libraries, and the attention kernel, give back what they keep for later."""
+    """Free the caches of libraries and the buffers of the attention kernel."""
     core.runner.kernel.release_buffers()
     trim(device)
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
-    """What `build` would take, counted in sequences of `context` tokens. Reads no weights, takes no memory."""
+    """The memory plan of `build`, for sequences of `context` tokens. Reads no weights, allocates no memory."""
     with _loading:
         return _planned(config, context)[-1]
 
@@ -255,13 +256,13 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
 
 
 def _open_pool(plan: MemoryPlan, occupant: LeaseHolder, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
-    """An arena of the plan's size with its least extents mapped, and the bytes that these are.
+    """Open an arena of the plan's size with the minimum extents mapped. Returns it and its mapped bytes.
 
-    Nothing of it goes on in the background until there is an `EngineMemory`: CUDA graphs are captured before.
+    The arena does not work in the background until there is an `EngineMemory`: CUDA graphs are captured before that.
     """
     try:
         arena = _arena(plan, occupant.device, elastic)
-        if isinstance(arena, TensorArena):  # mapped as a whole, for good
+        if isinstance(arena, TensorArena):  # one fixed allocation
             return arena, arena.mapped_bytes
         if lease is not None:
             held = occupant.base_bytes
@@ -270,7 +271,7 @@ def _open_pool(plan: MemoryPlan, occupant: LeaseHolder, lease: Lease | None, *, 
             arena = LeasedArena(arena, lease)
         arena.map(range(plan.min_extents))
         return arena, arena.mapped_bytes
-    except (OutOfDeviceMemory, GrantExceeded) as error:  # someone else took the bytes since they were counted
+    except (OutOfDeviceMemory, GrantExceeded) as error:  # another process took memory since it was counted
         free = error.free_bytes if isinstance(error, OutOfDeviceMemory) else error.granted_bytes
         what = f"the KV pool of {plan.model} on {plan.device}"
         remedy = "another process took memory meanwhile: try again, or ask for less kv_memory"
@@ -278,8 +279,9 @@ def _open_pool(plan: MemoryPlan, occupant: LeaseHolder, lease: Lease | None, *, 
 
 
 def _arena(plan: MemoryPlan, device: torch.device, elastic: bool) -> Arena:
-    """The device's elastic arena with nothing mapped; one fixed allocation where that is unwanted, or its driver cannot be
-    called.
+    """The device's elastic arena with nothing mapped.
+
+    On CUDA it is one fixed allocation unless `elastic`, or if the driver cannot be called.
     """
     shape = (plan.num_extents, plan.geometry.extent_bytes)
     if device.type == "cpu":
@@ -294,7 +296,7 @@ def _arena(plan: MemoryPlan, device: torch.device, elastic: bool) -> Arena:
 
 
 def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPool | None:
-    """The host tier's memory, none of it taken. Raises NotEnoughMemory where the host could not give it now; ConfigError."""
+    """The host tier's memory, not allocated yet. Raises NotEnoughMemory if the host has less free now; ConfigError."""
     asked = config.host_kv_memory
     if not asked:
         return None
@@ -308,7 +310,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPoo
 
 
 def _record(runner: ModelRunner, seats: int) -> None:
-    """Have decode steps captured in CUDA graphs, where that can be."""
+    """Capture decode steps in CUDA graphs if kernel and model support it; otherwise log why not."""
     device = runner.storage.device
     if not runner.kernel.captures:
         log.info("decode steps are not captured in CUDA graphs: attention by %s cannot be", runner.kernel.name)
@@ -316,11 +318,11 @@ def _record(runner: ModelRunner, seats: int) -> None:
     began = time.perf_counter()
     try:
         runner.record(sizes_for(seats), CudaRecorder(device))
-    except Exception as error:  # of a model, which may ask for what is on the device, or of a library
+    except Exception as error:  # of a library, or of a model that synchronizes with the device
         log.warning("decode steps are not captured in CUDA graphs: %s: %s", type(error).__name__, error)
         return
     finally:
-        _collect(str(device))  # the pool takes its memory from the driver
+        _collect(str(device))  # return memory to the driver for the pool
     assert runner.graphs is not None
     sizes, took = runner.graphs.sizes, time.perf_counter() - began
     log.info("decode steps of up to %d rows captured in %d CUDA graphs, in %.1f s", sizes[-1], len(sizes), took)
@@ -331,7 +333,7 @@ def _core(
     host: HostPool | None, kernel: AttentionKernel,
 ) -> EngineCore:  # fmt: skip
     limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
-    elastic = not isinstance(arena, TensorArena)  # one allocation, which goes back as a whole
+    elastic = not isinstance(arena, TensorArena)  # a TensorArena is one fixed allocation
     kept = config.prefix_cache_memory
     cache = CacheManager(
         plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,

@@ -1,4 +1,4 @@
-"""The arguments of an engine, checked at the door and resolved once into a frozen object. Imports no torch."""
+"""Engine configuration: arguments are validated and resolved once into a frozen object. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_SEQS = 256
 DEFAULT_MAX_STEP_TOKENS = 2048
 DEFAULT_IDLE_S = 10.0
-LEAST_SECRET_BYTES = 16  # fewer can be guessed
+LEAST_SECRET_BYTES = 16  # shorter secrets can be guessed
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """How large the KV pool may be, and how it stands among other engines of its device.
+    """The bounds of the KV pool, and the engine's claim among other engines of its device.
 
     Args:
-        min_bytes: What it never falls below; None: what one sequence needs, at most a quarter of the largest pool.
-        max_bytes: What it never grows above; None is as `planning.auto_kv_bytes` works it out.
-        weight: Of the engine's share, where several want more than there is: 0.001 to 1000.
-        priority: A lower number is served first.
+        min_bytes: Minimum size; None: what one sequence needs, at most a quarter of the largest pool.
+        max_bytes: Maximum size; None: `planning.auto_kv_bytes`.
+        weight: Of the engine's share if demand exceeds the memory: 0.001 to 1000.
+        priority: Lower values are served first.
     """
 
     min_bytes: int | None = None
@@ -52,8 +52,10 @@ class KvMemory:
 
     @classmethod
     def resolve(cls, given: object) -> KvMemory:
-        """From what a user writes: None or "auto"; a size, which is minimum and maximum; a mapping with the keys min, max,
-        weight and priority, or a text such as "min=512MiB,max=4GiB". Raises ConfigError.
+        """Parse the `kv_memory` argument. Raises ConfigError.
+
+        It is None or "auto"; a size, which sets minimum and maximum; a mapping with the keys min, max, weight and priority; or
+        a text such as "min=512MiB,max=4GiB".
         """
         if given is None or given == "auto":
             return cls()
@@ -81,29 +83,29 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine runs, where, and with how much. Build it with `resolve`.
+    """The configuration of an engine. Build it with `resolve`.
 
     Args:
-        model: The model and its own options.
+        model: The model and its options.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "float16" or "bfloat16".
         kv_memory: Bounds of the KV pool.
-        block_size: Tokens of a block; None is 16, or what the attention backend needs.
-        max_seqs: Most sequences that run at a time.
-        max_step_tokens: Most tokens a step computes. No more sequences run than this, as each gets a token a step.
-        max_model_len: Most tokens of a sequence, prompt and output; None is the model's context.
-        max_chunk_tokens: Most tokens of one sequence in a step; None is `max_step_tokens`.
-        prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
-        prefix_cache_memory: Most bytes of cached blocks, which no running request holds; None is no bound.
-        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. It is not in the repr.
+        block_size: Tokens per block; None is 16, or what the attention backend needs.
+        max_seqs: Maximum number of running sequences.
+        max_step_tokens: Maximum tokens of a step. It also bounds the running sequences, as each gets a token a step.
+        max_model_len: Maximum tokens of a sequence, prompt and output; None is the model's context.
+        max_chunk_tokens: Maximum tokens of one sequence in a step; None is `max_step_tokens`.
+        prefix_caching: Keep computed blocks, so that common prefixes of prompts are computed once.
+        prefix_cache_memory: Maximum bytes of cached blocks that no running request holds; None is no bound.
+        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. Not in the repr.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
-        idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
-        share: Hold a lease of the device, so that other engines and `vram-monitor` can have memory back.
-        attention: A backend of `attention.backends`, or "auto": the fastest of those that suit 16 tokens in a block, or the
-            block size asked for.
-        overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host. None: on CUDA.
-        cuda_graphs: Replay decode steps from CUDA graphs, where device, model and attention have nothing against it.
-        self_check: On CUDA, use no part of the engine that fails on this device. See `engine/self_check`.
+        idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
+        share: Hold a lease of the device, so that other engines and `vram-monitor` can reclaim memory.
+        attention: A backend of `attention.backends`, or "auto": the fastest of those that support blocks of 16 tokens, or the
+            given block size.
+        overlap: Launch the next decode step before the previous step's tokens reach the host. None: on CUDA only.
+        cuda_graphs: Replay decode steps from CUDA graphs, if device, model and attention support it.
+        self_check: On CUDA, switch off the parts of the engine that fail on this device. See `engine/self_check`.
     """
 
     model: ModelSpec
@@ -152,7 +154,7 @@ class EngineConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The models file's sampling defaults; `Checkpoint.default_sampling` has the model's own beneath them."""
+        """The models file's sampling defaults; `Checkpoint.default_sampling` merges them over the model's own."""
         return self.model.sampling
 
     @classmethod
@@ -181,14 +183,15 @@ class EngineConfig:
         cuda_graphs: bool = True,
         self_check: bool = True,
     ) -> EngineConfig:
-        """Arguments as the user gives them; None, and "auto" where it makes sense, leaves the choice to the models file
-        and then to the engine. `model` is a name, a folder, a hub id, a loaded model or a ModelSpec; `tokenizer` one of the
-        first three or a loaded one. `kv_memory` is as `KvMemory.resolve` takes it; `prefix_cache_memory` and `host_kv_memory`
-        are sizes, or 0; `device` and `dtype` may be torch's objects.
+        """Validate and resolve the arguments of an engine as the user passes them in.
+
+        None, or "auto" if applicable, leaves the choice to the models file and then to the engine. `model` is a name, a folder,
+        a hub id, a loaded model or a ModelSpec; `tokenizer` is one of the first three or a loaded tokenizer. `kv_memory` is as
+        in `KvMemory.resolve`. `prefix_cache_memory` and `host_kv_memory` are sizes or 0. `device` and `dtype` may be torch's.
 
         Raises:
             ModelNotFound: see `resolve_model`.
-            ConfigError: an argument of a wrong type or out of its range; the message names it.
+            ConfigError: an argument has a wrong type or is out of range; the message names it.
         """
         spec = model if isinstance(model, ModelSpec) else _resolve_source(model)
         if tokenizer is not None:
@@ -220,9 +223,9 @@ class EngineConfig:
         )
 
     def tokens_per_block(self) -> int:
-        """The block size: the one asked for, or the least from 16 that the attention backend takes.
+        """The block size: the requested one, or the smallest from 16 on that the attention backend supports.
 
-        Raises ConfigError when the backend asked for does not take the block size asked for.
+        Raises ConfigError if the requested backend does not support the requested block size.
         """
         multiple = block_multiple(self.attention)
         if self.block_size is None:
@@ -238,7 +241,7 @@ class EngineConfig:
 def _resolve_source(model: object) -> ModelSpec:
     if isinstance(model, (str, os.PathLike)):
         return resolve_model(model)
-    from .loading.loaded import loaded_spec  # loads torch, which whoever has loaded a model has too
+    from .loading.loaded import loaded_spec  # imports torch, as the loaded model has already
 
     return loaded_spec(model)
 
@@ -259,7 +262,7 @@ def _size(name: str, amount: Any) -> int:
 
 
 def _size_or_0(name: str, amount: Any, none: str) -> int | None:
-    """`amount` in bytes, which may be 0. None stays None; `none` says what that means. Raises ConfigError."""
+    """Parse a size that may be 0. None stays None; `none` is its meaning in the message. Raises ConfigError."""
     if amount is None:
         return None
     if amount == "0" or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
@@ -271,7 +274,7 @@ def _size_or_0(name: str, amount: Any, none: str) -> int | None:
 
 
 def _check_secret(secret: object, prefix_caching: bool) -> None:
-    """Raise ConfigError for a secret that cannot be used. The message never contains the secret."""
+    """Raise ConfigError for an invalid secret. The message never contains the secret."""
     if secret is None:
         return
     if not isinstance(secret, bytes):

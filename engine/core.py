@@ -1,4 +1,4 @@
-"""The engine's core: owns the order of a step: memory, plan, execution, what came out."""
+"""The engine's core: runs each step in order: memory, plan, execution, outputs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .errors import is_interrupt
 from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
-    from .execution.runner import ModelRunner, PendingStep  # which loads torch; the core has no need of it
+    from .execution.runner import ModelRunner, PendingStep  # imports torch, which the core does not need
 
 log = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and runner, one step at a time. Not thread-safe: one caller at a time, as `LLM` sees to.
+    """Scheduler and runner, one step at a time. Not thread-safe: the request manager serializes calls.
 
-    Where the runner `overlaps`, and a step is but the continuation of the one before it, it is planned and begun before the
-    result of that one is here: the device goes on while the host takes in what came out.
+    If the runner `overlaps`, the next decode step is planned and launched before the previous step's result is on the host
+    (asynchronous scheduling), so the device works while the host processes outputs.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,17 +37,17 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        self._out: deque[tuple[Plan, PendingStep | _Known]] = deque()  # begun, and not taken in: at most two
-        self._untold: StepOutputs | None = None  # of a step that an interrupt ended
+        self._out: deque[tuple[Plan, PendingStep | _Known]] = deque()  # launched, result not applied: at most two
+        self._untold: StepOutputs | None = None  # of an interrupted step; the next call returns them
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has anything to do."""
         return self.scheduler.has_work or self.is_ahead or self._untold is not None
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step has begun that is not taken in: between two calls of `step`, one that continues the last one."""
+        """Whether a step is pending: between two calls of `step`, one that was launched ahead."""
         return bool(self._out)
 
     def add(self, request: Request) -> None:
@@ -55,19 +55,19 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
-        """End a request before the next step; its end comes with the next emissions."""
+        """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
     def catch_up(self) -> StepOutputs:
-        """As `step`, and nothing is under way at the end: for those who want nothing of the step, but that it is over."""
+        """As `step`, but launch no step ahead."""
         return self._step(ahead=False)
 
     def step(self) -> StepOutputs:
-        """Decide a step, run it, take in what came out.
+        """Plan a step, execute it and return its outputs.
 
-        A runner that raises ends the requests of this step, with what it raised as their error, and no others. So does an
-        interrupt (`is_interrupt`) there; it goes on to the caller, and the next step tells of the ends. What comes in
-        the middle of the bookkeeping, or of a step that moves memory, ends all requests.
+        If the runner raises, the requests of this step end with that error, and no others. An interrupt (`is_interrupt`) there
+        does the same, but propagates; the next call returns the ends. An exception in the bookkeeping, or in a step that moves
+        memory, ends all requests.
         """
         return self._step(ahead=True)
 
@@ -90,19 +90,19 @@ class EngineCore:
             emissions = told = self.scheduler.apply(plan, result)
             if self.memory is not None and len(result.deferred):
                 self.memory.relieve()
-            if self._out and not self.scheduler.num_running:  # what goes on is of those alone who ended
+            if self._out and not self.scheduler.num_running:  # all requests of the step ahead have ended
                 plan, result, error = self._take_in()
                 trouble = trouble or error
                 finished = emissions.finished + self.scheduler.apply(plan, result).finished
                 emissions = told = replace(emissions, finished=finished)
             if self.memory is not None:
                 self.memory.settle(waited_for=ahead)
-        except BaseException as error:  # half a change may have been made: go on with an empty scheduler
+        except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
             trouble = self._wait_for_all() or error
             self.scheduler, emissions = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
             if not is_interrupt(error):
                 log.exception("the bookkeeping broke; all %d requests end", len(emissions.finished))
-            if told is not None:  # the step itself was done: the scheduler knows no more of what it gave and who ended
+            if told is not None:  # the step was applied: its outputs and ends are only here
                 emissions = replace(told, finished=told.finished + emissions.finished)
         if trouble is not None and is_interrupt(trouble):
             self._untold = emissions
@@ -110,13 +110,13 @@ class EngineCore:
         return emissions
 
     def _may_go_ahead(self) -> bool:
-        """Whether nobody but the scheduler could have something against another step behind the one that is under way."""
+        """Whether runner and memory allow another step behind the pending one; the scheduler may still refuse."""
         return self.runner.overlaps and len(self._out) == 1 and (self.memory is None or not self.memory.wants_turn)
 
     def _begin(self, plan: Plan) -> BaseException | None:
-        """Have the runner begin `plan`. When it raises, all its chunks have failed; returns what it raised.
+        """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed; returns the error.
 
-        Raises it on where the plan copies blocks or resizes the pool: nobody knows then which of it was done.
+        Re-raises the error if the plan moves memory: it is unknown then which of the operations were done.
         """
         if plan.is_empty:
             self._out.append((plan, _Known(Result(plan.step_id, NO_ROWS, NO_TOKENS))))
@@ -129,7 +129,7 @@ class EngineCore:
             return error
 
     def _take_in(self) -> tuple[Plan, Result, BaseException | None]:
-        """The oldest plan that is out, what came of it, and what the runner raised meanwhile, as `_begin` has it."""
+        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in `_begin`."""
         plan, underway = self._out.popleft()
         try:
             return plan, underway.wait(), None
@@ -137,8 +137,9 @@ class EngineCore:
             return plan, _failure(plan, error), error
 
     def _wait_for_all(self) -> BaseException | None:
-        """Let what is under way end, whatever comes of it: nothing may be written after it that is another's then. Returns an
-        interrupt that came meanwhile.
+        """Wait for all pending steps and drop their results. They must not write to blocks that are reused afterwards.
+
+        Returns an interrupt that arrived during the wait.
         """
         interrupt: BaseException | None = None
         while self._out:
@@ -154,7 +155,7 @@ class EngineCore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """The result of a plan that the runner has nothing to do with, or could not begin."""
+    """The known result of a plan that is empty or that the runner could not launch."""
 
     result: Result
 
@@ -163,7 +164,7 @@ class _Known:
 
 
 def _failure(plan: Plan, error: BaseException) -> Result:
-    """All chunks of `plan` failed. Raises `error` on where it moves memory."""
+    """The result of a plan with all chunks failed. Re-raises `error` if the plan moves memory."""
     if plan.moves_memory:
         raise error
     if not is_interrupt(error):

@@ -2,14 +2,14 @@
 
 EngineError
 ├── ModelNotFound      no such model, or its folder lacks the configuration or the weights
-├── CheckpointError    the model's files are there and broken: truncated, unreadable, tensors missing
-├── UnsupportedModel   the engine cannot run this kind of model out of paged blocks, and why
-├── ConfigError        an engine argument or a models file is wrong        (is a ValueError too)
-│   └── DeviceNotFound the device asked for is not there
-├── NotEnoughMemory    the device has not the bytes; says how many are free and what to do
-└── EngineClosed       the engine was closed: it takes nothing more
+├── CheckpointError    the model's files are broken: truncated, unreadable, tensors missing
+├── UnsupportedModel   the engine cannot run this kind of model on paged blocks; says why
+├── ConfigError        an engine argument or a models file is wrong        (also a ValueError)
+│   └── DeviceNotFound the requested device does not exist
+├── NotEnoughMemory    the device lacks memory; says how much is free and what to do
+└── EngineClosed       the engine is closed
 
-A request that cannot be served is the scheduler's RequestRejected, wherever it is noticed.
+A request that cannot be served raises the scheduler's RequestRejected, wherever that is detected.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from ..monitor.units import format_bytes
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` is meant for the whole process: KeyboardInterrupt, or SystemExit, as signal handlers raise it.
+    """Whether `error` concerns the whole process: KeyboardInterrupt, or SystemExit as raised by signal handlers.
 
-    Every other exception is a failure of the code that raised it, also where it is no Exception: asyncio.CancelledError out of
-    a logits processor, or a panic of a library in Rust.
+    Every other exception is a failure of the code that raised it, even a BaseException: asyncio.CancelledError from a logits
+    processor, or a panic in a Rust library.
     """
     return isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 class EngineError(Exception):
-    """Root of everything the engine raises on purpose."""
+    """Base class of the engine's errors."""
 
 
 class ModelNotFound(EngineError):
-    """The model asked for is not on this machine, or not all of it. Nothing is ever downloaded."""
+    """The model is missing on this machine, wholly or in part. Nothing is ever downloaded."""
 
 
 class CheckpointError(EngineError):
-    """A file of the model cannot be read, or the weights in it are not the whole model."""
+    """A file of the model cannot be read, or weights are missing."""
 
 
 class UnsupportedModel(EngineError):
-    """The model is of a kind that the engine does not serve. `reason` says why in one sentence."""
+    """The engine does not support this kind of model. `reason` says why in one sentence."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -47,25 +47,25 @@ class UnsupportedModel(EngineError):
 
 
 class ConfigError(EngineError, ValueError):
-    """An argument or an entry of a models file has a wrong name, type or value. Nothing was loaded."""
+    """An argument or an entry of a models file has a wrong name, type or value, or does not suit the model or device."""
 
 
 class DeviceNotFound(ConfigError):
-    """The device asked for is unknown, or not on this machine."""
+    """The requested device is unknown, or not on this machine."""
 
 
 class NotEnoughMemory(EngineError):
-    """A device has fewer bytes free than something needs. Raised before anything was read or mapped.
+    """A device has fewer free bytes than needed.
 
     Args:
-        asked_bytes: What is needed.
-        free_bytes: What the device has.
-        what: What the bytes are for, as in "the weights of demo on cpu".
+        asked_bytes: Bytes needed.
+        free_bytes: Free bytes of the device.
+        what: The purpose of the bytes, as in "the weights of demo on cpu".
         remedy: What the user can do, as a clause.
     """
 
     def __init__(self, asked_bytes: int, free_bytes: int, what: str, remedy: str) -> None:
-        super().__init__(asked_bytes, free_bytes, what, remedy)  # all of them, so that it survives pickling
+        super().__init__(asked_bytes, free_bytes, what, remedy)  # all arguments, for pickling
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes
         self.what = what
@@ -78,4 +78,4 @@ class NotEnoughMemory(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine was closed and its memory given back."""
+    """The engine is closed, or being drained, or belongs to the parent of a forked process."""

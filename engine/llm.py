@@ -1,4 +1,4 @@
-"""The embedded engine: `LLM`, for programs that generate in their own process."""
+"""The embedded engine `LLM`, for programs that generate text in their own process."""
 
 from __future__ import annotations
 
@@ -23,52 +23,53 @@ if TYPE_CHECKING:
 
     from .build import Engine
 
-_UNSET_PROGRESS_DELAY_S = 2.0  # shorter work shows no bar
+_UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
 
 class LLM:
     """A model and its paged KV cache, ready to generate.
 
     Args:
-        model: A name from `configs/models.yaml` (or the file that PAGETIDE_CONFIG names; "demo" is always there), a
-            folder in transformers' format, or a hub id that is in the local cache. Nothing is ever downloaded. Or a loaded
-            transformers model, which stays as it is and shares its weights (leave these alone meanwhile); device and dtype are
-            then its own.
+        model: A name from `configs/models.yaml` (or the file that PAGETIDE_CONFIG names; "demo" is always available), a folder
+            in transformers' format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model,
+            which keeps its device and dtype, is not changed and shares its weights: do not modify these meanwhile.
         tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
-        device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is a device.
-        dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, except float16 on a CPU becomes float32.
-        kv_memory: Bytes for the KV cache. A number, or a text like "2GiB": exactly so much. A mapping {"min", "max", "weight",
-            "priority"}: it grows and shrinks between the bounds. "auto" does so too, within what `pagetide plan` shows.
-        block_size: Tokens in a block; "auto" is 16, or the least from there that the `attention` asked for takes.
-        max_seqs: Sequences that run at the same time.
-        max_step_tokens: Tokens computed in one step. No more sequences run than this, as each gets a token a step.
-        max_model_len: Longest prompt and output together; None is the model's own limit.
-        max_chunk_tokens: Most tokens of one prompt in one step; None is no limit but the step's.
-        prefix_caching: Keep what was computed, so that prompts which begin alike are computed once.
-        prefix_cache_memory: Most memory, such as "2GiB", of cached blocks: those that no running request holds. Beyond it the
-            least valuable are evicted at once, or demoted to the host tier. None: no bound. 0: requests share blocks while they
-            run at the same time, and nothing stays cached when they have ended.
+        device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
+        dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, but float32 instead of float16 on a CPU.
+        kv_memory: Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max",
+            "weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that
+            `pagetide plan` shows.
+        block_size: Tokens per block; "auto" is 16, or the smallest larger size that the given `attention` supports.
+        max_seqs: Maximum number of running sequences.
+        max_step_tokens: Maximum tokens computed in a step. It also bounds the running sequences, as each gets a token a step.
+        max_model_len: Maximum tokens of prompt and output together; None is the model's limit.
+        max_chunk_tokens: Maximum tokens of one prompt in a step; None is no limit but the step's.
+        prefix_caching: Keep computed blocks, so that common prefixes of prompts are computed once.
+        prefix_cache_memory: Maximum memory, such as "2GiB", of cached blocks that no running request holds. Beyond it the least
+            valuable are evicted at once, or offloaded to the host tier. None: no bound. 0: requests share blocks while they run
+            at the same time, and nothing stays cached after they end.
         prefix_hash_secret: Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal
-            hashes of the same tokens and `cache_salt`. None: a random one. Treat it as a key (`pagetide.cache.prefix_hash`).
-        host_kv_memory: Host memory, such as "8GiB", to which what was computed is swapped out when the pool is full, instead of
-            being computed again. None: none. Taken as it is needed, given back after `idle_s` without a request and by `close`.
-        idle_s: Seconds after which memory goes back that no request needs, cached prefixes included.
-        share: Hold a lease of the device, so that memory can move between engines; False keeps to itself.
-        trust_remote_code: Run Python code that comes with the model's files; None is as the models file says (no).
-        attention: What attends: "torch", "triton", "flash-attn" (in blocks of multiples of 256 tokens), "flash-attn-3",
-            "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is torch on a CPU, and on CUDA the fastest of the first
-            four and "varlen" as far as they are there and suit model and block size. `stats()` says which it is.
-        overlap: Begin a step, where it but continues the last one, before that one's tokens are on the host: the device does
-            not wait then while they are handed out. None: on CUDA.
-        cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at the start, where model and attention can be.
-        self_check: On CUDA, try once for each device, driver and versions whether the elastic pool, each attention kernel, CUDA
-            graphs and swaps work there, and do without those that fail, with a warning. The result is kept. False: use all.
+            hashes of the same tokens and `cache_salt`. None: a random one. Keep it secret (`pagetide.cache.prefix_hash`).
+        host_kv_memory: Host memory, such as "8GiB", for blocks swapped out when the pool is full, instead of computing them
+            again. None: none. Allocated as needed; freed after `idle_s` without a request and by `close`.
+        idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
+        share: Hold a lease of the device, so that memory can move between engines. False: do not share memory.
+        trust_remote_code: Run Python code from the model's files; None is the models file's setting (default: no).
+        attention: The attention backend: "torch", "triton", "flash-attn" (block sizes that are multiples of 256 tokens),
+            "flash-attn-3", "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is torch on a CPU. On CUDA it benchmarks
+            the installed backends that support model and block size, except "flash-attn-4" and "flashinfer", and picks the
+            fastest. `stats()` names the backend in use.
+        overlap: Launch the next decode step before the previous step's tokens reach the host (asynchronous scheduling), so the
+            device need not wait for the host. None: on CUDA only.
+        cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at startup, if model and attention support it.
+        self_check: On CUDA, test the elastic pool, each attention kernel, CUDA graphs and swaps, once for each combination of
+            device, driver and versions. Parts that fail are switched off with a warning. The result is stored. False: use all.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
 
-    May be used from several threads; whoever waits for an output drives the engine. Use as a context manager, or
-    `close` it, to give the memory back at a known time.
+    Thread-safe. Callers that wait for an output run the engine's steps. Use it as a context manager, or call `close`, to free
+    the memory at a known time.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class LLM:
         Args:
             prompts: A string or token ids, or several of them, mixed as you like.
             sampling_params: One for all, or one each; None is the model's generation config.
-            priority: Lower goes first; a step of it weighs as much as 30 seconds of waiting.
-            cache_salt: What is computed is shared with requests of the same salt alone, such as those of one tenant.
-            progress: Show a bar; None shows one on a terminal when it takes longer than two seconds.
+            priority: Lower values are served first; a difference of 1 weighs as much as 30 seconds of waiting.
+            cache_salt: Computed blocks are shared with requests of the same salt only, such as those of one tenant.
+            progress: Show a bar; None shows one on a terminal if the call takes longer than two seconds.
 
         Raises:
-            RequestRejected: a prompt that cannot be served; then nothing of the call was started.
+            RequestRejected: a prompt cannot be served; nothing of the call is started then.
         """
         manager = self._manager
         states = manager.submit(manager.encode(prompts, sampling_params), priority, cache_salt)
@@ -185,10 +186,10 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Stream:
-        """Like `generate`, but gives what is new of each prompt as it comes, at least `stream_interval` tokens at a time.
+        """Like `generate`, but streams the output in chunks of at least `stream_interval` tokens.
 
-        The requests are checked and queued by this call; they advance while the iterator is read. Closing it aborts what
-        has not ended. A chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
+        This call checks and queues the requests; reading the iterator runs the steps. Closing it aborts unfinished requests. A
+        chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
         check_count("stream_interval", stream_interval)
         asked = self._manager.encode(prompts, sampling_params)
@@ -201,18 +202,18 @@ class LLM:
         stream_interval: int = 1,
         priority: int | None = None,
     ) -> Stream:
-        """Go on with what another process has exported (`RequestHandle.export`), one request or several.
+        """Continue requests that another process has exported (`RequestHandle.export`).
 
-        The chunks begin where those of the other process ended; the outputs have everything, as if all had been done here.
+        The chunks begin where those of the other process ended; the outputs are complete.
 
         Args:
-            data: What `export` gave, perhaps through JSON. Each is an answer of its own, in this order.
+            data: The result of `export`, or several, perhaps through JSON. Each has an output of its own, in this order.
             stream_interval: See `stream`.
-            priority: None is what each of them had.
+            priority: None keeps the priority of each request.
 
         Raises:
-            RequestRejected: data of another version or vocabulary, data that is wrong in itself, or a request that this
-                engine cannot serve; then nothing of the call was started.
+            RequestRejected: the data are inconsistent or of another version or vocabulary, or the engine cannot serve a
+                request; nothing of the call is started then.
         """
         check_count("stream_interval", stream_interval)
         asked = self._manager.handed_over(data)
@@ -227,14 +228,14 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
-        """Continue prompts as they are taken from an iterable, which may be endless. Yields the outputs in its order.
+        """Continue prompts from an iterable, which may be endless. Yields the outputs in the same order.
 
-        No more than `look_ahead` prompts are taken before the output of the first of them is (default: twice as many as may
-        run at the same time). One that cannot be served has an output at its place, with "error" as its finish reason.
+        A rejected prompt has an output in its place, with finish reason "error".
 
         Args:
             prompts: Strings or token ids, one by one.
             sampling_params: One for all, or an iterable of one each.
+            look_ahead: Maximum prompts taken from the iterable before the first one's output; default `2 * max_seqs`.
         """
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
@@ -242,51 +243,52 @@ class LLM:
         return self._manager.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """The token ids that `chat` would start from. Raises RequestRejected as it does."""
+        """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
         (ids,) = self._manager.render([messages], template_options)
         return ids
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """transformers' tokenizer, None for a model that serves token ids only. It is shared: leave its settings alone."""
+        """transformers' tokenizer; None for a model that serves token ids only. Shared with the engine: do not modify it."""
         tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
         return tokenizer
 
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """The token ids that `generate` would start from. Raises RequestRejected for what has none."""
+        """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         ids: list[int] = self._manager.open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
         return ids
 
     def reset_prefix_cache(self) -> None:
-        """Let nothing that was computed so far be found by later requests. Those that run go on with what they have."""
+        """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
         with self._manager.lock:
             self._manager.open().core.scheduler.cache.reset()
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did: requests, blocks, bytes, counters. Plain data.
+        """The engine's state and counters (requests, blocks, bytes) as plain data.
 
-        Waits for nobody: while a step runs in another thread this is what was there some milliseconds before it.
+        Does not wait for a step: during one in another thread these are the values of some milliseconds before it.
         """
         return self._manager.stats()
 
     def explain(self) -> list[dict[str, Any]]:
-        """The last 64 decisions that were made as blocks ran short, with the numbers they were made by. Plain data.
+        """The last 64 scheduling decisions made while blocks were short, with the numbers behind them. Plain data.
 
-        Who waited or was passed, who was preempted and what that cost, what was evicted or swapped: see `Scheduler.explain`.
+        They tell which requests waited, were passed or were preempted, at what cost, and what was evicted or swapped: see
+        `Scheduler.explain`.
         """
         with self._manager.lock:
             return self._manager.open().core.scheduler.explain()
 
     @contextmanager
     def locked_engine(self) -> Iterator[Engine]:
-        """Hold the engine's lock and give the engine's parts, for tools that measure or inspect. Not a stable interface.
+        """Hold the engine's lock and yield the engine's parts, for tools that measure or inspect. Not a stable interface.
 
-        While the context lasts no other thread makes a step, and none is pending on the device. The tool may change the parts
-        between steps (`engine.core.runner.model`, for one) and make steps of its own by `engine.core.step`. Outputs of those
-        steps do not reach the callers of this LLM, so a tool that makes steps adds its own requests by `engine.core.add`.
+        Within the context no other thread runs a step, and none is pending on the device. The tool may change the parts between
+        steps (for example `engine.core.runner.model`) and run steps with `engine.core.step`. Outputs of these do not reach the
+        callers of this LLM, so the tool adds its own requests with `engine.core.add`.
 
-        Calls of this LLM from within the context, in the same thread, raise RuntimeError: they would wait for themselves. Only
-        `stats` does not: it says what was there before.
+        Calls of this LLM from the same thread within the context raise RuntimeError, as they would deadlock. Only `stats` does
+        not: it returns earlier values.
 
         Raises:
             EngineClosed.
@@ -302,9 +304,9 @@ class LLM:
                 manager.lock.barred = None
 
     def close(self) -> None:
-        """End what runs (as aborted), give all memory back. Idempotent; whatever is asked afterwards raises EngineClosed.
+        """Abort all requests and free all memory. Idempotent. Later calls raise EngineClosed.
 
-        A forked child has no engine of its own to close: there it raises EngineClosed.
+        Raises EngineClosed in a forked child, which has no engine to close.
         """
         self._manager.close()
 
@@ -320,41 +322,41 @@ class LLM:
 
 @dataclass(frozen=True, slots=True)
 class RequestHandle:
-    """A continuation of a stream, or a beam search, that has not ended: `number` of those of prompt `index`."""
+    """A handle to an unfinished continuation, or beam search, of a stream: continuation `number` of prompt `index`."""
 
     request_id: str
     index: int
     number: int
-    _stream: Stream = field(repr=False)  # which would abort it, were it forgotten
+    _stream: Stream = field(repr=False)  # keeps the stream alive: its collection would abort the request
     _ticket: RequestState = field(repr=False)
 
     def export(self) -> dict[str, Any]:
-        """End the request here and return it as plain data, for JSON: another process continues it by `LLM.import_request`.
+        """End the request here and return it as plain data for JSON. Another process continues it with `LLM.import_request`.
 
-        It has all tokens so far, the settings with the seed, the counters, and the log-probabilities that were asked for. In
-        float32 on a CPU the tokens that follow are those that would have followed here. What no chunk has given yet is given
-        there, and not here: chunks of both together are those of an undisturbed request. Here the completion has what chunks
-        gave, with "aborted" as its finish reason; the blocks are free at once. A beam search is exported from its beginning:
-        there it starts anew, and finds the same.
+        The data have all tokens so far, the settings with the seed, the counters and the requested log-probabilities. On a CPU
+        in float32 the following tokens are the same as they would be here. Output that no chunk has delivered yet is delivered
+        by the other process only, so the chunks of both make up those of an undisturbed request. The completion here has the
+        delivered output and finish reason "aborted"; the blocks are free at once. A beam search starts again from the prompt
+        after the import, and finds the same.
 
         Raises:
-            RequestRejected: the request has ended, or it has `logits_processors`, which are no plain data; nothing changes.
+            RequestRejected: the request has ended, or it has `logits_processors`, which are not plain data; nothing changes.
             EngineClosed.
         """
         return self._stream._manager.export(self._ticket)
 
 
 class Stream(Iterator[StreamChunk]):
-    """The chunks of some requests, as they come. Reading drives the engine; `close` aborts what has not ended.
+    """An iterator over the chunks of requests. Reading runs the engine's steps; `close` aborts unfinished requests.
 
-    One that is forgotten instead leaves its requests to the next step: the garbage collector may run in the middle of
-    one, in the very thread that holds the engine's lock, so nothing may be waited for there.
+    If the stream is garbage-collected instead and the engine's lock is held, the next step aborts its requests: the collector
+    may run during a step, in the thread that holds the lock, so it must not wait.
     """
 
     def __init__(self, manager: RequestManager, states: list[RequestState], interval: int) -> None:
         self._manager = manager
         self._answers: list[RequestGroup] = [state.answer for state in states if state.number == 0]
-        self._tickets = states  # those whose last chunk was not given
+        self._tickets = states  # those that have not delivered their last chunk
         self._interval = interval
 
     def __next__(self) -> StreamChunk:
@@ -370,7 +372,7 @@ class Stream(Iterator[StreamChunk]):
 
     @property
     def requests(self) -> tuple[RequestHandle, ...]:
-        """The continuations that have not ended, in the order of prompts and numbers; one for each beam search."""
+        """The unfinished continuations, ordered by prompt and number; one for each beam search."""
         return tuple(
             RequestHandle(state.request.request_id, answer.index, state.number, self, state)
             for answer in self._answers
@@ -378,13 +380,13 @@ class Stream(Iterator[StreamChunk]):
         )
 
     def outputs(self) -> list[RequestOutput]:
-        """Run to the end and give the outputs, in the order of the prompts; what chunks are left is passed over."""
+        """Run to the end and return the outputs in the order of the prompts. Remaining chunks are discarded."""
         for _ in self:
             pass
         return [answer.output for answer in self._answers]
 
     def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
+        """Abort unfinished requests. Idempotent."""
         states, self._tickets = self._tickets, []
         self._manager.drop(states)
 

@@ -1,4 +1,4 @@
-"""transformers' streamers, fed from the engine: `put` of the prompt, `put` of each token, `end`."""
+"""Feeds transformers' streamers from the engine: `put` for the prompt, `put` for each token, `end`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def generate_into(
     streamer: BaseStreamer, llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> RequestOutput:
-    """Continue a prompt, and give `streamer` the prompt's ids [1, T] and each token [1] as soon as it is there.
+    """Continue a prompt, and put the prompt's ids [1, T] and each new token [1] into `streamer`.
 
-    The streamer is ended however it goes, so that nobody who reads it in another thread waits for ever.
+    Always ends the streamer, so that a reader in another thread does not wait forever.
 
-    Raises ValueError for several continuations or beams, which a streamer cannot tell apart, and what `LLM.stream` raises.
+    Raises ValueError for several continuations or beams, which a streamer cannot distinguish, and what `LLM.stream` raises.
     """
     if (params.n or 1) > 1 or (params.num_beams or 1) > 1:
         raise ValueError("a streamer takes one continuation: leave num_return_sequences and num_beams out")

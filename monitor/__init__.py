@@ -1,4 +1,4 @@
-"""pagetide.monitor: sees every byte of the devices, in a process of its own.
+"""pagetide.monitor: observes the memory of the devices from a separate process.
 
     from pagetide import monitor
 
@@ -7,7 +7,7 @@
             memory = watched.memory(device.uuid)          # no lock, a few microseconds
             print(device.name, memory.free_bytes, memory.is_stale())
 
-The names are imported when they are first asked for: importing a part of this package must stay cheap.
+Names are imported on first access, to keep the import of a part of this package cheap.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_MODULE_OF[name], __name__), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses find it there
     return value

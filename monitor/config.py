@@ -1,4 +1,4 @@
-"""The settings of a monitor, from a YAML file and from flags, checked, as one frozen object."""
+"""The settings of a monitor, from a YAML file and flags, as one checked, frozen object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from .errors import ConfigInvalid
 from .units import format_bytes, parse_bytes
 
-# What a running monitor takes over on SIGHUP; the rest needs a restart.
+# Settings that a running monitor applies on SIGHUP; the others need a restart.
 RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "log_level")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LONGEST_INTERVAL_S = 3600.0
@@ -22,30 +22,27 @@ SHORTEST_INTERVAL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    """What a monitor watches, how often, and who may see it. The YAML keys are the names of the fields."""
+    """The devices, intervals and access rights of a monitor. The YAML keys are the names of the fields."""
 
     source: str = "auto"  # auto, nvml, host, replay:FILE
-    devices: tuple[str, ...] = ()  # indices or uuids; none are all
+    devices: tuple[str, ...] = ()  # indices or uuids; empty: all
     interval: float = 0.02  # seconds between two readings of memory
     detail_interval: float = 1.0  # seconds between two readings of load and processes
-    metrics_port: int | None = None  # 0 takes a free one; None: no metrics page
+    metrics_port: int | None = None  # 0 takes a free port; None: no metrics page
     metrics_address: str = "127.0.0.1"
     runtime_dir: Path | None = None
-    group: str | None = None  # who may read the record of a monitor for the whole machine
+    group: str | None = None  # the group that may read the record of a machine-wide monitor
     capacity: int | None = None  # bytes of a test device of host memory
-    members: tuple[int, ...] = ()  # its processes
-    headroom: int | None = None  # bytes that nobody may lease; None: a sixteenth of each device
-    user_engines: int = (
-        64  # leases and reservations of one user at a time; root and the monitor's own user have no bound
-    )
-    user_share: float = (
-        0.9  # of what can be leased of a device, what may be promised to one user; the same two excepted
-    )
+    members: tuple[int, ...] = ()  # processes on the test device
+    headroom: int | None = None  # bytes that are never leased; None: a sixteenth of each device
+    user_engines: int = 64  # leases and reservations per user at a time; root and the monitor's own user have no limit
+    # The largest share of a device's leasable memory that may be promised to one user, with the same exceptions.
+    user_share: float = 0.9
     log_level: str = "info"
 
     @classmethod
     def resolve(cls, file: Path | None, flags: Mapping[str, Any]) -> MonitorConfig:
-        """The file's settings, with `flags` that are not None over them. Raises ConfigInvalid, naming the setting."""
+        """Merge the settings of `file` with `flags`; flags that are not None win. Raises ConfigInvalid, naming the setting."""
         given = {} if file is None else read_yaml(file)
         given |= {name: value for name, value in flags.items() if value is not None}
         config = cls(**{name: _checked(name, value) for name, value in given.items() if value is not None})
@@ -62,13 +59,14 @@ def _checked(name: str, value: Any) -> Any:
         return _CHECKS[name](name, value)
     except ConfigInvalid:
         raise
-    except (ValueError, OverflowError, RuntimeError) as error:  # numbers of thousands of digits, ~nobody, ...
+    # Numbers of thousands of digits, unknown users in ~USER, ...
+    except (ValueError, OverflowError, RuntimeError) as error:
         raise ConfigInvalid(f"{name} cannot be used: {error}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a file, not yet checked. Raises ConfigInvalid: no such file, no YAML, a key that is not known."""
-    from . import yaml_file  # and yaml with it, which a monitor without a file does not need
+    """The settings in a file, unchecked. Raises ConfigInvalid: file missing, invalid YAML, or unknown key."""
+    from . import yaml_file  # imports yaml, which a monitor without a file does not need
 
     try:
         _, content = yaml_file.read_yaml(path)
@@ -88,7 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---- one setting each: (name for messages, value) -> checked value ------------------------------
+# ---- checks, one per kind of setting: (name for messages, value) -> checked value -----------------
 
 
 def _text(name: str, value: Any) -> str:
@@ -98,7 +96,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """A number of seconds, or a text such as 20ms, 1.5s."""
+    """A number of seconds, or a string such as 20ms, 1.5s."""
     match = re.fullmatch(r"\s*([\d.]+)\s*(ms|s)\s*", value) if isinstance(value, str) else None
     try:
         seconds = float(match[1]) / (1000 if match[2] == "ms" else 1) if match else float(value)
@@ -124,7 +122,7 @@ def _whole(name: str, value: Any, low: int, high: int, what: str) -> int:
 
 
 def _share(name: str, value: Any) -> float:
-    """A part of a whole, such as 0.9, or a text such as 90%."""
+    """A share, such as 0.9, or a string such as 90%."""
     percent = value.strip().removesuffix("%") if isinstance(value, str) and value.strip().endswith("%") else None
     try:
         share = float(value) if percent is None else float(percent) / 100
@@ -144,7 +142,7 @@ def _port(name: str, value: Any) -> int:
 
 
 def _items(name: str, value: Any) -> list[str]:
-    """A list, or a text with commas between."""
+    """A list, or a comma-separated string."""
     values = value.split(",") if isinstance(value, str) else value
     if isinstance(values, int) and not isinstance(values, bool):
         values = [values]

@@ -1,14 +1,14 @@
-"""Which device of the monitor is CUDA device i: NVML counts by PCI id, CUDA by speed, and the environment changes that.
+"""Maps CUDA devices to devices of the monitor. NVML orders by PCI id, CUDA by speed, and the environment changes that.
 
-Sources: "CUDA Environment Variables" in NVIDIA's CUDA programming guide, "CUDA Device Enumeration" in the MIG user guide,
-and for what they leave open (text behind a number, duplicates, lists of both sorts) `_parse_visible_devices` of torch.cuda,
-which was written after CUDA's behaviour. What cannot be known from outside of CUDA is refused, not guessed:
+Sources: "CUDA Environment Variables" in NVIDIA's CUDA programming guide, "CUDA Device Enumeration" in the MIG user
+guide, and for what they leave open (text after a number, duplicates, lists of both kinds) `_parse_visible_devices` of
+torch.cuda, which follows CUDA's behaviour. What cannot be known outside of CUDA is refused, not guessed:
 
 - an index among GPUs of several models, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: by default CUDA puts the fastest first;
-- a GPU of several MIG instances that is not named by an instance's UUID: before R570 CUDA takes the first, since then one
-  of each GPU instance; and before R570 CUDA shows no other GPU beside an instance.
+- a GPU with several MIG instances that is not named by an instance's UUID: before R570 CUDA takes the first, since then
+  one of each GPU instance; and before R570 CUDA shows no other GPU beside an instance.
 
-Several MIG UUIDs are all visible since R570; before it only the first is, and nobody will ask for the others.
+Several MIG UUIDs are all visible since R570. Before it only the first is; the others go unused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .snapshot import DeviceInfo, DeviceKind
 
 PciNumbers = tuple[int, int, int]  # domain, bus, device
 
-_INDEX = re.compile(r"([+-]?)0*([0-9]+)")  # CUDA reads it as C's strtol does, and ignores what follows
+_INDEX = re.compile(r"([+-]?)0*([0-9]+)")  # CUDA parses it like C's strtol, and ignores what follows
 _MOST_DIGITS = 9
 _PCI_ID = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]+):([0-9a-f]+)(?:\.[0-7])?", re.IGNORECASE)
 _INSTANCE_BY_NUMBERS = re.compile(r"MIG-GPU-[^/]*/\d+/\d+")
@@ -30,9 +30,9 @@ _INSTANCE_BY_NUMBERS = re.compile(r"MIG-GPU-[^/]*/\d+/\d+")
 def visible_devices(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> tuple[DeviceInfo, ...]:
     """The devices that a process with this environment sees through CUDA, CUDA device 0 first.
 
-    Honours CUDA_VISIBLE_DEVICES (indices, UUIDs and beginnings of UUIDs, MIG UUIDs; the list ends at the first entry that
-    names no device; a device named twice leaves none) and CUDA_DEVICE_ORDER. Raises NoSuchDevice where that cannot be
-    known from outside of CUDA, with a way to make it known.
+    Honours CUDA_VISIBLE_DEVICES (indices, UUIDs, prefixes of UUIDs, MIG UUIDs; the list ends at the first entry that
+    names no device; a device named twice leaves none) and CUDA_DEVICE_ORDER. Raises NoSuchDevice if the answer cannot
+    be known outside of CUDA, with a way to make it known.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
@@ -50,9 +50,9 @@ def find_device(
 ) -> DeviceInfo:
     """The device with this UUID, or else at this PCI address.
 
-    Takes what torch gives of a CUDA device: a UUID with or without "GPU-" or "MIG-", in any case; "0000:3b:00.0", or the
-    numbers (domain, bus, device). A PCI address does not tell the MIG instances of a GPU apart. Raises NoSuchDevice, which
-    names the devices that there are.
+    Accepts torch's properties of a CUDA device: a UUID with or without "GPU-" or "MIG-", in any case; "0000:3b:00.0",
+    or the numbers (domain, bus, device). A PCI address does not distinguish the MIG instances of a GPU. Raises
+    NoSuchDevice, which lists the devices.
     """
     if uuid is not None:
         for info in infos:
@@ -72,7 +72,7 @@ def find_device(
 
 
 def _in_cuda_order(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> list[DeviceInfo]:
-    """The GPUs as CUDA counts them when all are visible."""
+    """The GPUs in CUDA's order when all are visible."""
     gpus = [info for info in infos if info.kind is DeviceKind.GPU]
     if len(gpus) < 2:
         return gpus
@@ -104,9 +104,9 @@ def _by_index(entries: Sequence[str], infos: Sequence[DeviceInfo], environ: Mapp
 
 
 def _index(entry: str) -> int | None:
-    """The number that an entry begins with; None where none is, or one that no machine has GPUs for."""
+    """The number at the start of an entry; None without one, or if it is too long for any machine."""
     match = _INDEX.match(entry)
-    if match is None or len(match[2]) > _MOST_DIGITS:  # Python refuses to read thousands of digits
+    if match is None or len(match[2]) > _MOST_DIGITS:  # Python refuses to parse thousands of digits
         return None
     number = int(match[2])
     return None if match[1] == "-" and number else number
@@ -128,7 +128,7 @@ def _by_uuid(entries: Sequence[str], infos: Sequence[DeviceInfo]) -> list[Device
 
 
 def _with_instances(chosen: Sequence[DeviceInfo], infos: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
-    """In place of a GPU that is split, its instance."""
+    """The devices, with each partitioned GPU replaced by its MIG instance."""
     visible = []
     for info in chosen:
         instances = [instance for instance in infos if instance.parent_uuid == info.uuid]

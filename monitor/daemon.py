@@ -1,4 +1,4 @@
-"""The monitor process: one for a runtime directory, with its record, its poller and its metrics page."""
+"""The monitor process: one per runtime directory, with its record, its poller and its metrics page."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # those who look whether a monitor holds the directory hold its lock for an instant themselves
+_LOOK_S = 0.2  # a process that probes the monitor lock holds it for an instant
 
 
 def directory_of(config: MonitorConfig) -> RuntimeDir:
-    """Where the monitor of these settings lives."""
+    """The runtime directory of a monitor with these settings."""
     if config.runtime_dir is not None:
         return RuntimeDir(config.runtime_dir.absolute())
     if config.group is not None and not os.environ.get(VARIABLE):
@@ -40,28 +40,28 @@ def directory_of(config: MonitorConfig) -> RuntimeDir:
 
 
 class DaemonService(Protocol):
-    """What lives in the same process and shares out what the monitor sees: the broker of the leases."""
+    """A service in the monitor's process that uses its readings: the lease broker."""
 
     def open(self, daemon: Daemon) -> None:
-        """Before the first reader is told that a monitor runs. Raises MonitorError, OSError."""
+        """Called before readers see a live monitor. Raises MonitorError, OSError."""
         ...
 
     def leases(self) -> Sequence[LeaseUse]:
-        """As of now; from any thread."""
+        """The current leases. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Before the record ends. Idempotent, and harmless if it was never opened."""
+        """Called before the record ends. Idempotent, and harmless if it was never opened."""
         ...
 
 
 class Daemon:
-    """What `vram-monitor serve` runs. `start`, then `reload` and `unused` as often as wanted, then `stop`."""
+    """The monitor behind `vram-monitor serve`: `start`, then any number of `reload` and `unused` calls, then `stop`."""
 
     def __init__(
         self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False
     ) -> None:
-        """With `on_demand` any of its users may start another one like it, should it die."""
+        """`on_demand`: any of its users may start a replacement if it dies."""
         self.config = config
         self._on_demand = on_demand
         self._companion = companion
@@ -100,7 +100,8 @@ class Daemon:
             interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
         )  # fmt: skip
         self._metrics = self._open_metrics(config)
-        note_holder(self._lock, Holder(os.getpid(), self._on_demand))  # not before: who could not begin held nothing
+        # Only now: a monitor that failed to start held nothing.
+        note_holder(self._lock, Holder(os.getpid(), self._on_demand))
         self._poller.start(self._open_companion)
         infos = self._reader.devices()
         log.info(
@@ -114,7 +115,7 @@ class Daemon:
             self._companion.open(self)
 
     def reload(self, config: MonitorConfig) -> None:
-        """Go on with other settings, as far as a running monitor can. Raises MonitorError; then the old ones hold."""
+        """Apply those new settings that a running monitor can change. Raises MonitorError; then the old ones stay in force."""
         assert self._poller is not None
         old = self.config
         taken = replace(old, **{name: getattr(config, name) for name in RELOADED})
@@ -132,30 +133,33 @@ class Daemon:
         self.config = taken
 
     def unused(self) -> bool:
-        """Whether nobody holds the users' lock. If so the lock is held from now on, and `stop` gives it back last."""
+        """Whether no user holds the users' lock. If so, this process holds it until the end of `stop`."""
         if self._users is None:
             self._users = FileLock(self.directory.users_lock)
         return self._users.try_exclusive()
 
     @property
     def reader(self) -> RecordReader:
-        """What the monitor sees, in its own process."""
+        """A reader of the record in this process."""
         assert self._reader is not None, "not started"
         return self._reader
 
     def snapshot(self) -> Snapshot:
-        """What the monitor sees, with the leases."""
+        """All readings, with the leases."""
         leases = () if self._companion is None else self._companion.leases()
         return self.reader.snapshot().with_leases(leases)
 
     def count_engines(self, uuid: str, pids: Iterable[int]) -> None:
-        """Let these processes use the test device too, if there is one: its used bytes are those of named processes."""
+        """Count these processes as users of the test device, if there is one.
+
+        The used bytes of a test device are those of its listed processes.
+        """
         if self.config.capacity is not None and isinstance(self._source, HostSource):
-            with suppress(ConfigInvalid):  # one that ended meanwhile uses nothing
+            with suppress(ConfigInvalid):  # a process that has ended uses nothing
                 self._source.set_members([*self.config.members, *pids])
 
     def stop(self) -> None:
-        """End everything, in the order in which a newcomer may rely on it: the record goes before the locks. Idempotent."""
+        """End everything: the record is removed before the locks are released, as a new monitor relies on. Idempotent."""
         if self._metrics is not None:
             self._metrics.close()
         if self._companion is not None:
@@ -172,7 +176,7 @@ class Daemon:
         self._metrics = self._poller = self._reader = self._writer = self._lock = self._users = None
 
     def _move_metrics(self, old: MonitorConfig, new: MonitorConfig) -> None:
-        """Serve the page where `new` says. Raises ConfigInvalid; then it is where `old` said."""
+        """Serve the metrics page at the address of `new`. Raises ConfigInvalid; then it stays at that of `old`."""
         if (new.metrics_port, new.metrics_address) == (old.metrics_port, old.metrics_address):
             return
         if self._metrics is not None:
@@ -201,7 +205,7 @@ def _open_lock(directory: RuntimeDir) -> FileLock:
 
 
 def _who_monitors(directory: RuntimeDir) -> str:
-    """A sentence about the monitor that holds a directory's lock, and what to do if it is an engine's own."""
+    """A sentence about the monitor that holds a directory's lock; if engines started it, also what to do."""
     holder = last_holder(directory)
     try:
         with RecordReader.open(directory.record) as reader:
@@ -220,7 +224,7 @@ def _who_monitors(directory: RuntimeDir) -> str:
 
 
 def _warn_of_more_than_there_is(config: MonitorConfig) -> None:
-    """A test device that is larger than the machine would lease out what does not exist."""
+    """Warn if the test device is larger than the machine's memory: memory that does not exist would be leased."""
     total_bytes = None if config.capacity is None else host_memory().total_bytes
     if config.capacity is not None and total_bytes is not None and config.capacity > total_bytes:
         log.warning(
@@ -230,7 +234,10 @@ def _warn_of_more_than_there_is(config: MonitorConfig) -> None:
 
 
 def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) -> None:
-    """Two monitors of one device would both lease its memory out. A directory of one's own choice is a world of its own."""
+    """Raise AlreadyMonitored if another monitor watches a device: both would lease its memory.
+
+    Does not apply to a directory that the user chose.
+    """
     if daemon.config.runtime_dir is not None or os.environ.get(VARIABLE):
         return
     mine = {info.uuid for info in infos}
@@ -242,4 +249,4 @@ def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) ->
                 if reader.is_live() and mine & {info.uuid for info in reader.devices()}:
                     raise AlreadyMonitored(_who_monitors(directory))
         except RecordError:
-            continue  # there is none, or none for us to read
+            continue  # there is none, or none that this user can read

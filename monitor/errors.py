@@ -1,13 +1,13 @@
-"""What can go wrong while devices are watched.
+"""The errors of the monitor.
 
 MonitorError
-├── SourceUnavailable     nothing can be read at all: no driver, no such file
-├── DeviceUnreadable      one device did not give its numbers; the others go on
-├── NoSuchDevice          a device was named that is not there (ValueError too)
+├── SourceUnavailable     nothing can be read: no driver, no such file
+├── DeviceUnreadable      one device could not be read; the others still are
+├── NoSuchDevice          a named device does not exist (ValueError too)
 ├── RecordError           the shared record cannot be read or written
-│   └── RecordMissing     there is none: no monitor runs
+│   └── RecordMissing     it does not exist: no monitor runs
 ├── AlreadyMonitored      another monitor watches these devices
-├── MonitorFailed         the monitor process that was started ended before it answered, or one hangs
+├── MonitorFailed         a started monitor process ended before it answered, or a monitor hangs
 └── ConfigInvalid         a setting cannot be used (ValueError too)
 """
 
@@ -15,15 +15,15 @@ from __future__ import annotations
 
 
 class MonitorError(Exception):
-    """The root; the message is a sentence for the user."""
+    """The base class; the message is a sentence for the user."""
 
 
 class SourceUnavailable(MonitorError):
-    """A source gives no devices at all."""
+    """A source provides no devices at all."""
 
 
 class DeviceUnreadable(MonitorError):
-    """One device did not answer with numbers. `lost`: it will not until something outside changes."""
+    """One device could not be read. `lost`: it stays unreadable until something external changes."""
 
     def __init__(self, reason: str, *, lost: bool = False) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class DeviceUnreadable(MonitorError):
 
 
 class NoSuchDevice(MonitorError, ValueError):
-    """A device was asked for that is not there."""
+    """A requested device does not exist."""
 
 
 class RecordError(MonitorError):
@@ -39,7 +39,7 @@ class RecordError(MonitorError):
 
 
 class RecordMissing(RecordError):
-    """No record is there: no monitor runs."""
+    """There is no record: no monitor runs."""
 
 
 class AlreadyMonitored(MonitorError):

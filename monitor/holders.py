@@ -1,9 +1,9 @@
-"""Who holds a runtime directory: what its monitor has noted in the lock's file, and the users that the kernel knows.
+"""The holders of a runtime directory: the monitor, as noted in its lock file, and lock holders known to the kernel.
 
-    monitor.lock   "4711 on-demand" or "4711 serve", written by the monitor as it begins; it stays when that dies
-    /proc/locks    who holds which lock now (proc(5)); processes of other pid namespaces are missing
+    monitor.lock   "4711 on-demand" or "4711 serve", written by the monitor at its start; it stays after its death
+    /proc/locks    the holders of each lock now (proc(5)), without processes of other pid namespaces
 
-The first decides who may start a monitor again, the second only what sentences say.
+The note decides which processes may restart a monitor. /proc/locks is used in messages only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _LOCKS = Path("/proc/locks")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A monitor that holds a directory, or held it last."""
+    """The monitor that holds a directory, or held it last."""
 
-    pid: int  # as it sees itself
-    on_demand: bool  # started for its users, with the usual settings: any of them can start it again
+    pid: int  # in its own pid namespace
+    on_demand: bool  # started for its users, with default settings: any user can restart it
 
 
 def note_holder(lock: FileLock, holder: Holder) -> None:
-    """Say who holds `lock`, a directory's monitor.lock. Raises OSError."""
+    """Write the holder into `lock`, a directory's monitor.lock. Raises OSError."""
     lock.note(f"{holder.pid} {_ON_DEMAND if holder.on_demand else _SERVE}\n")
 
 
 def last_holder(directory: RuntimeDir) -> Holder | None:
-    """The monitor that holds the directory, or held it last; None where none says so, or not to this user."""
+    """The monitor that holds the directory or held it last; None if that is not noted or not readable."""
     try:
         pid, kind = directory.monitor_lock.read_text("ascii").split("\n", 1)[0].split()
         return Holder(int(pid), {_ON_DEMAND: True, _SERVE: False}[kind])
@@ -41,7 +41,7 @@ def last_holder(directory: RuntimeDir) -> Holder | None:
 
 
 def monitor_pid(directory: RuntimeDir) -> int | None:
-    """The monitor that holds the directory: as the kernel knows it, or else as it has noted itself."""
+    """The pid of the monitor that holds the directory: from the kernel, else from its note."""
     pids = _pids(directory.monitor_lock, "WRITE")
     if pids:
         return pids[0]
@@ -50,12 +50,12 @@ def monitor_pid(directory: RuntimeDir) -> int | None:
 
 
 def pids_of_users(directory: RuntimeDir) -> tuple[int, ...]:
-    """The processes that use a monitor that was started on demand, as far as the kernel tells."""
+    """The processes that use a monitor started on demand, as far as the kernel shows them."""
     return _pids(directory.users_lock, "READ")
 
 
 def _pids(path: Path, mode: str) -> tuple[int, ...]:
-    """Who holds the lock on this file: READ, with others, or WRITE, alone."""
+    """The pids that hold the lock on this file: READ for shared, WRITE for exclusive."""
     try:
         found = os.stat(path)
         locks = _LOCKS.read_text("ascii")

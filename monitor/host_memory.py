@@ -1,11 +1,11 @@
-"""How much memory this machine has and leaves, or the cgroups around this process where that is less.
+"""Total and available host memory: that of this machine, or of the cgroups around this process if that is less.
 
     total   MemTotal, or the smallest limit of our memory cgroups and their ancestors
     free    MemAvailable, or what the tightest of these cgroups leaves: limit - use + file pages not used lately
 
-It is asked 50 times a second, so every file costs one open and one read of a few µs, and what cannot change the answer is
-not read. No file is kept open and no directory remembered: a process that is moved to another cgroup is right at the next
-call.
+This is read 50 times a second. So every file costs one open and one read of a few µs, and files that cannot change the
+result are not read. No file is kept open and no directory is cached: after a move to another cgroup the next call is
+right.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _LARGEST_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """A memory cgroup as it is seen from here."""
+    """A memory cgroup as this process sees it."""
 
     path: str  # below the root that this process sees: "/user.slice", "/"
     directory: Path
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryReading:
-    """Bytes that this process could have at all, and those it may still take; 0 ≤ free ≤ total.
+    """Total bytes for this process, and those that it may still allocate; 0 ≤ free ≤ total.
 
-    `proc` and `cgroups` are where the kernel shows its files (cgroup v2, or v1 below `memory/`). Without them, on macOS
-    and Windows, the figures are psutil's. Raises OSError where a file is there and cannot be read.
+    `proc` and `cgroups` are the mount points of the kernel's files (cgroup v2, or v1 below `memory/`). Without them, on
+    macOS and Windows, psutil gives the figures. Raises OSError if a file exists and cannot be read.
     """
     total_bytes, free_bytes, _ = _measure(proc, cgroups)
     return MemoryReading(total_bytes, free_bytes)
 
 
 def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes that this process may still take: the free bytes of `host_memory`."""
+    """Bytes that this process may still allocate: the free bytes of `host_memory`."""
     return _measure(proc, cgroups)[1]
 
 
 def limiting_cgroup(proc: Path = PROC, cgroups: Path = CGROUPS) -> Cgroup | None:
-    """The cgroup whose limit is the total of `host_memory`; None where it is the machine's memory."""
+    """The cgroup that limits the total of `host_memory`; None if the limit is the machine's memory."""
     return _measure(proc, cgroups)[2]
 
 
 def _measure(proc: Path, cgroups: Path) -> tuple[int, int, Cgroup | None]:
-    """(total, free, whose limit the total is)."""
+    """(total, free, the cgroup that limits the total)."""
     machine_bytes, free_bytes = _machine(proc)
     total_bytes, limiting = machine_bytes, None
     for files in _memory_cgroups(proc, cgroups):
@@ -64,11 +64,11 @@ def _measure(proc: Path, cgroups: Path) -> tuple[int, int, Cgroup | None]:
             if limit == b"max" or int(limit) >= machine_bytes:
                 continue
             room_bytes = int(limit) - int(_read(files.use))
-            if room_bytes < free_bytes:  # what can be reclaimed only adds to it, and is the dearest to read
+            if room_bytes < free_bytes:  # reclaimable pages only add to it, and are the most expensive to read
                 match = files.reclaimable.search(_read(files.stat))
                 room_bytes += int(match[1]) if match else 0
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENODEV):  # a root has no such files; or it was removed just now
+            if error.errno in (errno.ENOENT, errno.ENODEV):  # a root has no such files; or the cgroup was just removed
                 continue
             raise
         free_bytes = min(free_bytes, room_bytes)
@@ -81,7 +81,7 @@ def _machine(proc: Path) -> tuple[int, int]:
     """(MemTotal, MemAvailable) in bytes."""
     try:
         match = _MEMINFO.search(_read(f"{proc}/meminfo"))
-    except FileNotFoundError:  # no Linux
+    except FileNotFoundError:  # not Linux
         match = None
     if match is None:
         import psutil
@@ -93,17 +93,17 @@ def _machine(proc: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where the figures of one cgroup stand. A directory that is not there is found out by reading."""
+    """The files with the figures of one cgroup. They may not exist."""
 
     cgroup: Cgroup
     limit: str
     use: str
     stat: str
-    reclaimable: re.Pattern[bytes]  # in `stat`: file pages not used lately, which go before anyone is killed
+    reclaimable: re.Pattern[bytes]  # in `stat`: file pages not used lately, reclaimed before an OOM kill
 
 
 def _memory_cgroups(proc: Path, cgroups: Path) -> tuple[_Files, ...]:
-    """This process' memory cgroups and their ancestors, the innermost first, since the limit of each holds."""
+    """This process' memory cgroups and their ancestors, innermost first. The limit of each applies."""
     try:
         membership = _read(f"{proc}/self/cgroup")
     except FileNotFoundError:  # no cgroups here: macOS, Windows
@@ -113,10 +113,10 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> tuple[_Files, ...]:
 
 @lru_cache(maxsize=16)
 def _files(membership: bytes, cgroups: Path) -> tuple[_Files, ...]:
-    """What `/proc/PID/cgroup` says, as files to read.
+    """The files to read for the contents of `/proc/PID/cgroup`.
 
-    A container without a cgroup namespace sees the host's path there but only its own part of the tree, as the root:
-    so a directory may not be there, and the root is looked at always.
+    A container without a cgroup namespace sees the host's path there, but only its own part of the tree, as the root.
+    So a directory may be missing, and the root is always included.
     """
     found = []
     for line in os.fsdecode(membership).splitlines():
@@ -142,7 +142,7 @@ def _files_v2(cgroup: Cgroup) -> _Files:
 
 
 def _read(path: str) -> bytes:
-    """A file of the kernel's, which gives it whole in one read. Half the price of `Path.read_bytes`."""
+    """A kernel file, read whole in one call. Half the cost of `Path.read_bytes`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, _LARGEST_FILE_BYTES)

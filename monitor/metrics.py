@@ -1,12 +1,12 @@
-"""The monitor's metrics: what stands on its page for Prometheus, made of a snapshot at each scrape.
+"""The monitor's Prometheus metrics, computed from a snapshot at each scrape.
 
-Nothing is kept between scrapes, so what is gone from the snapshot (a dead pid, a device, a number that nobody knows any
-more) is gone from the next page. That holds for counters too: `polls` and `failures` are the poller's, which keeps them
-by uuid as long as the monitor lives, also for a device that is away.
+No state is kept between scrapes. What is gone from the snapshot (a dead pid, a device, a number that became unknown) is
+gone from the next page. Counters too come from the snapshot: the poller keeps `polls` and `failures` by uuid as long as
+the monitor runs, also for an absent device.
 
-Unknown is an absent series, never 0. So is the time until exhaustion while use does not grow: +Inf would say the same
-in an alert, but spoil every average, and the trend, which is there then, tells "does not grow" from "not known".
-Why so, and why with this library: docs/decisions/0011-prometheus-client.md.
+An unknown value is an absent series, never 0. So is the time until exhaustion while use does not grow: +Inf would spoil
+averages, and the trend, which is present then, distinguishes "does not grow" from "not known".
+docs/decisions/0011-prometheus-client.md has the reasons for this and for the library.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from prometheus_client.registry import Collector
 from .. import __version__
 from .snapshot import Device, LeaseUse, Snapshot
 
-MAX_PROCESSES = 64  # series of one device; a host has hundreds of processes that come and go, each a series of its own
-_MAX_LABEL = 128  # characters; what a process calls itself may be as long as it likes
+MAX_PROCESSES = 64  # series per device; a host has hundreds of short-lived processes, each a series of its own
+_MAX_LABEL = 128  # characters; process names can be arbitrarily long
 
-# Taken once: read anew at each scrape, a start time would tremble with the system's clock.
+# Computed once: at each scrape, a start time would jitter with the system's clock.
 _MONOTONIC_EPOCH_S = time.time() - time.monotonic()
 
-Samples = Iterator[tuple[tuple[str | None, ...], float]]  # (values of the labels, None where not known; value)
+Samples = Iterator[tuple[tuple[str | None, ...], float]]  # (label values, None if unknown; value)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the page: its name, and how its samples follow from a snapshot."""
+    """One metric of the page and the function that computes its samples from a snapshot."""
 
     name: str
     type: Literal["gauge", "counter"]
@@ -42,19 +42,19 @@ class Metric:
     samples: Callable[[Snapshot], Samples]
 
     def family(self) -> GaugeMetricFamily | CounterMetricFamily:
-        """The metric without samples, as the client library writes it."""
+        """The metric without samples, as an object of the client library."""
         kind = CounterMetricFamily if self.type == "counter" else GaugeMetricFamily
         return kind(self.name, self.help, labels=self.labels)
 
 
 class SnapshotCollector(Collector):
-    """What a Prometheus registry asks: METRICS of the snapshot that `read` gives. From any thread, several at a time."""
+    """A Prometheus collector: METRICS of the snapshot that `read` returns. Thread-safe."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
         self._read = read
 
     def describe(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        """The metrics without samples: a registry learns the names by it, so that `?name[]=` can choose among them."""
+        """The metrics without samples: a registry learns the names from it, for the filter `?name[]=`."""
         return [metric.family() for metric in METRICS]
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -83,7 +83,7 @@ def _device(name: str, text: str, value: Callable[[Device, int], float | None]) 
 
 
 def _count(name: str, text: str, value: Callable[[Device], int]) -> Metric:
-    """A counter of each device that was asked: a place in the record that is not filled yet says 0, and would go back."""
+    """A counter per polled device. A record slot not yet filled says 0, which would make the counter decrease."""
     counted = _of_devices(lambda device, _: value(device) if device.memory.at_ns else None)
     return Metric(name, "counter", text, ("uuid",), counted)
 
@@ -120,16 +120,14 @@ def _processes(snapshot: Snapshot) -> Samples:
 _LEASE_LABELS = ("uuid", "pid", "engine")
 _LEASE_STATES = ("ok", "recalling", "overdue", "reaping")
 
-LeaseNumbers = Iterable[
-    tuple[tuple[str, ...], float | None]
-]  # (values of further labels; number, None where not known)
+LeaseNumbers = Iterable[tuple[tuple[str, ...], float | None]]  # (values of further labels; number, None if unknown)
 Together = Callable[[list[float]], float]
 
 
 def _of_leases(numbers: Callable[[LeaseUse], LeaseNumbers], together: Together) -> Callable[[Snapshot], Samples]:
-    """`numbers(lease)` of every lease; `together` of those that a process holds under one name: one series may be there once.
+    """`numbers(lease)` of every lease, combined by `together` for leases with equal labels: a series must be unique.
 
-    A process has two of a name while the memory of its former lease is not back, or when it runs a model twice.
+    A process has two leases of one name if the memory of its former lease is not back yet, or if it runs a model twice.
     """
 
     def samples(snapshot: Snapshot) -> Samples:
@@ -210,12 +208,12 @@ METRICS: tuple[Metric, ...] = (
         "When free memory ends if the trend goes on; absent while use does not grow.",
         lambda device, _: device.memory.seconds_until_exhaustion,
     ),
-    # who holds it
+    # processes
     Metric(
         "vram_process_used_bytes", "gauge", f"Memory of a process; the engines' and the largest, {MAX_PROCESSES} at most.",
         ("uuid", "pid", "engine", "user", "command"), _processes,
     ),
-    # what engines may hold, and hold
+    # leases: what engines may hold, and hold
     Metric(
         "vram_lease_info", "gauge", "1; whose lease it is.", (*_LEASE_LABELS, "user"), _of_leases(_lease_infos, max),
     ),
@@ -246,7 +244,7 @@ METRICS: tuple[Metric, ...] = (
         "vram_lease_state", "gauge", "1 for the state that the lease is in, 0 for the other ones.",
         (*_LEASE_LABELS, "state"), _of_leases(_lease_states, max),
     ),
-    # how good the numbers are
+    # quality of the numbers
     _device(
         "vram_memory_age_seconds", "Age of the memory numbers.",
         lambda device, now_ns: _age_s(device.memory.at_ns, now_ns),
@@ -269,7 +267,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def _label(value: str | None) -> str:
-    """A label's value as text that any parser of the page takes: no control characters, no half a surrogate, an end.
+    """A label's value that every parser of the page accepts: no control characters or lone surrogates, bounded length.
 
     The client library escapes the rest. An empty value is an absent label to Prometheus.
     """
@@ -278,6 +276,6 @@ def _label(value: str | None) -> str:
 
 
 def _short_name(command: str | None) -> str | None:
-    """The program of a command line, without folder and arguments: these make series of their own, and hold secrets."""
+    """The program of a command line, without folder and arguments, which would multiply series and may hold secrets."""
     words = command.split(maxsplit=1) if command else []
     return words[0].rpartition("/")[2] if words else None

@@ -1,7 +1,7 @@
-"""The HTTP server of the metrics page: anybody may connect, so all that a client can send is bounded and answered.
+"""The HTTP server of the metrics page. Any client may connect, so everything a client can send is bounded and answered.
 
-A request that makes no sense is answered with a status from 400 to 431, 501 or 505, and not logged. A fault of ours is answered
-with 500, and logged once a minute for each place in the code where it happens.
+An invalid request is answered with a status from 400 to 431, 501 or 505, and not logged. An internal error is answered
+with 500, and logged once a minute per code location.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ from .snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs its own for the devices
-_LINGER_S = 0.2  # between two pieces of a refused request that are read and thrown away
-MAX_HEAD_BYTES = 128 * 1024  # of a request line and its headers; a line alone has 64 KiB at most
-_REQUEST_TIMEOUT_S = 10.0  # from accepting to the answer's last byte; Prometheus, too, gives a scrape up after so long
-_LOOK_UP_S = 0.05  # how often the accepting thread looks up: to end, to hang up, to try again for a descriptor
+MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs descriptors for the devices
+_LINGER_S = 0.2  # timeout between reads while a refused request is drained
+MAX_HEAD_BYTES = 128 * 1024  # of a request line and its headers; a single line has at most 64 KiB
+_REQUEST_TIMEOUT_S = 10.0  # from accept to the answer's last byte; Prometheus gives a scrape up after the same time
+_LOOK_UP_S = 0.05  # how often the accepting thread checks for shutdown, expired connections and free descriptors
 
 
 class MetricsServer:
-    """Serves /metrics, from its own threads, until it is closed."""
+    """Serves /metrics from its own threads until it is closed."""
 
     def __init__(self, read: Callable[[], Snapshot], port: int, address: str = "127.0.0.1") -> None:
-        """Begin to serve at `address`; port 0 takes a free one. `read` is called by several threads at a time; a
-        MonitorError of it is answered as 503, with its sentence. Raises ConfigInvalid where one cannot listen there.
+        """Begin to serve at `address`; port 0 takes a free one.
+
+        `read` is called by several threads at a time; its MonitorError is answered as 503, with the message. Raises
+        ConfigInvalid if the address cannot be used.
         """
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(read))
-        ProcessCollector(registry=registry)  # memory, processor time and descriptors of the monitor itself (Linux)
+        ProcessCollector(registry=registry)  # memory, CPU time and descriptors of the monitor itself (Linux)
         handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
         self._server = _listen(address, port, handler)
         self._thread = threading.Thread(
@@ -64,7 +66,7 @@ class MetricsServer:
         return port
 
     def close(self) -> None:
-        """Stop serving and hang up; the port is free when this returns. Idempotent."""
+        """Stop serving and close all connections; the port is free on return. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -72,14 +74,14 @@ class MetricsServer:
 
 
 class _Head:
-    """What `http.server` reads a request from: a file of which no more than MAX_HEAD_BYTES are taken."""
+    """The request file for `http.server`; yields at most MAX_HEAD_BYTES."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         self._file = file
         self._left_bytes = MAX_HEAD_BYTES
 
     def readline(self, limit: int) -> bytes:
-        """The next line, or its first `limit` bytes. Raises LineTooLong, which is answered with 431, at the bound."""
+        """The next line, or its first `limit` bytes. Raises LineTooLong, answered with 431, at the bound."""
         line = self._file.readline(limit)
         self._left_bytes -= len(line)
         if self._left_bytes < 0:
@@ -92,9 +94,10 @@ class _Head:
 
 
 class _Handler(MetricsHandler):
-    """Answers GET /metrics, in the format that is asked for, and nothing else."""
+    """Answers GET /metrics, in the requested format, and nothing else."""
 
-    default_request_version = "HTTP/1.0"  # of a line that has none or a malformed one, whose answer has a status too
+    # For a request line without a valid version, so that its answer has a status too.
+    default_request_version = "HTTP/1.0"
 
     def setup(self) -> None:
         super().setup()
@@ -121,9 +124,9 @@ class _Handler(MetricsHandler):
         self.headers["Accept"] = accept
         try:
             super().do_GET()
-        except OSError:  # the client has gone
+        except OSError:  # the client is gone
             raise
-        except MonitorError as error:  # before anything was written: the page is made first
+        except MonitorError as error:  # before anything was written: the page is built first
             self.send_error(503, explain=str(error))
         except Exception:
             self.send_error(500, explain="the page could not be made; the monitor's log says why")
@@ -136,10 +139,10 @@ _NEWEST = (1, 0, 0)  # of either format
 
 
 def _accepted(header: str) -> str:
-    """What of an Accept header the client library is to see: the formats that it writes, with versions that are numbers.
+    """The part of an Accept header for the client library: formats that it writes, with numeric versions.
 
-    The library compares versions without looking at them first, and repeats them in its answer. Raises ValueError for one
-    that is no version. A newer one than is written counts as not accepted; so the answer is in an older format.
+    The library compares versions without validation, and repeats them in its answer. Raises ValueError for an invalid
+    version. A version newer than the library's counts as not accepted, so the answer has an older format.
     """
     accepted = []
     for media_range in header.split(","):
@@ -163,25 +166,26 @@ def _accepted(header: str) -> str:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens, with a thread for each connection: MAX_CONNECTIONS at a time, a further one is closed at once rather than
-    kept waiting behind slow ones. (http.server's own server asks the name service for the machine's name, which can take
-    seconds, and needs it for nothing.)
+    """A listening server with a thread per connection, at most MAX_CONNECTIONS at a time; further ones are closed at once.
+
+    They would otherwise wait behind slow ones. (http.server's own server looks up the machine's name, which can take
+    seconds and is not needed.)
     """
 
-    allow_reuse_address = sys.platform != "win32"  # a port whose last connections are ending counts as free
+    allow_reuse_address = sys.platform != "win32"  # a port with closing connections counts as free
     daemon_threads = True
-    request_queue_size = 128  # of a burst, all are turned away now, rather than left to try again a second later
+    request_queue_size = 128  # a burst is rejected now, not left to retry a second later
 
     def __init__(self, family: socket.AddressFamily, where: tuple[Any, ...], handler: type[_Handler]) -> None:
         self.address_family = family
         self._faults = Occurrences()
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # connection -> the end of its time, monotonic; under the lock
-        self.refused: set[socket.socket] = set()  # connections whose requests were answered by an error
+        self._open: dict[socket.socket, float] = {}  # connection -> its deadline, monotonic; under the lock
+        self.refused: set[socket.socket] = set()  # connections with requests that were answered by an error
         super().__init__(where, handler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. Without a free descriptor it stays in the queue, which `serve_forever` would spin on."""
+        """The next connection. Without a free descriptor it stays queued; the sleep keeps `serve_forever` from spinning."""
         try:
             return super().get_request()
         except OSError:
@@ -189,7 +193,7 @@ class _Server(socketserver.ThreadingTCPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for this connection, which is then taken until `close_request`."""
+        """Whether there is a slot for this connection; it is then taken until `close_request`."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 return False
@@ -201,16 +205,17 @@ class _Server(socketserver.ThreadingTCPServer):
         self._hang_up(time.monotonic())
 
     def _hang_up(self, now: float) -> None:
-        """Wake the threads whose time is up out of reading or writing. (A timeout of the socket begins anew at each byte.)"""
+        """Shut down expired connections, which wakes their threads. (A socket timeout would restart at each byte.)"""
         with self._lock:
             for connection, end in self._open.items():
                 if end <= now:
-                    with contextlib.suppress(OSError):  # the client was faster
+                    with contextlib.suppress(OSError):  # the client closed it first
                         connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        """End the answer, and the connection. Of a refused request read on for a moment: what is left unread makes the end a
-        reset, and that may come before the answer.
+        """End the answer and the connection, after draining a refused request for a moment.
+
+        Closing with unread data sends a reset, which may reach the client before the answer.
         """
         if request in self.refused:
             self.refused.remove(request)
@@ -223,22 +228,20 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def close_request(self, request: Any) -> None:
-        with self._lock:  # so that `_hang_up` does not meet the next owner of the descriptor
+        with self._lock:  # else `_hang_up` could meet the descriptor's next owner
             self._open.pop(request, None)
             super().close_request(request)
 
     def server_close(self) -> None:
         super().server_close()
-        self._hang_up(math.inf)  # nobody looks at the clock any more
+        self._hang_up(math.inf)  # no thread checks deadlines any more
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no event; anything else is a fault of ours, told once a minute for each place of it."""
+        """Log an internal error, at most once a minute per code location. A client that hung up is not logged."""
         error = sys.exception()
         if error is None or isinstance(error, OSError):
             return
-        last = traceback.extract_tb(error.__traceback__)[
-            -1
-        ]  # the message may be of the client's choice, the place is not
+        last = traceback.extract_tb(error.__traceback__)[-1]  # the client may choose the message, but not the location
         with self._lock:
             times = self._faults.take(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
         if times:
@@ -247,7 +250,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _listen(address: str, port: int, handler: type[_Handler]) -> _Server:
-    """A server that listens. Raises ConfigInvalid, saying what to do."""
+    """A listening server. Raises ConfigInvalid, saying what to do."""
     if not 0 <= port <= 65535:
         raise ConfigInvalid(f"the metrics port must be between 0 and 65535, got {port}")
     try:

@@ -1,14 +1,14 @@
-"""Rounds without drift: each member is asked once an interval, and one that keeps the others waiting gets a lane of its own.
+"""Periodic polling without drift: each member is polled once per interval, and a slow one moves to a thread of its own.
 
-A driver may take seconds to answer for one device, and a call into it cannot be cut short. One thread for each device
-would do, but at 20 ms and eight devices the waking of threads costs more than the asking (3.5 % of a core against 2.2 %,
-measured). So one thread asks all, as long as they answer: the rest of a round is taken over by a new lane when an answer
-is late, and a member that was late comes back into the common lane after a hundred quick answers.
+A driver may take seconds to answer for one device, and a call into it cannot be interrupted. One thread per device
+would do, but at 20 ms and eight devices, waking the threads costs more than the polling (3.5 % of a core against 2.2 %,
+measured). So one thread, the common lane, polls all members while they answer quickly. When an answer is late, a new
+lane takes over the other members. A late member returns to the common lane after a hundred quick answers.
 
     common lane   [0, 1, 2, 3]     1 hangs       lane A  [1]    still in the driver
                                    ------>       lane B  [0, 2, 3]    the common one from now on
 
-A member is in one lane at a time, so it is never asked twice at the same time.
+A member is in one lane at a time, so it is never polled twice at the same time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ QUICK_ANSWERS_TO_RETURN = 100
 
 
 def next_due_ns(due_ns: int, now_ns: int, interval_ns: int) -> int:
-    """When the round after the one that was due at `due_ns` begins: on the same beat, however long the round took.
+    """The start of the round after the one due at `due_ns`: on the same beat, however long the round took.
 
-    Rounds that were missed are missed, there is no burst to catch up; after a change of the interval a new beat begins.
+    Missed rounds are skipped, not caught up. A shorter interval starts a new beat.
     """
     due_ns += interval_ns
     if due_ns > now_ns:
@@ -40,7 +40,7 @@ def next_due_ns(due_ns: int, now_ns: int, interval_ns: int) -> int:
 
 
 class PollWorkers(Generic[Member]):
-    """Threads that call `ask(member)` for every member once an interval. What `ask` raises is logged, and ends no lane.
+    """Threads that call `ask(member)` for every member once an interval. Exceptions of `ask` are logged and end no lane.
 
     Start them with `set_members`; call `check` about once an interval; end them with `stop`.
     """
@@ -48,30 +48,30 @@ class PollWorkers(Generic[Member]):
     def __init__(
         self, name: str, ask: Callable[[Member], None], interval_ns: int, *, late: Callable[[Member], None]
     ) -> None:
-        """`late` is told once of each member that moves into a lane of its own."""
+        """`late` is called once for each member that moves into a lane of its own."""
         self._interval_ns = interval_ns
         self._name = name
         self._ask = ask
         self._late = late
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # the interval, or whether to go on
+        self._changed = threading.Condition(self._lock)  # the interval or `_stopping`
         self._stopping = False
         self._faults = LogThrottle()
         self._lanes: list[_Lane[Member]] = []  # the common one last
 
     @property
     def interval_ns(self) -> int:
-        """How often each member is asked."""
+        """The interval at which each member is polled."""
         return self._interval_ns
 
     def set_interval(self, interval_ns: int) -> None:
-        """Ask so often from now on: who waits for the end of a longer interval waits no longer."""
+        """Change the interval now; waiting lanes do not complete a longer one first."""
         with self._changed:
             self._interval_ns = interval_ns
             self._changed.notify_all()
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Ask these from now on. One that hangs in an answer stays in its lane; those gone are asked no more."""
+        """Poll these members from now on. A hanging member stays in its lane; removed ones are no longer polled."""
         with self._lock:
             alone: list[Member] = []
             for lane in self._lanes[:-1]:
@@ -85,7 +85,7 @@ class PollWorkers(Generic[Member]):
                 self._open(common)
 
     def check(self) -> None:
-        """Give the others of a lane that waits for an answer longer than an interval a lane without the late one."""
+        """If the common lane waits for an answer longer than an interval, move its other members to a new lane."""
         late = None
         with self._lock:
             self._lanes = [lane for lane in self._lanes if lane.is_alive() or lane is self._lanes[-1]]
@@ -102,7 +102,7 @@ class PollWorkers(Generic[Member]):
             self._late(late)
 
     def stop(self, timeout_s: float) -> bool:
-        """Ask nobody any more. Returns whether all lanes ended; one that hangs in a driver dies with the process."""
+        """Stop polling. Returns whether all lanes ended; a lane that hangs in a driver dies with the process."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._stopping = True
@@ -128,7 +128,7 @@ class PollWorkers(Generic[Member]):
             return True
 
     def _wait(self, due_ns: int) -> int | None:
-        """Sleep until `due_ns`, or less where the interval became shorter. Returns what was due; None: stop."""
+        """Sleep until `due_ns`, or less if the interval became shorter. Returns the time that was due; None: stop."""
         with self._changed:
             while not self._stopping:
                 now_ns = time.monotonic_ns()
@@ -150,12 +150,12 @@ class PollWorkers(Generic[Member]):
 
 
 class _Lane(threading.Thread, Generic[Member]):
-    """One thread and those whom it asks. `members` is replaced as a whole, under the lock of the lanes."""
+    """A thread and the members that it polls. `members` is replaced as a whole, under the lock of the lanes."""
 
     def __init__(self, name: str, lanes: PollWorkers[Member], members: tuple[Member, ...]) -> None:
         super().__init__(name=name, daemon=True)
         self.members = members
-        self.asking: tuple[Member, int] | None = None  # who is being asked, and since when
+        self.asking: tuple[Member, int] | None = None  # the member being polled, and since when
         self._of = lanes
 
     def run(self) -> None:
@@ -170,17 +170,17 @@ class _Lane(threading.Thread, Generic[Member]):
             due_ns = lanes._wait(next_due_ns(due_ns, time.monotonic_ns(), lanes.interval_ns))
 
     def _round(self, quick: int) -> int:
-        """Ask each member once. Returns how many answers in a row were quick."""
+        """Poll each member once. Returns the number of quick answers in a row."""
         lanes = self._of
         for member in self.members:
             began_ns = time.monotonic_ns()
             with lanes._lock:
-                if member not in self.members or lanes._stopping:  # it left while its neighbour was asked
+                if member not in self.members or lanes._stopping:  # the member was removed meanwhile
                     continue
                 self.asking = (member, began_ns)
             try:
                 lanes._ask(member)
-            except Exception as fault:  # of one member; the others of the lane are asked on
+            except Exception as fault:  # an error of one member must not stop the others
                 lanes._tell_fault(fault)
             with lanes._lock:
                 self.asking = None

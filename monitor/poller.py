@@ -1,13 +1,13 @@
-"""The polling loop: asks a source for every device's memory and detail in rounds without drift, and publishes the answers.
+"""The polling loop: reads every device's memory and detail from a source at fixed intervals and publishes them.
 
     thread "memory"      every interval (20 ms): memory of each device -> trend -> its memory slot of the record
     thread "detail"      every detail interval (1 s): load and processes -> its detail slot
-    thread "supervisor"  every other interval, but each second: the heartbeat; mends the record's file; takes the others
-                         over from a device that does not answer
-    thread "scan"        every ten seconds, and soon after a device was lost: which devices are there now
+    thread "supervisor"  every two intervals, at least once a second: writes the heartbeat; repairs the record's file;
+                         moves the other devices to a new thread when one does not answer
+    thread "scan"        every ten seconds, and soon after a device was lost: finds the present devices
 
-A failure of one device is published as its error and counted, and so are numbers that the record cannot hold; the others
-are asked on.
+A failure of one device, or numbers that the record cannot hold, are published as that device's error and counted. The
+other devices are still read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .trend import Trend
 log = logging.getLogger(__name__)
 
 HISTORY_SAMPLES = 256
-BEAT_INTERVALS = 2  # of memory, between two heartbeats: waking costs more than what is done then
-LONGEST_BEAT_S = 1.0  # so long a file that was cut short may stay so, however long the intervals are
+BEAT_INTERVALS = 2  # memory intervals between two heartbeats: waking a thread costs more than its work
+LONGEST_BEAT_S = 1.0  # also bounds how long a truncated file stays, however long the intervals are
 TREND_NS = 5_000_000_000  # how far back the trend looks
 SCAN_INTERVAL_S = 10.0
 SCAN_AGAIN_S = 1.0  # after a device was lost
@@ -39,7 +39,7 @@ SCAN_AGAIN_S = 1.0  # after a device was lost
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A device and what is remembered of it between polls. Each lane changes its own part; `lock` guards `slot`."""
+    """A device and its state between polls. Each lane changes its own part; `lock` guards `slot`."""
 
     info: DeviceInfo
     trend: Trend
@@ -50,12 +50,12 @@ class _Watched:
     used_bytes: int | None = None
     memory_news: LogThrottle = field(default_factory=LogThrottle)  # why it cannot be read; None: it can
     detail_news: LogThrottle = field(default_factory=LogThrottle)
-    told_late_ns: int | None = None  # when it was logged last that it is slow
+    told_late_ns: int | None = None  # when its slowness was last logged
     history: deque[int | None] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES))
 
 
 class Poller:
-    """Asks `source` and writes `writer` until it is stopped. One poller for a record."""
+    """Reads `source` and writes `writer` until it is stopped. A record has one poller."""
 
     def __init__(
         self,
@@ -67,28 +67,28 @@ class Poller:
         devices: Sequence[str] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`devices` are indices or uuids; none are all. Reads nothing before `start`."""
+        """`devices` are indices or uuids; empty: all. Reads nothing before `start`."""
         self._source = source
         self._writer = writer
         self._devices = tuple(devices)
         self._clock = clock
         self._topology_lock = threading.Lock()
         self._infos: tuple[DeviceInfo, ...] | None = None
-        self._known: dict[str, _Watched] = {}  # by uuid, those gone too: their counters never go back
+        self._known: dict[str, _Watched] = {}  # by uuid, including removed devices: their counters never decrease
         self._memory = PollWorkers("memory", self._ask_memory, int(interval_s * 1e9), late=self._tell_late)
         self._detail = PollWorkers("detail", self._ask_detail, int(detail_interval_s * 1e9), late=lambda _: None)
         self._scan_wanted = threading.Event()
         self._stopping = threading.Event()
-        self._rebeat = threading.Event()  # the supervisor shall not sleep out its interval
+        self._rebeat = threading.Event()  # wakes the supervisor before its interval ends
         self._scan_error: Exception | None = None
-        self._record_news = LogThrottle()  # what has become of the record's file; None: it is as it was written
+        self._record_news = LogThrottle()  # what happened to the record's file; None: it is intact
         self._threads: list[threading.Thread] = []
 
     def start(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Look which devices there are, then poll in the background. `ready` is called when the record has the devices, and
-        before the first heartbeat tells readers that a monitor is at work.
+        """Find the devices, then poll in the background.
 
-        Raises SourceUnavailable, NoSuchDevice, and RecordError for more devices than a record has room for.
+        Calls `ready` when the record has the devices, before the first heartbeat shows readers a live monitor. Raises
+        SourceUnavailable, NoSuchDevice, and RecordError for more devices than a record has room for.
         """
         self._watch(self._source.scan(), self._devices)
         ready()
@@ -98,7 +98,7 @@ class Poller:
             self._threads[-1].start()
 
     def change(self, *, interval_s: float, detail_interval_s: float, devices: Sequence[str]) -> None:
-        """Go on with other intervals and devices, at once.
+        """Change the intervals and devices, at once.
 
         Raises NoSuchDevice, SourceUnavailable and RecordError; then nothing changed.
         """
@@ -110,7 +110,7 @@ class Poller:
         self._rebeat.set()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """End all threads that are not inside a driver, then the source. The record stays the caller's."""
+        """End all threads that are not inside a driver, then close the source. The record stays open; the caller closes it."""
         self._stopping.set()
         self._scan_wanted.set()
         self._rebeat.set()
@@ -119,17 +119,17 @@ class Poller:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             ended.append(not thread.is_alive())
-        if all(ended):  # a driver that is inside a call must not be shut down
+        if all(ended):  # a driver must not be shut down during a call
             self._source.close()
 
     def _new_trend(self) -> Trend:
-        return Trend(max(TREND_NS, 10 * self._memory.interval_ns))  # it needs ten samples to say anything
+        return Trend(max(TREND_NS, 10 * self._memory.interval_ns))  # a trend needs ten samples
 
     def _beat(self) -> None:
         self._writer.beat(self._clock(), BEAT_INTERVALS * self._memory.interval_ns)
 
     def _mend(self) -> None:
-        """See that readers find a record, and log what was wrong with it."""
+        """Replace the record's file if it is damaged, and log the damage."""
         try:
             harm = self._writer.mend()
             state = None if harm is None else f"the file of the record {harm}; another was laid in its place"
@@ -144,19 +144,19 @@ class Poller:
     # ---- which devices --------------------------------------------------------------------------
 
     def _watch(self, found: Sequence[DeviceInfo], wanted: tuple[str, ...]) -> None:
-        """From now on watch those that are wanted. Raises NoSuchDevice, RecordError; then nothing changed."""
+        """Watch the `wanted` devices from now on. Raises NoSuchDevice, RecordError; then nothing changed."""
         with self._topology_lock:
             self._let_have(select(found, wanted))
             self._devices = wanted
 
     def _watch_found(self, found: Sequence[DeviceInfo]) -> None:
-        """Watch those of the wanted devices that are there now. Raises RecordError; then nothing changed."""
+        """Watch those of the wanted devices that are present. Raises RecordError; then nothing changed."""
         with self._topology_lock:
             wanted = set(self._devices)
             self._let_have(tuple(info for info in found if not wanted or _names(info) & wanted))
 
     def _let_have(self, infos: tuple[DeviceInfo, ...]) -> None:
-        """Let the record and the lanes have these devices and no others. Raises RecordError."""
+        """Put exactly these devices into the record and the lanes. Raises RecordError."""
         if infos != self._infos:
             self._place(infos)
             self._infos = infos
@@ -169,7 +169,7 @@ class Poller:
                 watched.slot = None
         try:
             self._writer.set_devices(infos)
-        except BaseException:  # nothing has changed in the record
+        except BaseException:  # the record is unchanged
             for watched, slot_before in before:
                 with watched.lock:
                     watched.slot = slot_before
@@ -183,7 +183,7 @@ class Poller:
     def _scan(self) -> None:
         while not self._stopping.is_set():
             if self._scan_wanted.wait(SCAN_INTERVAL_S):
-                if self._stopping.wait(SCAN_AGAIN_S):  # not in a hurry: what was lost is seldom back at once
+                if self._stopping.wait(SCAN_AGAIN_S):  # no hurry: a lost device rarely returns at once
                     return
                 self._scan_wanted.clear()
             try:
@@ -192,12 +192,12 @@ class Poller:
                     log.info("%s is back", self._source.name)
                 self._scan_error = None
             except Exception as error:
-                if not self._stopping.is_set():  # else the record may be closed by now
+                if not self._stopping.is_set():  # else the record may be closed already
                     self._tell_scan_failed(error)
                 self._scan_error = error
 
     def _tell_scan_failed(self, error: Exception) -> None:
-        """Log why the devices could not be looked for, unless that was so the last time."""
+        """Log why the scan failed, unless the last scan failed for the same reason."""
         if self._scan_error is not None and str(error) == str(self._scan_error):
             return
         if isinstance(error, SourceUnavailable):
@@ -221,17 +221,17 @@ class Poller:
     # ---- asking ---------------------------------------------------------------------------------
 
     def _ask_memory(self, watched: _Watched) -> None:
-        asked_ns = self._clock()  # not when it answered: how old a slow answer is, nobody knows better
+        asked_ns = self._clock()  # not when it answered: the answer may be as old as the question
         reading, failure = MemoryReading(None, None), None
         try:
             reading = self._source.memory(watched.info)
-        except Exception as error:  # also a fault of ours in one source must not blind the others
+        except Exception as error:  # a bug in one source must not stop the others
             failure = error
             if isinstance(error, DeviceUnreadable):
                 self._scan_wanted.set()
         try:
             self._publish_memory(watched, asked_ns, reading, failure)
-        except Exception as error:  # numbers that no record holds, or no trend
+        except Exception as error:  # the record cannot hold the numbers, or the trend failed
             failure = error
             self._publish_memory(watched, asked_ns, MemoryReading(None, None), failure)
         if changes := watched.memory_news.take(_reason(failure), asked_ns):
@@ -240,7 +240,7 @@ class Poller:
     def _publish_memory(
         self, watched: _Watched, asked_ns: int, reading: MemoryReading, failure: Exception | None
     ) -> None:
-        """Raises RecordError for what the record has no room for; then the poll does not count."""
+        """Raises RecordError for numbers that the record cannot hold; then the poll does not count."""
         total, free = reading.total_bytes, reading.free_bytes
         used = None if total is None or free is None else total - free
         polls, failures = watched.polls + 1, watched.failures + (failure is not None)
@@ -266,14 +266,15 @@ class Poller:
         except Exception as error:
             failure = error
             self._publish_detail(watched, asked_ns, DetailReading(), failure)
-        is_fault = failure is not None and not isinstance(failure, DeviceUnreadable)  # the memory tells of the others
+        # The memory thread logs unreadable devices.
+        is_fault = failure is not None and not isinstance(failure, DeviceUnreadable)
         if watched.detail_news.take(_reason(failure) if is_fault else None, asked_ns) and is_fault:
             log.error("the processes of device %s could not be read", watched.info.index, exc_info=failure)
 
     def _publish_detail(
         self, watched: _Watched, asked_ns: int, reading: DetailReading, failure: Exception | None
     ) -> None:
-        """Raises RecordError for what the record has no room for."""
+        """Raises RecordError for numbers that the record cannot hold."""
         detail = DeviceDetail(
             asked_ns, self._detail.interval_ns, reading, tuple(watched.history), _reason(failure)
         )  # fmt: skip
@@ -306,7 +307,7 @@ class Poller:
 
 
 def _reason(failure: Exception | None) -> str | None:
-    """What the record says of a failure: a sentence of ours as it is, anything else with its kind."""
+    """The error text in the record: the message of a MonitorError, else the exception type and message."""
     if failure is None:
         return None
     return str(failure) or "unreadable" if isinstance(failure, MonitorError) else f"{type(failure).__name__}: {failure}"
@@ -317,7 +318,7 @@ def _names(info: DeviceInfo) -> set[str]:
 
 
 def select(infos: Sequence[DeviceInfo], wanted: Sequence[str]) -> tuple[DeviceInfo, ...]:
-    """The devices with these indices or uuids, or all if none are named. Raises NoSuchDevice, naming those there are."""
+    """The devices with these indices or uuids, or all if none are named. Raises NoSuchDevice, naming the present devices."""
     there = {name for info in infos for name in _names(info)}
     if missing := [name for name in wanted if name not in there]:
         known = ", ".join(f"{info.index} ({info.name or 'unknown'}, {info.uuid})" for info in infos) or "none"

@@ -1,8 +1,8 @@
-"""The record: what one monitor writes and any number of processes read, without a lock, from a file in shared memory.
+"""The record: a file in shared memory that one monitor writes and any number of processes read, without a lock.
 
-`record_layout` tells how its bytes lie and why no reader ever sees half a record, `record_file` how they get from process to
-process, `record_view` what a reader knows of one. Here is the life of a record: made, taken over, ended, followed from one
-monitor to the next.
+`record_layout` defines the bytes and why no reader sees a torn record, `record_file` shares them between processes, and
+`record_view` is a reader's view of one record. This module creates a record, replaces and ends it, and lets readers
+follow from one monitor's record to the next.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ LAYOUT_VERSION = layout.LAYOUT_VERSION
 MAX_DEVICES = layout.MAX_DEVICES
 MAX_HISTORY = codec.MAX_HISTORY
 
-_TRIES = 100  # few copies in a thousand are disturbed; a hundred in a row are damage
-_PAUSES, _PAUSE_S = 300, 0.005  # a harmed file is waited for so long: its monitor lays another within a second
+_TRIES = 100  # few copies in a thousand are disturbed; a hundred in a row mean damage
+# How long to wait for a damaged file's replacement, which its monitor makes within a second.
+_PAUSES, _PAUSE_S = 300, 0.005
 
 T = TypeVar("T")
 
 
 class _Seat(NamedTuple):
-    """Where a device is written, for as long as it stays in the record."""
+    """The slot of a device, for as long as the device stays in the record."""
 
     slot: int
     generation: int
 
 
 class RecordWriter:
-    """The writing end; a record has one.
+    """The writer of a record; a record has one.
 
-    A device is named by its position in what `set_devices` was given last. Different devices may be written by different
-    threads at the same time; each by one thread at a time, and none while `set_devices` runs. Everything but `close` raises
-    RecordError once the record is closed.
+    A device is named by its position in the last `set_devices`. Different threads may write different devices at the
+    same time. Each device is written by one thread at a time, and none while `set_devices` runs. All methods but
+    `close` raise RecordError once the record is closed.
     """
 
     def __init__(self, source: str) -> None:
@@ -60,16 +61,16 @@ class RecordWriter:
         self._shared.write_header(os.getpid(), _start_ticks(), time.monotonic_ns(), source)
         self._file: RecordFile | None = None
         self._lay: Callable[[], RecordFile] | None = None
-        self._lock = threading.Lock()  # so that the file has what the memory has, also while another is laid
+        self._lock = threading.Lock()  # keeps file and memory equal, also while the file is replaced
         self._seats: dict[str, _Seat] = {}  # by uuid
         self._by_position: tuple[_Seat, ...] = ()
         self.set_devices(())
 
     @classmethod
     def create(cls, path: str | Path, *, source: str, mode: int = 0o600, gid: int | None = None) -> Self:
-        """A new record at `path`, in the place of one that an earlier monitor left there.
+        """Create a record at `path`, replacing one that an earlier monitor left there.
 
-        That no two monitors do this at once is the caller's affair. Raises RecordError.
+        The caller must ensure that no two monitors do this at once. Raises RecordError.
         """
         writer = cls(source)
         writer._lay = partial(RecordFile.create, Path(path), writer._open(), mode, gid)
@@ -82,10 +83,10 @@ class RecordWriter:
         return cls(source)
 
     def set_devices(self, infos: Sequence[DeviceInfo]) -> None:
-        """Make these the devices of the record; a new one has no answers yet.
+        """Set the devices of the record; a new device has no readings yet.
 
-        Raises RecordError for more than MAX_DEVICES, for a uuid that comes twice, and where the file system is full;
-        then nothing has changed.
+        Raises RecordError for more than MAX_DEVICES, for a repeated uuid, and if the file system is full; then nothing
+        has changed.
         """
         shared = self._open()
         if len(infos) > MAX_DEVICES:
@@ -110,7 +111,7 @@ class RecordWriter:
         self._seats, self._by_position = seats, tuple(seats.values())
 
     def write_memory(self, position: int, memory: DeviceMemory) -> None:
-        """Publish the numbers of one device; an error's text is cut to 96 bytes.
+        """Publish the memory numbers of one device; an error's text is cut to 96 bytes.
 
         Raises NoSuchDevice for a position without a device, RecordError for numbers of more than 64 bits.
         """
@@ -119,13 +120,13 @@ class RecordWriter:
     def write_detail(self, position: int, detail: DeviceDetail) -> None:
         """Publish load, processes and history (MAX_HISTORY samples) of one device.
 
-        Command lines are cut to 512 characters. Where the processes do not fit into 64 KiB, those with the least memory
+        Command lines are cut to 512 characters. If the processes do not fit into 64 KiB, those with the least memory
         are left out, and the error says how many. Raises NoSuchDevice for a position without a device.
         """
         self._publish_detail(self._open(), self._seat(position), detail)
 
     def beat(self, at_ns: int, interval_ns: int) -> None:
-        """Say that the monitor lives, and will say so again in `interval_ns`. Raises ValueError for one below 1."""
+        """Write a heartbeat; the next one follows within `interval_ns`. Raises ValueError for an interval below 1."""
         if interval_ns < 1:
             raise ValueError(f"the interval of a monitor must be at least 1 ns, got {interval_ns}")
         shared = self._open()
@@ -133,10 +134,10 @@ class RecordWriter:
             self._update(shared.store(layout.BEAT_AT_NS, at_ns, interval_ns))
 
     def mend(self) -> str | None:
-        """Lay a new file at the path if the old one was cut short, removed or written by another process.
+        """Replace the file if it was truncated, removed or written by another process. Call it regularly.
 
-        Its readers go over to the new one, and lose nothing. Returns what had become of the old file, as the end of a
-        sentence; None where it is as it was written. Call it now and then. Raises RecordError where no new file can be laid.
+        Readers switch to the new file and lose nothing. Returns what happened to the old file, as the end of a
+        sentence, or None if it is intact. Raises RecordError if no new file can be made.
         """
         self._open()
         with self._lock:
@@ -147,12 +148,12 @@ class RecordWriter:
             return harm
 
     def close(self) -> None:
-        """Tell readers that the monitor has ended, and remove the file unless it is another's by now. Idempotent."""
+        """Mark the monitor as ended, and remove the file unless another monitor has replaced it. Idempotent."""
         if self._shared is None:
             return
         with self._lock:
             self._update(self._shared.store(layout.ENDED, 1))
-            self._shared = None  # a thread that writes just now, and readers of a private record, hold it still
+            self._shared = None  # a concurrent write, and readers of a private record, still reference it
             if self._file is not None:
                 self._file.remove()
                 self._file = None
@@ -185,22 +186,22 @@ class RecordWriter:
             self._update(*shared.publish(place, generation, payload))
 
     def _update(self, *parts: layout.Part) -> None:
-        """With the lock held."""
+        """The lock must be held."""
         if self._file is not None:
             self._file.update(*parts)
 
 
 class RecordReader:
-    """The reading end: any number of them, in any process, unnoticed by the writer.
+    """A reader of a record. Any number of readers, in any process, do not affect the writer.
 
-    When the monitor falls silent, or its file is cut short or damaged, the reader looks for a successor's record at its path,
-    and goes on with that. Until there is one it gives the last numbers, whose times tell that they are old. Take the time
-    after reading, not before: numbers from the future count as stale. Several threads may share a reader. Reading raises
-    RecordError for what cannot be read and was not read before, and once the reader is closed.
+    When the monitor is silent, or its file is truncated or damaged, the reader looks for a new record at its path and
+    switches to it. Until there is one it returns the last numbers, which their times show to be old. Take the current
+    time after reading, not before: numbers from the future count as stale. Several threads may share a reader. Reading
+    raises RecordError for what cannot be read and was not read before, and once the reader is closed.
 
     Attributes:
-        retries: how often a copy was disturbed by the writer, and made again.
-        trouble: why the record that lies at the path now is not read; None where nothing is wrong.
+        retries: how often a copy was disturbed by the writer and repeated.
+        trouble: why the record at the path now is not read; None if nothing is wrong.
     """
 
     def __init__(self, record: RecordView, path: Path | None, clock: Callable[[], int]) -> None:
@@ -216,24 +217,24 @@ class RecordReader:
     def open(cls, path: str | Path, *, clock: Callable[[], int] = time.monotonic_ns) -> Self:
         """Read the record at `path`.
 
-        Raises RecordMissing where there is none, RecordError where it cannot be read, or could be another user's bait:
-        not root's nor this user's (except in the machine's own directory), a link, or writable by others.
+        Raises RecordMissing if there is none, RecordError if it cannot be read, or could be planted by another user:
+        owned by neither root nor this user (except in the machine's own directory), a link, or writable by others.
         """
         return cls(open_view(Path(path)), Path(path), clock)
 
     @classmethod
     def of(cls, writer: RecordWriter, *, clock: Callable[[], int] = time.monotonic_ns) -> Self:
-        """Read what a writer in this process has in its memory, also after it was closed."""
+        """Read the memory of a writer in this process, also after it was closed."""
         return cls(RecordView(writer._open(), "the monitor's record"), None, clock)
 
     @property
     def monitor_pid(self) -> int:
-        """The process that writes, as it sees itself."""
+        """The pid of the writing process, in its own pid namespace."""
         return self._current()[0].pid
 
     @property
     def monitor_start_ticks(self) -> int | None:
-        """When that process began, in clock ticks as in /proc/PID/stat: if they differ, the pid is another's now."""
+        """When that process started, in clock ticks as in /proc/PID/stat; if this differs, the pid was reused."""
         return self._current()[0].start_ticks
 
     @property
@@ -243,25 +244,25 @@ class RecordReader:
 
     @property
     def source(self) -> str:
-        """Where the numbers come from: "nvml+host"."""
+        """The source of the numbers, such as "nvml+host"."""
         return self._current()[0].source
 
     def is_live(self, now_ns: int | None = None) -> bool:
-        """Whether a monitor is at work: not ended, and heard of within three of its intervals.
+        """Whether the monitor runs: it has not ended, and its last heartbeat is at most three intervals old.
 
-        True also where no device answers: of that, the times of their numbers tell. False before its first beat.
+        True even if no device answers; the times of the devices' numbers show that. False before the first heartbeat.
         """
         record, words = self._current(now_ns)
         return record.is_live(words, self._clock, now_ns)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """The devices that are watched."""
+        """The watched devices."""
         return self._settled(lambda table, _: table.infos)[1]
 
     def memory(self, uuid: str) -> DeviceMemory:
-        """The newest numbers of one device. Raises NoSuchDevice.
+        """The newest memory numbers of one device. Raises NoSuchDevice.
 
-        Without a system call until the monitor's next answer is due: what was read last is the newest until then.
+        Makes no system call until the monitor's next reading is due: the last numbers read are the newest until then.
         """
         record = self._record
         if record is not None and self._path is not None:
@@ -275,7 +276,9 @@ class RecordReader:
         return self._settled(lambda table, words: table.entry(uuid).detail.read(words))[1]
 
     def snapshot(self, now_ns: int | None = None) -> Snapshot:
-        """Everything; `now_ns` is its time, by default the time after reading. Each slot is consistent by itself."""
+        """All devices; `now_ns` is the time of the snapshot, by default that after reading. Each slot is consistent by
+        itself.
+        """
         record, devices = self._settled(all_devices, now_ns)
         at_ns = self._clock() if now_ns is None else now_ns
         return Snapshot(
@@ -284,8 +287,8 @@ class RecordReader:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the record. Idempotent."""
-        self._record = None  # closed when the last thread that reads lets go
+        """Release the record. Idempotent."""
+        self._record = None  # freed when the last reading thread is done
 
     def __enter__(self) -> Self:
         return self
@@ -294,14 +297,14 @@ class RecordReader:
         self.close()
 
     def _current(self, now_ns: int | None = None) -> tuple[RecordView, memoryview | None]:
-        """The record to read, with its words: its successor, if its monitor is silent and there is one."""
+        """The record to read and its words. If its monitor is silent and there is a successor: the successor."""
         record = self._record
         if record is None:
             raise RecordError("the reader of the record is closed")
         words = record.words()
         if record.is_live(words, self._clock, now_ns):
             return record, words
-        words = record.words()  # a heartbeat that was just being stored may have looked like one of another time
+        words = record.words()  # a torn heartbeat may have looked like one of another time
         if record.is_live(words, self._clock, now_ns):
             return record, words
         now_ns = self._clock() if now_ns is None else now_ns
@@ -309,12 +312,12 @@ class RecordReader:
             return record, words
         self._looked_ns = now_ns
         successor = self._successor(self._path, record)
-        if self._record is record:  # no other thread closed it, or was first
+        if self._record is record:  # no other thread closed or replaced it
             self._record = successor
         return successor, successor.words()
 
     def _successor(self, path: Path, record: RecordView) -> RecordView:
-        """What lies at the path now; `record` where that is the same, or nothing, or cannot be read."""
+        """The record at the path now; `record` if that is the same, missing or unreadable."""
         self.trouble = None
         try:
             if record.is_at(path):
@@ -325,12 +328,12 @@ class RecordReader:
         except (OSError, RecordError) as error:
             self.trouble = str(error)
             return record
-        return successor if successor.has_beaten() else record  # one that has not may not know its devices yet
+        return successor if successor.has_beaten() else record  # before its first heartbeat it may not know its devices
 
     def _settled(
         self, read: Callable[[Table, memoryview | None], T | None], now_ns: int | None = None
     ) -> tuple[RecordView, T]:
-        """What `read` finds by the table in force, as soon as the writer lets it, and in which record."""
+        """The result of `read` on the current table, and the record it came from. Waits while the writer disturbs the copy."""
         for _ in range(1 if self._path is None else _PAUSES):
             record, words = self._current(now_ns)
             found = self._found(record, words, read)
@@ -342,7 +345,7 @@ class RecordReader:
     def _found(
         self, record: RecordView, words: memoryview | None, read: Callable[[Table, memoryview | None], T | None]
     ) -> T | None:
-        """What `read` finds in a record, or found there last; None where that is nothing."""
+        """The result of `read` on a record, or on its last intact copy; None without one."""
         for _ in range(_TRIES):
             try:
                 table = record.table.read(words)
@@ -361,10 +364,9 @@ class RecordReader:
 
 
 def _start_ticks() -> int | None:
-    """When this process began, in clock ticks since the machine did; None where there is no /proc."""
+    """When this process started, in clock ticks since boot; None without /proc."""
     try:
-        return int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # field 22; the second ends with ")"
+        # Field 22; the second field ends with ")".
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except FileNotFoundError:
         return None

@@ -1,11 +1,11 @@
-"""What the slots of the record hold, as bytes: a small struct for memory, JSON rows for the rest.
+"""The encoding of the record's slots: a small struct for memory, JSON rows for the rest.
 
     memory   at_ns 8 | interval_ns 8 | total 8 | free 8 | bytes/s 8 | polls 8 | failures 8 | what is known 1 | error, UTF-8
     detail   [at_ns, interval_ns, utilization, temperature, power, power limit, [process, ...] or null, history, error]
     process  [pid, used, kind, user, command, engine]
     table    [[slot, generation, uuid, index, kind, name, pci_id, parent_uuid], ...]
 
-What reads it trusts no byte: it was written by another process, perhaps of another user.
+Decoding trusts no byte: another process, perhaps of another user, wrote them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .errors import RecordError
 from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceKind, DeviceMemory, ProcessUse
 
 MAX_HISTORY = 256  # samples in one DeviceDetail
-MAX_ERROR_BYTES = 96  # what is kept of an error in UTF-8 beside the numbers of the memory
-MAX_TEXT_CHARS = 512  # what is kept of an error beside the detail, and of a command line
+MAX_ERROR_BYTES = 96  # limit of an error in UTF-8, in a memory slot
+MAX_TEXT_CHARS = 512  # limit of an error in a detail slot, and of a command line
 MAX_SOURCE_CHARS = 256
 
 _MEMORY = struct.Struct("=qqQQdQQB")
 MAX_MEMORY_BYTES = _MEMORY.size + MAX_ERROR_BYTES
-_TOTAL, _FREE, _TREND, _ERROR = 1, 2, 4, 8  # what is known
+_TOTAL, _FREE, _TREND, _ERROR = 1, 2, 4, 8  # flags of the known values
 
 _INT, _MAYBE_INT, _MAYBE_NUMBER = (int,), (int, NoneType), (int, float, NoneType)
 _TEXT, _MAYBE_TEXT = (str,), (str, NoneType)
@@ -34,11 +34,11 @@ _LIST, _MAYBE_LIST = (list,), (list, NoneType)
 
 
 class Malformed(Exception):
-    """These bytes are none of the record's."""
+    """These bytes are not a valid encoding."""
 
 
 def memory_to_bytes(memory: DeviceMemory) -> bytes:
-    """At most MAX_MEMORY_BYTES; a longer error text is cut. Raises RecordError for numbers of more than 64 bits."""
+    """At most MAX_MEMORY_BYTES; a longer error text is cut. Raises RecordError for negative numbers or more than 64 bits."""
     total, free, trend, error = memory.total_bytes, memory.free_bytes, memory.bytes_per_second, memory.error
     known = (
         (total is not None and _TOTAL)
@@ -51,7 +51,7 @@ def memory_to_bytes(memory: DeviceMemory) -> bytes:
             memory.at_ns, memory.interval_ns, total or 0, free or 0, trend or 0.0, memory.polls, memory.failures, known
         )
     except struct.error as problem:
-        # Names and not numbers: a monitor says the same sentence once, and numbers would make it another each time.
+        # Names without numbers: a monitor logs the same message once, and numbers would change it each time.
         signed, unsigned = ("at_ns", "interval_ns"), ("total_bytes", "free_bytes", "polls", "failures")
         wrong = [name for name in signed if not -(1 << 63) <= getattr(memory, name) < 1 << 63]
         wrong += [name for name in unsigned if not 0 <= (getattr(memory, name) or 0) < 1 << 64]
@@ -62,7 +62,7 @@ def memory_to_bytes(memory: DeviceMemory) -> bytes:
 
 
 def memory_from_bytes(payload: bytes) -> DeviceMemory:
-    """The inverse. Raises Malformed."""
+    """The inverse of `memory_to_bytes`. Raises Malformed."""
     try:
         at_ns, interval_ns, total, free, trend, polls, failures, known = _MEMORY.unpack_from(payload)
         return DeviceMemory(
@@ -80,8 +80,9 @@ def memory_from_bytes(payload: bytes) -> DeviceMemory:
 
 
 def detail_to_bytes(detail: DeviceDetail, room_bytes: int) -> bytes:
-    """At most `room_bytes`. Where the processes do not all fit, those with the least memory are left out, and the error
-    says how many. Raises RecordError for a longer history than MAX_HISTORY.
+    """At most `room_bytes`. Raises RecordError for a longer history than MAX_HISTORY.
+
+    If the processes do not all fit, those with the least memory are left out, and the error says how many.
     """
     if len(detail.history) > MAX_HISTORY:
         raise RecordError(
@@ -94,7 +95,7 @@ def detail_to_bytes(detail: DeviceDetail, room_bytes: int) -> bytes:
     payload = _to_json(_detail_row(detail, processes, error))
     if len(payload) <= room_bytes:
         return payload
-    # The longest note there can be, so that the one with the right number fits too.
+    # The longest possible note, so that the note with the actual number fits too.
     rest_bytes = len(_to_json(_detail_row(detail, [], _with_note(error, len(processes), len(processes)))))
     kept = _largest(processes, room_bytes - rest_bytes)
     return _fitting(
@@ -103,7 +104,7 @@ def detail_to_bytes(detail: DeviceDetail, room_bytes: int) -> bytes:
 
 
 def detail_from_bytes(payload: bytes) -> DeviceDetail:
-    """The inverse. Raises Malformed."""
+    """The inverse of `detail_to_bytes`. Raises Malformed."""
     at_ns, interval_ns, utilization, temperature, power, power_limit, processes, history, error = _row(
         _from_json(payload),
         (_INT, _INT, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_LIST, _LIST, _MAYBE_TEXT),
@@ -125,7 +126,7 @@ def detail_from_bytes(payload: bytes) -> DeviceDetail:
 
 
 def table_to_bytes(rows: Iterable[tuple[int, int, DeviceInfo]], room_bytes: int) -> bytes:
-    """(slot, generation, device) of each device. Raises RecordError if they do not fit into `room_bytes`."""
+    """Encodes (slot, generation, device) of each device. Raises RecordError if they do not fit into `room_bytes`."""
     return _fitting(
         [
             [slot, generation, info.uuid, info.index, info.kind.value, info.name, info.pci_id, info.parent_uuid]
@@ -136,7 +137,7 @@ def table_to_bytes(rows: Iterable[tuple[int, int, DeviceInfo]], room_bytes: int)
 
 
 def table_from_bytes(payload: bytes) -> tuple[tuple[int, int, DeviceInfo], ...]:
-    """The inverse. Raises Malformed."""
+    """The inverse of `table_to_bytes`. Raises Malformed."""
     kinds = (_INT, _INT, _TEXT, _TEXT, _TEXT, _MAYBE_TEXT, _MAYBE_TEXT, _MAYBE_TEXT)
     rows = _from_json(payload)
     if type(rows) is not list:
@@ -146,18 +147,18 @@ def table_from_bytes(payload: bytes) -> tuple[tuple[int, int, DeviceInfo], ...]:
         slot, generation, uuid, index, kind, name, pci_id, parent_uuid = _row(row, kinds)
         try:
             table.append((slot, generation, DeviceInfo(uuid, index, DeviceKind(kind), name, pci_id, parent_uuid)))
-        except ValueError as error:  # no such kind
+        except ValueError as error:  # unknown kind
             raise Malformed from error
     return tuple(table)
 
 
 def header_to_bytes(pid: int, start_ticks: int | None, started_ns: int, source: str) -> bytes:
-    """Who writes the record, in a few hundred bytes; a long name of a source is cut."""
+    """The identity of the writing process, in a few hundred bytes; a long source name is cut."""
     return _to_json([pid, start_ticks, started_ns, _shortened(source, MAX_SOURCE_CHARS)])
 
 
 def header_from_bytes(payload: bytes) -> tuple[int, int | None, int, str]:
-    """The inverse. Raises Malformed."""
+    """The inverse of `header_to_bytes`. Raises Malformed."""
     pid, start_ticks, started_ns, source = _row(_from_json(payload), (_INT, _MAYBE_INT, _INT, _TEXT))
     return pid, start_ticks, started_ns, source
 
@@ -183,7 +184,7 @@ def _process_row(process: ProcessUse) -> list[Any]:
 
 
 def _largest(processes: list[list[Any]], room_bytes: int) -> list[list[Any]]:
-    """The processes with the most memory (an unknown amount is the least) that fit, in the order in which they came."""
+    """The processes with the most memory (an unknown amount counts as least) that fit, in their original order."""
     kept = set()
     by_use = sorted(
         range(len(processes)), key=lambda i: -1 if processes[i][1] is None else processes[i][1], reverse=True
@@ -206,7 +207,7 @@ def _shortened(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
 
 
 def _shortened_utf8(text: str) -> bytes:
-    encoded = text.encode(errors="backslashreplace")  # a file name in it may be no UTF-8
+    encoded = text.encode(errors="backslashreplace")  # it may contain a file name that is not UTF-8
     if len(encoded) <= MAX_ERROR_BYTES:
         return encoded
     ellipsis = "…".encode()

@@ -1,8 +1,8 @@
-"""The file of a record: laid at its path whole, mended when it was harmed, and never mapped.
+"""The file of a record: created atomically, repaired when damaged, and never mapped.
 
-A mapped file that is cut short ends every process that touches it, by SIGBUS: the monitor and all engines at once. So the
-writer keeps the record in memory of its own and copies what changes to the file (`pwrite`); readers copy it out (`pread`).
-A cut file is then a short read, which is an error like any other. docs/decisions/0029-the-record-is-not-mapped.md has the
+Truncating a mapped file kills every process that touches it, by SIGBUS: the monitor and all engines at once. So the
+writer keeps the record in its own memory and copies changes to the file (`pwrite`); readers copy it out (`pread`). A
+truncated file then is a short read, an error like any other. docs/decisions/0029-the-record-is-not-mapped.md has the
 alternatives and the cost.
 """
 
@@ -22,14 +22,14 @@ from . import record_layout as layout
 from .errors import RecordError, RecordMissing
 from .runtime_dir import MACHINE_DIR
 
-# A pipe that lies there must not hold us up, nor a link lead us elsewhere.
+# A pipe at the path must not block, and a link must not be followed.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 class RecordFile:
     """The writer's end. Not thread-safe.
 
-    The bytes of `shared` are the truth; the file is a copy of them for other processes.
+    The bytes of `shared` are authoritative; the file is a copy of them for other processes.
     """
 
     def __init__(self, path: Path, fd: int, shared: layout.SharedBytes) -> None:
@@ -38,18 +38,18 @@ class RecordFile:
         self._fd = fd
         self._shared = shared
         self._identity = identity(os.fstat(fd))
-        self._failure: OSError | None = None  # of the last write that failed
+        self._failure: OSError | None = None  # of the last failed write
 
     @classmethod
     def create(cls, path: Path, shared: layout.SharedBytes, mode: int, gid: int | None) -> RecordFile:
-        """A file with all that `shared` holds, in the place of any other at `path`.
+        """Create a file with the contents of `shared`, replacing any other at `path`.
 
-        It gets its name when it is complete, and an old one loses only its name: a reader of either meets neither half a
-        record nor a short one. Raises RecordError.
+        The file is complete before it is renamed to `path`, and an old file loses only its name. So no reader sees a
+        partial record. Raises RecordError.
         """
         unfinished = path.with_name(f"{path.name}.new")
         try:
-            unfinished.unlink(missing_ok=True)  # of a monitor that was killed while it stood here
+            unfinished.unlink(missing_ok=True)  # left by a monitor that was killed here
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, layout.FILE_BYTES)
@@ -72,7 +72,7 @@ class RecordFile:
         return file
 
     def reserve_details(self, slots: Iterable[int]) -> None:
-        """Make room for the details of these slots, so that a full file system is met now and not later. Raises RecordError."""
+        """Allocate space for the details of these slots, so that a full file system fails early. Raises RecordError."""
         try:
             for slot in slots:
                 _, at, buffer_bytes = layout.DETAIL[slot]
@@ -81,7 +81,7 @@ class RecordFile:
             raise RecordError(f"cannot make room in the record {self.path}: {error.strerror}") from error
 
     def update(self, *parts: layout.Part) -> None:
-        """Write what has changed in memory, in this order. A write that fails is for `harm` to tell."""
+        """Write the parts that changed in memory, in this order. `harm` reports a failed write."""
         try:
             for at, data in parts:
                 if os.pwrite(self._fd, data, at) < len(data):
@@ -90,9 +90,9 @@ class RecordFile:
             self._failure = error
 
     def harm(self) -> str | None:
-        """What has become of the file: a part of a sentence, such as "was removed"; None: it is as it was written.
+        """The damage of the file as part of a sentence, such as "was removed"; None if it is intact.
 
-        Raises RecordError where another file lies in its place: that one is not ours to replace.
+        Raises RecordError if another file is in its place, which this monitor must not replace.
         """
         try:
             status = os.stat(self.path)
@@ -116,41 +116,41 @@ class RecordFile:
         return None if is_ours else "was written by another process"
 
     def abandon(self) -> None:
-        """Close the file, and send those who read it to the one that lies at the path by now."""
-        with contextlib.suppress(OSError):  # they find it silent a little later
+        """Close the file and mark it as ended, so that its readers switch to the file at the path now."""
+        with contextlib.suppress(OSError):  # else readers find it silent a little later
             os.pwrite(self._fd, (1).to_bytes(8, sys.byteorder), layout.word_at(layout.ENDED))
         os.close(self._fd)
 
     def remove(self) -> None:
-        """Close the file, and take its name away unless that is another's by now."""
+        """Close the file, and unlink it unless the path names another file now."""
         try:
             if identity(os.stat(self.path)) == self._identity:
                 os.unlink(self.path)
-        except FileNotFoundError:  # somebody tidied up
+        except FileNotFoundError:  # removed already
             pass
         finally:
             os.close(self._fd)
 
 
 class OpenRecord:
-    """The reader's end: a file that is open for as long as anything refers to this.
+    """The reader's end: an open file, for as long as anything references this.
 
     Attributes:
-        name: what the file is called in a sentence.
-        identity: of the file; no other one gets the same while this one is open.
+        name: the name of the file in messages.
+        identity: of the file; unique while this one is open.
         read: copies bytes out of it, `os.pread` without the descriptor.
     """
 
     def __init__(self, path: Path) -> None:
         """Open the record at `path`. Raises RecordMissing, RecordError.
 
-        No content can harm the process that reads it, and no change of the file either. Whose file it is, is looked at
-        before anything of it is believed.
+        Neither the content nor a change of the file can harm the reading process. The owner is checked before any
+        content is used.
         """
         self.name = f"the record {path}"
         try:
             fd = os.open(path, _OPEN_FLAGS)
-            # No other way to close it is safe: another thread may be reading, and the number be another file's by then.
+            # Only a finalizer closes it safely: another thread may be reading, and the number may be reused.
             weakref.finalize(self, os.close, fd)
             status = os.fstat(fd)
             _check_trusted(path, status, self.name)
@@ -175,19 +175,19 @@ class OpenRecord:
 
 
 def damaged(name: str) -> RecordError:
-    """The error for a record that holds what no monitor writes."""
+    """The error for a record with contents that no monitor writes."""
     return RecordError(f"{name} is damaged: start the monitor anew")
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """What tells one file from another."""
+    """The device and inode of a file, which identify it."""
     return status.st_dev, status.st_ino
 
 
 def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
-    """Raises RecordError for a file that somebody else than root and this user could have laid there, or may change.
+    """Raises RecordError for a file that another user than root and this one could have created, or can change.
 
-    What lies in the machine's own directory was let in by root, whoever runs that monitor.
+    A file in the machine's own directory is trusted: root grants access to that directory.
     """
     if not hasattr(os, "geteuid"):  # Windows has no such owners
         return
@@ -205,6 +205,6 @@ def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
 
 
 def _reserve(fd: int, at: int, num_bytes: int) -> None:
-    """Have room for these bytes of a file. Raises OSError."""
+    """Allocate space for these bytes of a file. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, at, num_bytes)

@@ -1,4 +1,4 @@
-"""The layout of the record in shared bytes, and the protocol by which a slot is written and read without a lock.
+"""The layout of the record in shared bytes, and the lock-free protocol for writing and reading a slot.
 
          0  header    4 KiB    magic 8 | layout version 4 | CRC 4 | file length 8 | JSON length 8 | JSON [pid, start of
                                the pid in clock ticks, started_ns, source]; written before the file gets its name
@@ -10,18 +10,18 @@
 
     buffer  CRC-32 of all that follows 4 | payload length 4 | sequence 8 | generation 8 | payload (see record_codec)
 
-A slot's sequence says which of its two buffers is current: number sequence & 1. The writer fills the other one and then
-stores the next sequence. A reader copies the words, then the buffer, and takes it if CRC, sequence and generation agree,
-else tries again: only a writer that ends one record and begins the next while the reader copies can disturb it. So
-neither side waits, and a writer killed at any instruction leaves its last record whole.
+A slot's sequence tells which of its two buffers is current: number sequence & 1. The writer fills the other one and
+then stores the next sequence. A reader copies the words, then the buffer, and accepts it if CRC, sequence and
+generation agree, else retries. Only a writer that ends one record and begins the next during the copy can disturb it.
+So neither side waits, and a writer killed at any instruction leaves its last record intact.
 
-Correctness rests on the CRC alone: it covers the sequence, so a sequence that was copied half-stored, or before the bytes
-that it stands for, is not taken. The first three words have no CRC. A half-stored heartbeat can only look like one of
-another time, so a reader that finds a monitor dead looks a second time.
+Correctness rests on the CRC alone. It covers the sequence, so a torn sequence, or one copied before its bytes, is
+rejected. The first three words have no CRC. A torn heartbeat can only look like one of another time, so a reader that
+finds a monitor dead checks a second time.
 
-The generation is the table's sequence when the slot was given to its device: what a slow thread writes for a device that
-is gone is never taken for another's. Slots are twice as many as devices, so that no slot of the table in force is needed
-for a device of the next: that takes effect at once and whole, when its own sequence is stored.
+The generation is the table's sequence when the slot was assigned to its device. So a late write for a removed device is
+never taken for another device's. There are twice as many slots as devices, so a new table's devices need no slot of the
+current table. The new table takes effect at once and whole, when its own sequence is stored.
 
 Byte order is the machine's, since the record never leaves it. Times are of CLOCK_MONOTONIC.
 
@@ -40,7 +40,7 @@ from . import record_codec as codec
 from .errors import RecordError
 
 LAYOUT_VERSION = 2
-MAX_DEVICES = 256  # the largest machines have 8 GPUs of 7 MIG instances, or 16 GPUs: room to spare
+MAX_DEVICES = 256  # the largest machines have 8 GPUs of 7 MIG instances, or 16 GPUs
 NUM_SLOTS = 2 * MAX_DEVICES
 
 _PAGE_BYTES = 4096
@@ -54,14 +54,14 @@ _DETAIL_AT = _MEMORY_AT + NUM_SLOTS * 2 * _MEMORY_BYTES
 FILE_BYTES = _DETAIL_AT + NUM_SLOTS * 2 * _DETAIL_BYTES
 COMMON_BYTES = _DETAIL_AT  # what every record needs, with or without devices
 
-# Words. The first three say something each by itself, so they need neither buffers nor CRC.
+# Words. Each of the first three is meaningful by itself, so they need neither buffers nor CRC.
 ENDED, BEAT_AT_NS, BEAT_INTERVAL_NS, _TABLE_SEQUENCE, _MEMORY_SEQUENCE = range(5)
 _DETAIL_SEQUENCE = _MEMORY_SEQUENCE + NUM_SLOTS
-NUM_COMMON_WORDS = _MEMORY_SEQUENCE  # those that belong to no slot
-HEAD_BYTES = _WORDS_AT + 8 * NUM_COMMON_WORDS  # the header, and the words that belong to no slot
+NUM_COMMON_WORDS = _MEMORY_SEQUENCE  # words of no slot
+HEAD_BYTES = _WORDS_AT + 8 * NUM_COMMON_WORDS  # the header and the words of no slot
 
 _MAGIC = b"pagetide"
-_VERSION = struct.Struct("=8sI")  # what a record of any layout begins with
+_VERSION = struct.Struct("=8sI")  # the start of a record of any layout
 VERSION_BYTES = _VERSION.size
 _CRC = struct.Struct("=I")
 _LENGTHS = struct.Struct("=QQ")  # of the file and of the JSON
@@ -70,21 +70,21 @@ _HEAD_REST = struct.Struct("=IQQ")  # the same without the CRC
 
 T = TypeVar("T")
 
-# (length, offset) -> these bytes, fewer where the file was cut short: `pread` of a file that is open
+# (length, offset) -> these bytes, fewer if the file was truncated: `pread` of an open file
 ReadBytes: TypeAlias = Callable[[int, int], bytes]
-Part: TypeAlias = tuple[int, bytes | memoryview]  # (offset, what lies there)
+Part: TypeAlias = tuple[int, bytes | memoryview]  # (offset, the bytes there)
 
 
 class Place(NamedTuple):
-    """Where a slot lies."""
+    """The position of a slot."""
 
-    sequence: int  # which word
-    at: int  # of the first buffer; the second follows
+    sequence: int  # index of the word
+    at: int  # offset of the first buffer; the second follows
     buffer_bytes: int
 
     @property
     def room_bytes(self) -> int:
-        """What a payload may have."""
+        """The largest payload."""
         return self.buffer_bytes - _HEAD.size
 
 
@@ -98,7 +98,7 @@ DETAIL = tuple(
 
 
 class Truncated(Exception):
-    """The file of a record ends before the bytes that were to be read: it was cut short after it was opened."""
+    """The file ends before the bytes to be read: it was truncated after it was opened."""
 
 
 def word_at(word: int) -> int:
@@ -115,21 +115,21 @@ def load_words(read: ReadBytes, first: int, count: int) -> memoryview:
 
 
 def read_header(read: ReadBytes) -> tuple[int, int | None, int, str]:
-    """(pid, its start in clock ticks, started_ns, source). Raises Malformed, also for a file that has no whole header."""
+    """(pid, its start in clock ticks, started_ns, source). Raises Malformed, also for an incomplete header."""
     header = read(_PAGE_BYTES - _VERSION.size, _VERSION.size)
     if len(header) < _CRC.size + _LENGTHS.size:
         raise codec.Malformed
     (crc,) = _CRC.unpack_from(header)
     file_bytes, payload_bytes = _LENGTHS.unpack_from(header, _CRC.size)
     payload_at = _CRC.size + _LENGTHS.size
-    end = payload_at + payload_bytes  # a length that lies is cut by the slice and told by the CRC
+    end = payload_at + payload_bytes  # a wrong length is cut by the slice and detected by the CRC
     if file_bytes != FILE_BYTES or zlib.crc32(header[_CRC.size : end]) != crc:
         raise codec.Malformed
     return codec.header_from_bytes(header[payload_at:end])
 
 
 class SharedBytes:
-    """The bytes of a record in its writer's memory. `words` are stored and loaded as a whole, 8 bytes each."""
+    """The bytes of a record in its writer's memory. `words` are stored and loaded as whole 8-byte values."""
 
     __slots__ = ("view", "words")
 
@@ -144,7 +144,7 @@ class SharedBytes:
     def publish(self, place: Place, generation: int, payload: bytes) -> tuple[Part, Part]:
         """Write the next record of a slot: at most `place.room_bytes`.
 
-        Returns what changed: the record, and then the word that makes it current.
+        Returns the changes: the record, then the word that makes it current.
         """
         word, at, buffer_bytes = place
         sequence = self.words[word] + 1
@@ -155,21 +155,21 @@ class SharedBytes:
         return (start, record), self.store(word, sequence)
 
     def store(self, word: int, *values: int) -> Part:
-        """Store words that lie one behind the other. Returns what changed."""
+        """Store consecutive words. Returns the change."""
         for number, value in enumerate(values, word):
             self.words[number] = value
         at = word_at(word)
         return at, self.view[at : at + 8 * len(values)].tobytes()
 
     def write_header(self, pid: int, start_ticks: int | None, started_ns: int, source: str) -> None:
-        """Say what this is and who writes it."""
+        """Write the header: the layout version and the writing process."""
         payload = codec.header_to_bytes(pid, start_ticks, started_ns, source)
         rest = _LENGTHS.pack(FILE_BYTES, len(payload)) + payload
         header = _VERSION.pack(_MAGIC, LAYOUT_VERSION) + _CRC.pack(zlib.crc32(rest)) + rest
         self.view[: len(header)] = header
 
     def used(self) -> list[Part]:
-        """All that holds something: header, words, table, memory, and the details of slots that were written."""
+        """All parts in use: header, words, table, memory, and the details of written slots."""
         details = [place for place in DETAIL if self.words[place.sequence]]
         whole = [(at, self.view[at : at + 2 * buffer_bytes]) for _, at, buffer_bytes in details]
         return [(0, self.view[:COMMON_BYTES]), *whole]
@@ -177,7 +177,7 @@ class SharedBytes:
 
 @dataclass(slots=True)
 class Cell(Generic[T]):
-    """A slot as one reader sees it. Mutable: remembers what it read last, as one tuple that is replaced."""
+    """A slot as one reader sees it. Mutable: keeps the last value read, as one tuple that is replaced."""
 
     read_bytes: ReadBytes
     place: Place
@@ -186,11 +186,11 @@ class Cell(Generic[T]):
     last: tuple[int, T] | None = None
 
     def read(self, words: memoryview | None) -> T | None:
-        """What the slot holds; None if it was not copied whole, or is not of this generation: load the words and try again.
+        """The value of the slot; None if the copy is torn or of another generation: reload the words and retry.
 
-        `words` are the first ones, as many as were loaded; this slot's is loaded if it is not among them. Without any, which
-        is what a file that was cut short gives, it is what was read last. Raises Truncated if there is nothing to give, and
-        Malformed for a whole record that means nothing.
+        `words` are the first words that were loaded; this slot's word is loaded if it is not among them. If `words` is
+        None (the file was truncated), returns the last value read. Raises Truncated if there is none, and Malformed for
+        an intact record that cannot be decoded.
         """
         last = self.last
         if words is None:

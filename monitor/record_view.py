@@ -1,4 +1,4 @@
-"""One record as a reader sees it: its words, its table of devices, and their slots, as far as they were read."""
+"""A reader's view of one record: its words, its device table and the slots read so far."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .errors import NoSuchDevice
 from .record_file import OpenRecord, damaged, identity
 from .snapshot import STALE_AFTER_INTERVALS, Device, DeviceDetail, DeviceInfo, DeviceMemory
 
-LOOK_EVERY_NS = 20_000_000  # how often a reader looks at least for news, and for the successor of a silent monitor
+LOOK_EVERY_NS = 20_000_000  # the longest time between two checks for news, and for the successor of a silent monitor
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """One device of the table, with where it is read."""
+    """One device of the table, with its slots."""
 
     info: DeviceInfo
     memory: layout.Cell[DeviceMemory]
@@ -32,10 +32,10 @@ class Table:
 
     infos: tuple[DeviceInfo, ...]
     entries: dict[str, DeviceEntry]
-    num_words: int  # the first words, down to those of the memory of these devices
+    num_words: int  # the words up to those of these devices' memory slots
 
     def entry(self, uuid: str) -> DeviceEntry:
-        """Raises NoSuchDevice, which names those that there are."""
+        """The entry of a device. Raises NoSuchDevice, which lists the devices."""
         entry = self.entries.get(uuid)
         if entry is None:
             there = ", ".join(f"{info.uuid} ({info.index})" for info in self.infos) or "none"
@@ -44,7 +44,7 @@ class Table:
 
 
 def _read_table(read: layout.ReadBytes, payload: bytes) -> Table:
-    """Raises Malformed."""
+    """Decode the table. Raises Malformed."""
     entries = {}
     for slot, generation, info in codec.table_from_bytes(payload):
         if not 0 <= slot < layout.NUM_SLOTS:
@@ -58,7 +58,7 @@ def _read_table(read: layout.ReadBytes, payload: bytes) -> Table:
 
 
 def all_devices(table: Table, words: memoryview | None) -> tuple[Device, ...] | None:
-    """None if one of them could not be read: try again."""
+    """All devices with their slots; None if a slot could not be read: retry."""
     devices = []
     for entry in table.entries.values():
         memory, detail = entry.memory.read(words), entry.detail.read(words)
@@ -69,10 +69,10 @@ def all_devices(table: Table, words: memoryview | None) -> tuple[Device, ...] | 
 
 
 class RecordView:
-    """A record as it is read."""
+    """One record that is being read."""
 
     def __init__(self, origin: layout.SharedBytes | OpenRecord, name: str) -> None:
-        """Raises RecordError where the header is damaged."""
+        """Raises RecordError if the header is damaged."""
         self.name = name
         self._origin = origin  # keeps the file open
         self._read: layout.ReadBytes = origin.read
@@ -81,14 +81,14 @@ class RecordView:
         except (codec.Malformed, OSError) as error:
             raise damaged(name) from error
         self.table = layout.Cell(self._read, layout.TABLE, 0, partial(_read_table, self._read))
-        self._beat_at_ns = 0  # the last heartbeat that was seen
+        self._beat_at_ns = 0  # the last heartbeat seen
 
     def is_at(self, path: Path) -> bool:
-        """Whether its file is the one that lies there. Raises OSError."""
+        """Whether its file is the one at `path`. Raises OSError."""
         return isinstance(self._origin, OpenRecord) and self._origin.identity == identity(os.stat(path))
 
     def words(self) -> memoryview | None:
-        """A copy of the first words: of the heartbeat, the table and the memory; None where the file does not give them."""
+        """A copy of the first words: heartbeat, table and memory; None if the file cannot be read."""
         table = self.table.last
         try:
             words = layout.load_words(self._read, 0, layout.NUM_COMMON_WORDS if table is None else table[1].num_words)
@@ -98,10 +98,10 @@ class RecordView:
         return words
 
     def current_memory(self, uuid: str, now_ns: int) -> DeviceMemory | None:
-        """What was read last of a device, while the monitor's next answer is not due; else None.
+        """The last numbers read of a device, until the monitor's next reading is due; else None.
 
-        Most calls of `RecordReader.memory` come to this, which is therefore short: after a step of an engine its code has
-        left the caches, and each function costs about a microsecond, a system call several.
+        Most calls of `RecordReader.memory` end here, so this is short: after an engine step its code has left the
+        caches. Each function call costs about a microsecond, a system call several.
         """
         table = self.table.last
         entry = None if table is None else table[1].entries.get(uuid)
@@ -109,23 +109,26 @@ class RecordView:
         if last is None:
             return None
         memory = last[1]
-        # An eighth sooner than an interval, since this answer may have been late; and a long interval may be shortened.
+        # An eighth early, since this answer may have been late; bounded, since a long interval may be shortened.
         return memory if 0 <= now_ns - memory.at_ns < min(memory.interval_ns, LOOK_EVERY_NS) * 7 // 8 else None
 
     def has_beaten(self) -> bool:
-        """Whether its monitor was ready once."""
+        """Whether its monitor has ever written a heartbeat."""
         words = self.words()
         return words is not None and words[layout.BEAT_INTERVAL_NS] > 0
 
     def is_live(self, words: memoryview | None, clock: Callable[[], int], now_ns: int | None) -> bool:
-        """Not ended, and beaten lately, by words that were loaded before the clock: a later beat would be of the future."""
+        """Whether the monitor has not ended and its heartbeat is recent.
+
+        `words` must be loaded before the clock is read, else a newer heartbeat would appear to be in the future.
+        """
         if words is None or words[layout.ENDED]:
             return False
         age_ns = (clock() if now_ns is None else now_ns) - words[layout.BEAT_AT_NS]
         return 0 <= age_ns <= STALE_AFTER_INTERVALS * words[layout.BEAT_INTERVAL_NS]
 
     def silent_ns(self, clock: Callable[[], int], now_ns: int | None) -> int | None:
-        """For how long nothing was heard of the monitor; None while it is live."""
+        """The time since the last sign of the monitor; None while it is live."""
         if self.is_live(self.words(), clock, now_ns):
             return None
         now_ns = clock() if now_ns is None else now_ns

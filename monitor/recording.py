@@ -1,4 +1,4 @@
-"""Recordings: what a monitor saw over time, as lines of JSON to be played again. `RecordingWriter`, `read_recording`.
+"""Recordings of a monitor's snapshots as lines of JSON, for replay. See `RecordingWriter` and `read_recording`.
 
     {"format": "pagetide-recording", "version": 1, "source": "nvml+host", "interval_s": 0.02, "devices": [{"uuid": ...}, ...]}
     {"at_s": 0.0, "uuid": "GPU-8a6e...", "total_bytes": 85899345920, "free_bytes": 85120000000}
@@ -8,10 +8,10 @@
     {"at_s": 6.0, "devices": [...]}                                          from now on these
     {"at_s": 7.0}                                                            nothing changed until now
 
-Only what changed is written: what a line does not tell stays as it was, and of `detail` each field by itself. `at_s` is
-seconds since the first snapshot, when the recorder saw the change, and never falls. What is derived (trend, counters,
-history) is not written. Every snapshot's lines are handed to the system at once, so a recorder that is killed leaves at
-most one torn line, the last.
+Only changes are written: values missing in a line stay the same, for `detail` each field by itself. `at_s` is the time
+in seconds from the first snapshot to the one with the change, and never decreases. Derived values (trend, counters,
+history) are not written. Every snapshot's lines are flushed at once, so a killed recorder leaves at most one torn line,
+the last.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 FORMAT = "pagetide-recording"
 VERSION = 1
-STALE = "the monitor gave no new figures"  # recorded as the error of a device whose answer is stale
+STALE = "the monitor gave no new figures"  # recorded as the error of a device with a stale answer
 IMPOSSIBLE = "more bytes were free than there are"  # likewise
-HEARTBEAT_S = 1.0  # how long a recording is silent at most
+HEARTBEAT_S = 1.0  # the longest silence of a recording
 
 _LONGEST_HEADER_BYTES = 1 << 20
 _LONGEST_S = 1e9  # 31 years
@@ -56,18 +56,18 @@ _LONGEST_S = 1e9  # 31 years
 
 @dataclass(slots=True)
 class _Written:
-    """What the file says of a device so far; its writer changes it."""
+    """The last values that the file contains for a device; mutated by its writer."""
 
     memory: dict[str, Any] | None = None
-    detail: DetailReading | str | None = None  # a text: the error
+    detail: DetailReading | str | None = None  # str: the error
     detail_at_s: float = -math.inf
 
 
 class RecordingWriter:
-    """Writes a new recording that begins with the snapshot `first`. For one thread; a context manager."""
+    """Writes a new recording that begins with the snapshot `first`. Not thread-safe; a context manager."""
 
     def __init__(self, path: str | Path, first: Snapshot, *, detail_interval_s: float = 1.0) -> None:
-        """Details are written at most once in `detail_interval_s`. Raises ConfigInvalid: `path` exists, or cannot be made."""
+        """Write details at most once per `detail_interval_s`. Raises ConfigInvalid if `path` exists or cannot be created."""
         self._path = path
         self._detail_interval_s = detail_interval_s
         self._began_ns = first.at_ns
@@ -90,9 +90,9 @@ class RecordingWriter:
             raise
 
     def write(self, snapshot: Snapshot) -> None:
-        """Add what changed since the last snapshot.
+        """Append what changed since the last snapshot.
 
-        Raises ValueError for a snapshot older than the last one, MonitorError where the file takes no more.
+        Raises ValueError for a snapshot older than the last one, MonitorError if the file cannot be written.
         """
         now_s = (snapshot.at_ns - self._began_ns) / 1e9
         if now_s < self._now_s:
@@ -111,7 +111,7 @@ class RecordingWriter:
         self._put([{"at_s": now_s} | change for change in changes])
 
     def close(self) -> None:
-        """Write how long it lasted, and close the file. Idempotent."""
+        """Write the final time, and close the file. Idempotent."""
         if self._file.closed:
             return
         try:
@@ -162,7 +162,7 @@ class RecordingWriter:
                 self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            with suppress(OSError):  # it tries the same bytes again
+            with suppress(OSError):  # it retries the same bytes
                 self._file.close()
             raise MonitorError(
                 f"the recording {self._path} ends at second {self._told_s:.0f}: {error.strerror}"
@@ -175,7 +175,7 @@ def _devices(devices: tuple[DeviceInfo, ...]) -> dict[str, Any]:
 
 
 def _changed(reading: DetailReading, last: DetailReading | None) -> dict[str, Any]:
-    """The fields that are not as in `last`, ready for JSON."""
+    """The fields that differ from `last`, ready for JSON."""
     changed = {}
     for each in fields(reading):
         value = getattr(reading, each.name)
@@ -189,7 +189,7 @@ def _changed(reading: DetailReading, last: DetailReading | None) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class RecordedState:
-    """What a recording says of one device at one time. All None: nothing yet."""
+    """The state of one device at one time in a recording. All None: nothing yet."""
 
     memory: MemoryReading | None = None
     memory_error: str | None = None  # why there is no memory
@@ -199,9 +199,9 @@ class RecordedState:
 
 @dataclass(slots=True)
 class _Steps(Generic[T]):
-    """Values that hold from their time on."""
+    """Values, each valid from its time on."""
 
-    at_s: list[float] = field(default_factory=list)  # rising
+    at_s: list[float] = field(default_factory=list)  # ascending
     values: list[T] = field(default_factory=list)
 
     def add(self, at_s: float, value: T) -> None:
@@ -209,45 +209,45 @@ class _Steps(Generic[T]):
         self.values.append(value)
 
     def at(self, seconds: float, before: T) -> T:
-        """The value of that time; `before` where it is before the first."""
+        """The value at that time; `before` if that is before the first."""
         index = bisect_right(self.at_s, seconds)
         return self.values[index - 1] if index else before
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recording that was read whole. Read-only."""
+    """A recording, read completely. Read-only."""
 
     path: str
     source: str  # the name of the source that was recorded
-    interval_s: float | None  # how often memory was asked for; None where there was no device
+    interval_s: float | None  # polling interval of memory; None without devices
     duration_s: float
     devices: tuple[DeviceInfo, ...]  # all that occur, in the order of their first appearance
     _presence: _Steps[tuple[DeviceInfo, ...]]
     _states: dict[str, _Steps[RecordedState]]  # by uuid
 
     def devices_at(self, seconds: float) -> tuple[DeviceInfo, ...]:
-        """The devices that were there at that time."""
+        """The devices present at that time."""
         return self._presence.at(seconds, ())
 
     def state(self, uuid: str, seconds: float) -> RecordedState:
-        """What is known at that time, there or not; after the end, what was known last. KeyError for an unknown uuid."""
+        """The state of a device at that time, present or not; after the end, its last state. KeyError for an unknown uuid."""
         return self._states[uuid].at(seconds, RecordedState())
 
     def at(self, seconds: float) -> dict[str, RecordedState]:
-        """What is known at that time of each device there, by uuid."""
+        """The state at that time of each present device, by uuid."""
         return {info.uuid: self.state(info.uuid, seconds) for info in self.devices_at(seconds)}
 
 
 class _Malformed(Exception):
-    """A line is not what it should be; the message goes behind its number."""
+    """An invalid line; the message follows its number."""
 
 
 def read_recording(path: str | Path) -> Recording:
     """Read and check a whole recording.
 
-    Raises ConfigInvalid: it cannot be read, is no recording, of another version, torn at the end, or wrong in a line, which
-    is named; and how what is whole of it can be kept.
+    Raises ConfigInvalid if it cannot be read, is not a recording, has another version, is torn at the end, or has an
+    invalid line. The message names the line, and how to rescue the part before it.
     """
     try:
         with open(path, "rb") as file:
@@ -261,7 +261,7 @@ def read_recording(path: str | Path) -> Recording:
 
 
 class _Content:
-    """What was read of a recording so far."""
+    """The content of a recording read so far."""
 
     def __init__(self, path: str | Path, header: bytes) -> None:
         """Raises ConfigInvalid unless `header` is a recording's first line."""
@@ -279,10 +279,10 @@ class _Content:
         )  # fmt: skip
 
     def take(self, number: int, line: bytes) -> None:
-        """Take in one line. Raises ConfigInvalid."""
+        """Process one line. Raises ConfigInvalid."""
         try:
             content = json.loads(line, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
             if line.endswith(b"\n"):
                 self._refuse(number, f"is no JSON: {error}")
             self._refuse(number, "is cut short: the recorder was killed or the disk was full")
@@ -338,7 +338,7 @@ class _Content:
         steps.add(self.at_s, new)
 
     def _header(self, line: bytes) -> tuple[str, float | None]:
-        """(source, interval_s); takes in the devices."""
+        """(source, interval_s) of the first line; also records its devices."""
         foreign = f"{self.path} is no recording of a monitor; `vram-monitor record FILE` makes one"
         if not line:
             raise ConfigInvalid(f"{self.path} is empty, so it is no recording; `vram-monitor record FILE` makes one")
@@ -394,7 +394,7 @@ def _memory(value: object) -> MemoryReading:
 
 
 def _detail(value: object, old: DetailReading | None) -> DetailReading:
-    """The fields in `value`, and those of `old` that it does not tell."""
+    """The fields in `value`, with those of `old` for the others."""
     changed = _build(DetailReading, value, processes=_processes)
     if old is None:
         return changed
@@ -411,7 +411,7 @@ def _processes(value: object) -> tuple[ProcessUse, ...] | None:
 
 
 def _build(cls: type[T], value: object, **converted: Callable[[object], Any]) -> T:
-    """`value` as an object of the dataclass `cls`, its fields of the declared types or through their converter."""
+    """`value` as an object of the dataclass `cls`, with fields of the declared types or converted by `converted`."""
     if not isinstance(value, dict):
         raise _Malformed(f"has {value!r:.80} where {cls.__name__} should stand")
     required, types = _DECLARED[cls]
@@ -430,7 +430,7 @@ def _build(cls: type[T], value: object, **converted: Callable[[object], Any]) ->
 
 
 def _declared(cls: type) -> tuple[frozenset[str], dict[str, Any]]:
-    """The fields that must be given, and the types of all, where a whole number is a float too, as in JSON."""
+    """The required fields, and the types of all fields; a whole number is a float too, as in JSON."""
     required = frozenset(each.name for each in fields(cls) if each.default is MISSING)
     types = {name: kind | int if kind == float | None else kind for name, kind in get_type_hints(cls).items()}
     return required, types

@@ -1,17 +1,17 @@
-"""Where a monitor's record and locks lie, who may read them, and which monitor a process should listen to.
+"""The directory of a monitor's record and locks, its access rights, and the choice of a monitor for a process.
 
     PAGETIDE_RUNTIME_DIR     goes first, for everything
     $XDG_RUNTIME_DIR/pagetide  one user's monitor, 0700; without that variable /run/user/UID, /dev/shm, or the temporary folder
     /run/pagetide            one for the whole machine, 0750, its record readable by a group
 
     monitor.lock   held exclusively (flock) by the one monitor of the directory; the kernel drops it at any death.
-                   Says who that is, or was (see holders)
+                   Names the present or last monitor (see holders)
     users.lock     held shared by each user of a monitor that was started on demand, exclusively by one that ends
     start.lock     held exclusively while a monitor is started on demand
     record         the shared-memory record
     broker.sock    where engines ask for memory
 
-Lock files are never removed: whoever waited for one that is would hold another file's lock.
+Lock files are never removed: a process that waited for a removed one would hold another file's lock.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RuntimeDir:
 
     @property
     def monitor_lock(self) -> Path:
-        """Held by the monitor that runs."""
+        """Held by the running monitor."""
         return self.path / "monitor.lock"
 
     @property
     def start_lock(self) -> Path:
-        """Held by the one who starts a monitor on demand."""
+        """Held by the process that starts a monitor on demand."""
         return self.path / "start.lock"
 
     @property
@@ -59,16 +59,16 @@ class RuntimeDir:
 
     @property
     def socket(self) -> Path:
-        """Where the broker listens."""
+        """The socket on which the broker listens."""
         return self.path / "broker.sock"
 
     @property
     def log(self) -> Path:
-        """What a monitor says that was started on demand."""
+        """The output of a monitor that was started on demand."""
         return self.path / "monitor.log"
 
     def prepare(self, *, group: str | None = None) -> RuntimeDir:
-        """Make the directory, 0700, or 0750 for `group`. Raises ConfigInvalid where it cannot be, or is not safe to use."""
+        """Create the directory, 0700, or 0750 for `group`. Raises ConfigInvalid if that fails or the directory is not safe."""
         gid = None if group is None else group_id(group)
         mode = 0o700 if gid is None else 0o750
         try:
@@ -93,7 +93,7 @@ class RuntimeDir:
         return self
 
     def _open_to(self, gid: int, mode: int, fresh: bool) -> None:
-        """Let the group in; but where others' files may lie, nobody is let in who was not before."""
+        """Grant the group access, but not to a directory that may contain unrelated files."""
         found = self.path.stat()
         if (found.st_gid, stat.S_IMODE(found.st_mode)) == (gid, mode):
             return
@@ -106,7 +106,7 @@ class RuntimeDir:
         self.path.chmod(mode)
 
     def _check(self) -> None:
-        """Refuse what somebody else could have laid there, or may write to."""
+        """Reject a directory that another user could have created, or can write to."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigInvalid(f"the runtime directory {self.path} is no directory")
@@ -120,7 +120,7 @@ class RuntimeDir:
 
 
 def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:
-    """The directory of this user's monitor. Makes nothing."""
+    """The directory of this user's monitor. Creates nothing."""
     if named := environ.get(VARIABLE):
         return RuntimeDir(Path(named).absolute())
     uid = _uid()
@@ -133,7 +133,7 @@ def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:
 
 
 def _uid() -> int:
-    """This user's number; 0 where users have none (Windows)."""
+    """This user's uid; 0 on Windows."""
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
@@ -145,13 +145,13 @@ def _is_own(folder: str, uid: int) -> bool:
 
 
 def readable_dirs(environ: Mapping[str, str] = os.environ, machine: Path = MACHINE_DIR) -> tuple[RuntimeDir, ...]:
-    """The directories in which a monitor for this process may be, the first that runs is the one to read."""
+    """The directories to search for a running monitor, in order."""
     own = own_dir(environ)
     return (own,) if environ.get(VARIABLE) else (RuntimeDir(machine), own)
 
 
 def group_id(group: str) -> int:
-    """The number of a group's name. Raises ConfigInvalid."""
+    """The gid of a group name. Raises ConfigInvalid."""
     import grp
 
     try:
@@ -161,43 +161,43 @@ def group_id(group: str) -> int:
 
 
 class FileLock:
-    """A lock on a file that the kernel drops when its holder dies. Not inherited by programs that are executed."""
+    """A lock on a file, released by the kernel when its holder dies. Not inherited by executed programs."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, making it if need be, readable by its owner alone. Raises OSError."""
+        """Open the file; create it if needed, readable by its owner only. Raises OSError."""
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _locks.add(self)
 
     def try_exclusive(self) -> bool:
-        """Take it alone; False where somebody holds it."""
+        """Take the lock exclusively; False if another process holds it."""
         import fcntl
 
         return self._try(fcntl.LOCK_EX)
 
     def try_shared(self) -> bool:
-        """Take it with others; False where somebody holds it alone."""
+        """Take the lock shared; False if another process holds it exclusively."""
         import fcntl
 
         return self._try(fcntl.LOCK_SH)
 
     def wait_shared(self, timeout_s: float) -> bool:
-        """Take it with others, waiting at most so long for one who holds it alone."""
+        """Take the lock shared, waiting at most `timeout_s` for an exclusive holder."""
         return _wait(self.try_shared, timeout_s)
 
     def wait_exclusive(self, timeout_s: float) -> bool:
-        """Take it alone, waiting at most so long for whoever holds it."""
+        """Take the lock exclusively, waiting at most `timeout_s` for other holders."""
         return _wait(self.try_exclusive, timeout_s)
 
     def note(self, text: str) -> None:
-        """Make this the file's text, for who looks into it; it stays when the lock is given back. Raises OSError."""
+        """Replace the file's text, for other processes to read; it stays after the lock is released. Raises OSError."""
         if self._fd is None:
             raise ValueError("the lock is closed")
         data = text.encode()
-        os.pwrite(self._fd, data, 0)  # before it is cut, so that nobody finds the file empty
+        os.pwrite(self._fd, data, 0)  # before truncation, so that no reader finds the file empty
         os.ftruncate(self._fd, len(data))
 
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -227,7 +227,7 @@ _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's locks and would hold them on: it lets go of its part."""
+    """Close the locks in a forked child, which shares them with its parent and would keep them held."""
     for lock in list(_locks):
         lock.close()
 

@@ -1,4 +1,4 @@
-"""What the monitor saw of the devices: frozen records in bytes and monotonic nanoseconds; unknown is None, never 0."""
+"""Snapshots of the devices: frozen data in bytes and monotonic nanoseconds. An unknown value is None, never 0."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ STALE_AFTER_INTERVALS = 3
 
 
 class DeviceKind(StrEnum):
-    """What a device is."""
+    """The kind of a device."""
 
     GPU = "gpu"
     MIG = "mig"  # an instance of a partitioned GPU, with memory of its own
-    HOST = "host"  # this machine's memory, or what a cgroup leaves of it
+    HOST = "host"  # this machine's memory, or a cgroup's limit of it
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What does not change while a device is there."""
+    """The constant properties of a device."""
 
     uuid: str  # "GPU-8a6e...", "MIG-...", "HOST-..."; the key of a device everywhere
-    index: str  # for people: "0" as NVML counts (CUDA may count otherwise), "0:1" for a MIG instance, "host"
+    index: str  # for display: "0" in NVML's order (CUDA's may differ), "0:1" for a MIG instance, "host"
     kind: DeviceKind
     name: str | None = None
     pci_id: str | None = None  # "00000000:3B:00.0", as NVML writes it
@@ -33,7 +33,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What a source says of one device's memory; None where it does not say."""
+    """A source's numbers of one device's memory; None if the source gives none."""
 
     total_bytes: int | None
     free_bytes: int | None
@@ -44,57 +44,57 @@ class ProcessUse:
     """One process on one device."""
 
     pid: int
-    used_bytes: int | None  # None where the driver does not tell (permissions, containers, WDDM)
+    used_bytes: int | None  # None if the driver hides it (permissions, containers, WDDM)
     kind: str = "compute"  # "compute", "graphics", "compute+graphics", "host"
     user: str | None = None
-    command: str | None = None  # with arguments; None where the pid is not seen from here
-    engine: str | None = None  # the name under which an engine holds a lease
+    command: str | None = None  # with arguments; None if this process cannot see the pid
+    engine: str | None = None  # the engine's name in its lease
 
 
 @dataclass(frozen=True, slots=True)
 class DetailReading:
-    """What a source says of one device less often: load and processes."""
+    """The less frequent readings of one device: load and processes."""
 
     utilization: float | None = None  # share of time a kernel ran, 0..1
     temperature_celsius: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    processes: tuple[ProcessUse, ...] | None = None  # None: the source does not tell, () : there are none
+    processes: tuple[ProcessUse, ...] | None = None  # None: the source gives none; (): there are no processes
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one device at one instant, with its trend. What engines read."""
+    """The memory of one device at one instant, with its trend. Engines read this."""
 
-    at_ns: int  # monotonic, when the source was asked for what it answered last; 0 before the first answer
-    interval_ns: int  # how often it is asked
+    at_ns: int  # monotonic, start of the last completed poll; 0 before the first
+    interval_ns: int  # polling interval
     total_bytes: int | None
     free_bytes: int | None
-    bytes_per_second: float | None  # smoothed growth of the used bytes; negative while memory comes free
-    polls: int  # answers and failures since the monitor started; never falls
+    bytes_per_second: float | None  # smoothed growth of the used bytes; negative while memory becomes free
+    polls: int  # answers and failures since the monitor started; never decreases
     failures: int  # of these, failures
     error: str | None = None  # why there are no numbers: "GPU is lost"
 
     @property
     def used_bytes(self) -> int | None:
-        """total - free: what everybody holds together, the driver's own reserve included."""
+        """total - free: the memory of all processes, including the driver's own reserve."""
         if self.total_bytes is None or self.free_bytes is None:
             return None
         return self.total_bytes - self.free_bytes
 
     @property
     def seconds_until_exhaustion(self) -> float | None:
-        """When free memory ends if the trend goes on; None where use does not grow or is not known."""
+        """The time until free memory is used up at the present trend; None if use does not grow or is unknown."""
         if self.free_bytes is None or not self.bytes_per_second or self.bytes_per_second <= 0:
             return None
         return self.free_bytes / self.bytes_per_second
 
     def age_ns(self, now_ns: int | None = None) -> int:
-        """How old the answer is."""
+        """The age of the numbers."""
         return (time.monotonic_ns() if now_ns is None else now_ns) - self.at_ns
 
     def is_stale(self, now_ns: int | None = None) -> bool:
-        """Whether the answer is older than three intervals, or from the future: written before a restart of the machine."""
+        """Whether the numbers are older than three intervals, or from the future: written before a restart of the machine."""
         return not 0 <= self.age_ns(now_ns) <= STALE_AFTER_INTERVALS * self.interval_ns
 
 
@@ -102,16 +102,16 @@ class DeviceMemory:
 class DeviceDetail:
     """Load, processes and the last minutes of one device."""
 
-    at_ns: int  # monotonic, when the source answered last; 0 before the first answer
+    at_ns: int  # monotonic, start of the last completed poll; 0 before the first
     interval_ns: int
     reading: DetailReading
-    history: tuple[int | None, ...] = ()  # used bytes at the last intervals, newest last; None where unknown
+    history: tuple[int | None, ...] = ()  # used bytes, one per interval, newest last; None if unknown
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """All that is known of one device."""
+    """All known about one device."""
 
     info: DeviceInfo
     memory: DeviceMemory
@@ -120,29 +120,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class LeaseUse:
-    """What one engine may hold of a device, and holds. Bytes cover all of its process: weights, KV, everything else."""
+    """One engine's lease on a device and its use. Bytes cover its whole process: weights, KV, everything else."""
 
     engine: str
     pid: int
     user: str
     device_uuid: str
     min_bytes: int
-    max_bytes: int | None  # None: as much as the device has
+    max_bytes: int | None  # None: up to the whole device
     weight: float
     priority: int
     granted_bytes: int
     held_bytes: int
-    held_by_class: Mapping[str, int]  # as the engine reported last: "weights", "kv", "other"
-    free_bytes: int  # of what is held, free in its pool
-    asked_bytes: int | None  # None: it asks for nothing
+    held_by_class: Mapping[str, int]  # as the engine last reported: "weights", "kv", "other"
+    free_bytes: int  # part of the held bytes that is free in its pool
+    asked_bytes: int | None  # None: no request
     state: str  # "ok", "recalling", "overdue", "reaping": its process ended and its memory is not back
     recall_target_bytes: int | None
-    recall_age_seconds: float | None  # since the oldest recall that is not served
+    recall_age_seconds: float | None  # since the oldest unserved recall
 
     def held_parts(self) -> dict[str, int]:
-        """What is held by class: "weights", "kv", and "other", which is the rest. The parts always make the whole.
+        """The held bytes by class: "weights", "kv" and "other", which is the rest. They always add up to `held_bytes`.
 
-        So a report that is older than `held_bytes` is cut to it.
+        A report that is older than `held_bytes` is cut to it.
         """
         weights = min(self.held_by_class.get("weights", 0), self.held_bytes)
         kv = min(self.held_by_class.get("kv", 0), self.held_bytes - weights)
@@ -151,27 +151,27 @@ class LeaseUse:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the monitor saw of all devices."""
+    """The state of all devices at one time, as the monitor recorded it."""
 
     at_ns: int  # monotonic, when the snapshot was taken from the record
     source: str  # "nvml+host", "host", "replay:FILE"
-    monitor_pid: int  # the process that polls
-    started_ns: int  # monotonic, when it began
+    monitor_pid: int  # pid of the polling process
+    started_ns: int  # monotonic, start of the monitor
     devices: tuple[Device, ...]
     leases: tuple[LeaseUse, ...] = ()
-    leases_error: str | None = None  # why the leases are not known; then there are none in `leases`
-    silent_ns: int | None = None  # for how long nothing was heard of the monitor itself; None: it is at work
-    # When it was taken, since 1970; None where nobody said. Not compared: it is `at_ns` by a clock that may be set.
+    leases_error: str | None = None  # why the leases are unknown; then `leases` is empty
+    silent_ns: int | None = None  # time since the monitor's last heartbeat; None: it runs
+    # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
 
     def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
-        """The same with these leases, and their engines' names beside their processes."""
+        """The same snapshot with these leases, and their engines' names in the process entries."""
         engines = {(lease.device_uuid, lease.pid): lease.engine for lease in leases}
         devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
         return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, with what follows from it (used bytes, age, staleness, time until exhaustion)."""
+        """Plain data for JSON, including derived values (used bytes, age, staleness, time until exhaustion)."""
         devices = []
         for device in self.devices:
             memory = device.memory
@@ -207,7 +207,7 @@ class Snapshot:
 
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
-    """The device with the names of the engines that its processes are."""
+    """The device, with engine names in its process entries."""
     processes = device.detail.reading.processes
     if processes is None:
         return device

@@ -1,14 +1,13 @@
-"""The trend of a device's used memory: how many bytes a second it grows, smoothed.
+"""The trend of a device's used memory: its smoothed growth in bytes per second.
 
-A line is laid through the past by least squares, in which what was seen at age a counts exp(-a / time constant). Every
-sample stands for the time since the one before it, and the first for all the time before; so it does not matter how
-often, or how regularly, one looks.
+A least-squares line is fitted to the past, in which a sample of age a has weight exp(-a / time constant). Each sample
+stands for the time since the one before it, and the first for all time before. So the result does not depend on how
+often or how regularly memory is sampled.
 
-The slope of that line is trusted as far as the line explains what was seen (r², the coefficient of determination): fully
-where memory really grows in a line, not at all where r² is 0.1 or less. So noise around a level, and waves of up to two
-time constants, are no growth, whichever way they happen to lean, and predict no exhaustion that comes and goes. A
-single step of b bytes counts for at most 0.23 b per time constant and for nothing after six of them; a staircase counts
-as the slope it climbs, once its steps come faster than the time constant.
+The slope is scaled by how well the line fits (r², the coefficient of determination): fully for linear growth, not at
+all for r² of 0.1 or less. So noise around a level, and waves of up to two time constants, count as no growth and
+predict no intermittent exhaustion. A single step of b bytes counts for at most 0.23 b per time constant, and for
+nothing after six of them. A staircase counts as its average slope, once its steps come faster than the time constant.
 
 Smoothing the derivative would be simpler, but shows a step at once and in full, and noise with both signs.
 """
@@ -17,15 +16,14 @@ from __future__ import annotations
 
 import math
 
-_BY_CHANCE = 0.1  # r² that proves nothing: that of noise, looked at 250 times per time constant, is ten times less
+_BY_CHANCE = 0.1  # r² without significance: noise sampled 250 times per time constant has a tenth of it
 
 
 class Trend:
-    """Follows one device. Mutable; used by one thread at a time; asks no clock.
+    """The trend of one device. Mutable; used by one thread at a time; reads no clock.
 
-    Says something once it has seen one `time_constant_ns`, which should be ten sampling intervals or more. After a
-    silence longer than that it starts anew, since nothing is known of what happened meanwhile. Raises ValueError for a
-    time constant below 1.
+    Gives values once it covers one `time_constant_ns`, which should be at least ten sampling intervals. Restarts after
+    a longer silence, as the time between is unknown. Raises ValueError for a time constant below 1.
     """
 
     __slots__ = (
@@ -47,11 +45,11 @@ class Trend:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the past: the device's total has changed, or it was exchanged."""
+        """Forget the past: the device's total has changed, or the device was exchanged."""
         self._began_ns: int | None = None
         self._at_ns = 0
         self._used = 0
-        # Of the weighted past, relative to the last sample, so that neither long uptimes nor large levels cost digits:
+        # Of the weighted past, relative to the last sample, so that long uptimes and large levels cost no precision:
         self._lead_s = 0.0  # last time - mean time
         self._lead = 0.0  # last used - mean used, bytes
         self._time_variance = 0.0  # s²
@@ -59,10 +57,10 @@ class Trend:
         self._covariance = 0.0  # bytes · s
 
     def update(self, at_ns: int, used_bytes: int | None) -> float | None:
-        """The growth in bytes a second after one more sample; None while too little was seen to tell.
+        """Add a sample. Returns the growth in bytes per second; None while there are too few samples.
 
-        Negative while memory comes free, 0.0 where there is no trend. `used_bytes` None (the device did not say) starts
-        anew, as does a time before the last one.
+        Negative while memory becomes free, 0.0 without a trend. `used_bytes` None (no answer) restarts the trend, as
+        does a time before the last one.
         """
         if used_bytes is None:
             self.reset()
@@ -72,7 +70,7 @@ class Trend:
             self._began_ns, self._at_ns, self._used = at_ns, at_ns, used_bytes
             return None
         elapsed_ns = at_ns - self._at_ns
-        weight = -math.expm1(-elapsed_ns / self._tau_ns)  # all weights together are always 1
+        weight = -math.expm1(-elapsed_ns / self._tau_ns)  # all weights always add up to 1
         rest = 1 - weight
         seconds = self._lead_s + elapsed_ns / 1e9  # from the mean so far to this sample
         growth = self._lead + (used_bytes - self._used)

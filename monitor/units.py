@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: `parse_bytes("1.5G")` and `format_bytes(1610612736)`."""
+"""Human-readable amounts of memory: `parse_bytes("1.5G")` and `format_bytes(1610612736)`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
-MOST_BYTES = 2**62  # what every place that keeps an amount has room for
+MOST_BYTES = 2**62  # fits every field that holds an amount
 _MOST_DIGITS = 40
 
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -46,7 +46,7 @@ def parse_bytes(amount: int | str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for a person: "512 bytes", "1.50 GiB", "-3.00 MiB"."""
+    """`num_bytes` for display: "512 bytes", "1.50 GiB", "-3.00 MiB"."""
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.2f} {name}"

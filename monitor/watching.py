@@ -1,12 +1,13 @@
-"""`monitor.watch()`: a reader for an engine; where no monitor runs, one is started, and it ends with its last user.
+"""`monitor.watch()`: a reader for an engine. If no monitor runs, one is started, which ends with its last user.
 
     user     shared lock on users.lock ── is a monitor there? ──no──► start one, wait for its record
     monitor  exclusive lock on monitor.lock, or end: another was first
-             now and then: exclusive lock on users.lock?  ──yes──► nobody is left: take the record away, end
+             now and then: exclusive lock on users.lock?  ──yes──► no user is left: remove the record, end
 
-A user takes its lock before it looks, and the monitor holds the users' lock until it has ended, so nobody is left with a
-monitor that is about to go. One that was started on demand and dies is replaced by whichever user notices first, within
-seconds. A daemon that dies is waited for: only who runs it knows its settings, and another in its place would keep it out.
+A user takes its lock before it looks for a monitor, and an ending monitor holds users.lock until it has ended. So no
+user keeps a monitor that is about to end. If a monitor started on demand dies, the first user to notice replaces it,
+within seconds. A daemon that dies is not replaced: only its operator knows its settings, and a replacement would block
+its restart.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from .snapshot import DeviceInfo, DeviceMemory, Snapshot
 
 log = logging.getLogger(__name__)
 
-ALREADY_MONITORED_STATUS = 3  # how a monitor says that another was first
-GUARD_S = 1.0  # how often a user looks whether its monitor is alive
-OTHERS_FIRST_S = 3.0  # how long a dead monitor is left to whoever else may start it again
+ALREADY_MONITORED_STATUS = 3  # exit status of a monitor that found another one running
+GUARD_S = 1.0  # how often a user checks that its monitor is alive
+OTHERS_FIRST_S = 3.0  # grace period in which others may replace a dead monitor
 FIRST_ANSWER_S = 1.0
 
 
 class Watch:
-    """What the monitor of `directory` sees, read without a lock. Close it, or a monitor that was started for it goes on."""
+    """A lock-free view of the monitor in `directory`. Close it, else a monitor started for it keeps running."""
 
     def __init__(self, directory: RuntimeDir, reader: RecordReader, users: FileLock | None) -> None:
-        """With the `users` lock held the monitor is ours too: if it was started on demand and dies, another is started."""
+        """If the `users` lock is held, this process is a user: it restarts a monitor started on demand that dies."""
         self.directory = directory
         self._reader = reader
         self._closed = threading.Event()
@@ -61,19 +62,19 @@ class Watch:
         return self._reader.memory(uuid)
 
     def snapshot(self) -> Snapshot:
-        """All that is known of all devices."""
+        """Everything known about all devices."""
         return self._reader.snapshot()
 
     @property
     def monitor_pid(self) -> int:
-        """The process that polls; another one after a restart."""
+        """The pid of the monitor; it changes after a restart."""
         return self._reader.monitor_pid
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._drop()
         if self._guard is not None:
-            self._guard.join(GUARD_S)  # unless it is starting a monitor just now
+            self._guard.join(GUARD_S)  # it takes longer while a monitor is being started
         self._reader.close()
 
     def __enter__(self) -> Watch:
@@ -86,10 +87,10 @@ class Watch:
 
 
 def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> Watch:
-    """Watch the devices through the monitor that runs, or through one that is started now and ends with its last user.
+    """Watch the devices through the running monitor, or through one that is started now and ends with its last user.
 
-    `runtime_dir` names the directory to look and start in, instead of the usual ones. Waits at most `timeout_s` for a
-    monitor that is started. Raises MonitorFailed with what the monitor said, ConfigInvalid for an unusable directory.
+    `runtime_dir` replaces the usual directories to look and start in. Waits at most `timeout_s` for a starting monitor.
+    Raises MonitorFailed with the monitor's output, ConfigInvalid for an unusable directory.
     """
     own = own_dir() if runtime_dir is None else RuntimeDir(Path(runtime_dir).absolute())
     for directory in () if runtime_dir is not None else readable_dirs():
@@ -98,7 +99,7 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
     try:
         own.prepare()
     except ConfigInvalid:
-        if (reader := _live(own)) is not None:  # somebody else's, for us to read
+        if (reader := _live(own)) is not None:  # another user's, readable by this one
             return Watch(own, reader, None)
         raise
     deadline = time.monotonic() + timeout_s
@@ -121,9 +122,9 @@ def _drop(users: FileLock | None, closed: threading.Event) -> None:
 
 
 def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event) -> None:
-    """Start another monitor when one that was started on demand has died, as long as somebody watches.
+    """Restart a monitor that was started on demand and died, until the watch is closed.
 
-    Whoever wants a daemon in its place has some time to start that first. The reader finds the successor by itself.
+    A grace period lets the user start a daemon instead. The reader finds the successor by itself.
     """
     live_at, waits = time.monotonic(), False
     while not closed.wait(GUARD_S):
@@ -141,7 +142,7 @@ def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event)
                     "the monitor in %s has ended; it was no engine's, so it is waited for until somebody starts it again",
                     directory.path,
                 )
-        except RecordError:  # closed
+        except RecordError:  # the reader was closed
             return
         except (MonitorError, OSError) as error:
             log.warning("no monitor could be started: %s", error)
@@ -156,7 +157,7 @@ def find_live(directories: Sequence[RuntimeDir]) -> tuple[RuntimeDir, RecordRead
 
 
 def _live(directory: RuntimeDir) -> RecordReader | None:
-    """A reader of the monitor in `directory`, or None where none runs that can be read."""
+    """A reader of the monitor in `directory`, or None if no readable monitor runs there."""
     try:
         reader = RecordReader.open(directory.record)
     except RecordError:
@@ -170,9 +171,9 @@ def _live(directory: RuntimeDir) -> RecordReader | None:
 def find_running(
     directories: Sequence[RuntimeDir], *, timeout_s: float = 2.0
 ) -> tuple[RuntimeDir, RecordReader] | None:
-    """As `find_live`, but a monitor that holds a directory and is busy, starting or ending has time to show it.
+    """Like `find_live`, but waits for a monitor that holds a directory and is busy, starting or ending.
 
-    Raises MonitorFailed, which names its process, where it does not within `timeout_s`.
+    Raises MonitorFailed, naming its process, if it does not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while (found := find_live(directories)) is None:
@@ -186,7 +187,7 @@ def find_running(
 
 
 def _is_seen_held(directory: RuntimeDir) -> bool:
-    """Whether a monitor holds the directory, as far as this user may see; makes nothing."""
+    """Whether a monitor holds the directory, as far as this user can see. Creates nothing."""
     try:
         return directory.monitor_lock.exists() and _is_held(directory)
     except OSError:
@@ -202,7 +203,7 @@ def _silence(directory: RuntimeDir) -> str:
 
 
 def _is_held(directory: RuntimeDir) -> bool:
-    """Whether a monitor holds the directory, though it may be starting, stopped or hanging."""
+    """Whether a monitor holds the directory, even if it is starting, stopped or hanging."""
     lock = FileLock(directory.monitor_lock)
     try:
         return not lock.try_shared()
@@ -211,7 +212,7 @@ def _is_held(directory: RuntimeDir) -> bool:
 
 
 def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
-    """Start a monitor, unless another user is at it or one is there that says nothing yet, and wait for its record."""
+    """Start a monitor and wait for its record, unless another user is starting one or a silent one is there."""
     start = FileLock(directory.start_lock)
     try:
         process = None
@@ -220,7 +221,7 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
                 process = _spawn(directory)
             status = None if process is None else process.returncode
             if status in (0, ALREADY_MONITORED_STATUS):
-                process = None  # another was first, or just looked: see what becomes of it
+                process = None  # another was first, or only probed the lock: check again
             elif status is not None:
                 raise MonitorFailed(f"the monitor ended with status {status}: {_said(directory)}")
             if time.monotonic() > deadline:
@@ -234,7 +235,7 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
 
 
 def _spawn(directory: RuntimeDir) -> subprocess.Popen[bytes]:
-    """A monitor in a process of its own. The start lock is held."""
+    """A monitor in its own process. The start lock must be held."""
     command = [
         sys.executable, "-P", "-m", "pagetide.vram_monitor",
         "serve", "--until-unused", "--runtime-dir", str(directory.path),
@@ -248,17 +249,17 @@ def _spawn(directory: RuntimeDir) -> subprocess.Popen[bytes]:
             stdout=descriptor,
             stderr=descriptor,
             cwd="/",
-            start_new_session=True,  # Ctrl-C at the engine's terminal is not for the monitor of others
+            start_new_session=True,  # Ctrl-C at the engine's terminal must not end a shared monitor
         )
     finally:
         os.close(descriptor)
-    # It may outlive its first user or end before it: a thread that waits leaves no zombie behind.
+    # It may outlive its first user or end before it: a waiting thread prevents a zombie process.
     threading.Thread(target=process.wait, name="vram-monitor", daemon=True).start()
     return process
 
 
 def _wait_for_answers(reader: RecordReader, deadline: float) -> None:
-    """Wait until every device was asked once, but not long for one that does not answer."""
+    """Wait until every device was read once, with a short limit for one that does not answer."""
     deadline = min(deadline, time.monotonic() + FIRST_ANSWER_S)
     while not all(device.memory.at_ns for device in reader.snapshot().devices) and time.monotonic() < deadline:
         time.sleep(0.002)

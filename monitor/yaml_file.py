@@ -1,4 +1,4 @@
-"""Reads YAML settings, such as a models file, within bounds of size, and with the line numbers of keys."""
+"""Reads YAML settings, such as a models file, with size limits and the line numbers of keys."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 1 << 20
-MOST_VALUES = 100_000  # aliases expanded: a few lines of aliases of aliases can stand for billions of values
+MOST_VALUES = 100_000  # aliases expanded: a few lines of nested aliases can stand for billions of values
 
 
 class InvalidYaml(ValueError):
-    """A file or a text is no YAML, or too large. The message begins with the file, and with the line if it is known."""
+    """Invalid YAML, or too large. The message begins with the file, and the line if known."""
 
 
 def read_yaml(file: Path) -> tuple[yaml.Node | None, Any]:
     """The document of a file as a tree of nodes with line numbers, and as plain values. (None, None) for an empty file.
 
     Raises:
-        InvalidYaml: larger than MOST_BYTES, no YAML, or more than MOST_VALUES values.
+        InvalidYaml: larger than MOST_BYTES, invalid YAML, or more than MOST_VALUES values.
         OSError: the file cannot be read.
     """
     with file.open("rb") as opened:
@@ -55,7 +55,7 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:
-    """The number of values in a node, itself included and aliases expanded. Visits each node once."""
+    """The number of values in a node, including itself and expanded aliases. Visits each node once."""
     known = counted.get(id(node))
     if known is not None:
         if not known:

@@ -1,9 +1,9 @@
-"""A paged KV cache that rises and falls with the free memory of the GPU, and an engine on top of it.
+"""A paged KV cache that grows and shrinks with the GPU's free memory, and an engine on top of it.
 
     from pagetide import LLM, SamplingParams
 
-The names below are imported when they are first asked for (PEP 562): importing a part of pagetide, such as
-`pagetide.allocator`, runs this file, and must not load torch.
+The names below are imported on first access (PEP 562): importing a part of pagetide, such as `pagetide.allocator`, runs
+this file and must not load torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_MODULE_OF[name], __name__), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # cached for the next access
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m pagetide` is the command `pagetide`."""
+"""Entry point of `python -m pagetide`, which is the command `pagetide`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `pagetide`: generate text, watch the demo, see which models there are and how much of one fits."""
+"""The command `pagetide`: generate text, run batches and the demo, list models, plan memory, check the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from . import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, 1 when a request failed, 2 for bad input, 130 when interrupted."""
+    """Run the command and return its exit status.
+
+    0, 1 if a request failed, 2 for bad input, 130 if interrupted, 141 if the reader closed the output pipe.
+    """
     args = _parser().parse_args(argv)
     logging.basicConfig(
         level=[logging.WARNING, logging.INFO, logging.DEBUG][min(args.verbose, 2)],
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 141
     except Exception as error:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether the message says all that its reader needs."""
+    """Whether the error message suffices for the user, without a traceback."""
     from .engine.errors import EngineError
     from .scheduler.errors import SchedulerError
 
@@ -94,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(plan, "as JSON")
     plan.set_defaults(run=_plan)
 
-    from . import doctor  # late, as what the other commands need
+    from . import doctor  # imported late, like what the other commands need
     from .batch import run
 
     for command in (generate, demo, models, plan, run.add_parser(commands), doctor.add_parser(commands)):
@@ -107,7 +110,7 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> argparse._ArgumentGroup:
-    """Arguments of the engine; their defaults are `LLM`'s, so that they are written down once. Returns their group."""
+    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group."""
     from .engine.attention.backends import NAMES as ATTENTION
 
     told = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
@@ -131,7 +134,7 @@ def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = Fa
 
 
 def _add_serving(engine: argparse._ArgumentGroup) -> None:
-    """What makes no difference before something runs."""
+    """Add the engine options that `plan` does not take, as they matter only to a running engine."""
     engine.add_argument(
         "--max-chunk-tokens", type=int, metavar="N",
         help="most tokens of one prompt in a step (default: as many as the step has)",
@@ -180,7 +183,7 @@ _SAMPLING_OTHERS = (
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of SamplingParams that a command line can say; what is not given is the model's default."""
+    """Add an option for each field of SamplingParams that fits a command line; omitted ones keep the model's default."""
     group = parser.add_argument_group("sampling (default: as the model's generation config says)")
     for name, kind in _SAMPLING_NUMBERS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
@@ -228,7 +231,7 @@ def _early_stopping(text: str) -> bool | str:
 
 
 def _text_or_file(text: str) -> str:
-    """The text, or what stands in the file named behind an @."""
+    """The text, or the content of the file named after an @."""
     if not text.startswith("@"):
         return text
     try:
@@ -297,7 +300,7 @@ def _print_texts(texts: Sequence[str]) -> None:
 
 
 def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
-    """Print what comes, as it comes: JSON lines of all prompts mixed, or one text after the other."""
+    """Print chunks as they come: JSON lines of all prompts mixed, or one text after another."""
     outputs: dict[int, Any] = {}
     view = None if as_json else _InTurn(len(prompts), params.n or llm.config.sampling.n or 1)
     for chunk in llm.stream(list(prompts), params):
@@ -314,7 +317,7 @@ def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> lis
 
 
 class _InTurn:
-    """Prints the texts of several streams one after the other: the first that is not complete is live."""
+    """Prints several streamed texts one after another: the first incomplete one is live."""
 
     def __init__(self, num_prompts: int, each: int) -> None:
         count, self._each = num_prompts * each, each

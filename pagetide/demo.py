@@ -1,7 +1,7 @@
-"""`pagetide demo`: many prompts through the bundled model, out of a KV pool too small for all of them, live.
+"""`pagetide demo`: serves many prompts with the bundled model from a KV pool too small for all of them, live.
 
-On a CPU the pool is elastic, on a private device with a broker of its own: in the middle of the run half of it is recalled,
-and it grows again when it may. The same requests then run again with room for all, and the tokens of both runs are compared.
+On a CPU the pool is elastic, on a private device with its own broker: in the middle of the run half of it is recalled,
+and later it may grow again. The same requests then run with room for all, and the tokens of both runs are compared.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from .scheduler.request import SamplingParams
 
 LEAST_PROMPTS = 16
-MAX_STEP_TOKENS = 160  # small, so that long prompts are computed in chunks beside the others' tokens
+MAX_STEP_TOKENS = 160  # small, so that long prompts are prefilled in chunks alongside other requests
 BLOCK_SIZE = 16
 REFRESH_S = 0.1
-FILLED = 0.7  # of the pool's blocks are in use when half of them is recalled
+FILLED = 0.7  # share of the pool's blocks in use when half of them is recalled
 MOST_RECALLS = 5
-HEADROOM_BYTES = 8 * MIB  # of the private device
-_SPARE_BYTES = 512 * MIB  # of the device: what the process comes to hold besides weights and KV
-_COMPARED_BYTES = 128 * MIB  # of the pool with room for all, beyond the need
+HEADROOM_BYTES = 8 * MIB  # the headroom of the private device
+_SPARE_BYTES = 512 * MIB  # device memory for what the process holds besides weights and KV
+_COMPARED_BYTES = 128 * MIB  # extra memory of the pool with room for all
 
 
 @dataclass
@@ -55,9 +55,9 @@ def run(
     *, device: str = "auto", num_prompts: int = 24, max_new_tokens: int = 128, share: float = 0.5, seed: int = 0,
     as_json: bool = False,
 ) -> int:  # fmt: skip
-    """The whole demo. Returns 0 when every request was served and both runs gave the same tokens, else 1.
+    """Run the whole demo. Returns 0 if every request was served and both runs gave the same tokens, else 1.
 
-    Raises ValueError for a number that makes no demo.
+    Raises ValueError for numbers out of range.
     """
     if num_prompts < LEAST_PROMPTS:
         raise ValueError(
@@ -73,7 +73,7 @@ def run(
     say(f"{num_prompts} prompts, up to {max_new_tokens} new tokens each; loading the bundled model ...")
     each = _blocks(prompts, max_new_tokens)
     need, largest = sum(each), max(each)
-    plan = _plan(device, max(int(need * share), largest) + 1)  # and the null block
+    plan = _plan(device, max(int(need * share), largest) + 1)  # the 1 is the null block
     usable, at_once = plan.num_blocks - 1, [range(num_prompts)]
     with _engines(plan, least_blocks=largest + 1, roomy_blocks=need + 1) as (tight, roomy, pressure):
         say(f"together they need {need} blocks of {BLOCK_SIZE} tokens; the pool has {usable}")
@@ -96,7 +96,7 @@ def run(
 
 
 def _prompts(count: int, seed: int) -> list[str]:
-    """Pieces of the held-out text, of very different lengths: the model has not seen them."""
+    """Pieces of the held-out text, of very different lengths; the model was not trained on it."""
     import random
 
     from .engine import demo_model
@@ -114,7 +114,7 @@ def _prompts(count: int, seed: int) -> list[str]:
 
 
 def _blocks(prompts: list[str], max_new_tokens: int) -> list[int]:
-    """Blocks that each prompt comes to hold, if it generates all it may."""
+    """Blocks that each prompt needs if it generates the maximum."""
     from .engine.build import plan_only
     from .engine.config import EngineConfig, resolve_model
     from .engine.loading.loader import load_tokenizer
@@ -126,7 +126,7 @@ def _blocks(prompts: list[str], max_new_tokens: int) -> list[int]:
 
 
 def _plan(device: str, num_blocks: int) -> MemoryPlan:
-    """Where the demo runs and what it takes there, with a pool of at most so many blocks."""
+    """The memory plan on `device`, with a pool of at most `num_blocks` blocks."""
     from .engine.build import plan_only
     from .engine.config import EngineConfig
 
@@ -139,9 +139,10 @@ def _plan(device: str, num_blocks: int) -> MemoryPlan:
 
 @contextlib.contextmanager
 def _engines(plan: MemoryPlan, least_blocks: int, roomy_blocks: int) -> Iterator[tuple[LLM, LLM, _Pressure | None]]:
-    """One engine with the small pool, one with room for all; on a CPU the former's pool is elastic, under pressure.
+    """One engine with the small pool and one with room for all. On a CPU the small pool is elastic, under pressure.
 
-    The latter is made last: so the lease of the former, which covers the whole process, has nothing to spare for KV.
+    The large engine is made last: the small one's lease covers the whole process, so it then has no memory to spare for
+    KV.
     """
     from .engine.llm import LLM
     from .pressure import PrivateDevice
@@ -174,7 +175,7 @@ def _process_bytes() -> int:
 
 
 class _Pressure:
-    """Recalls half of a pool when it is well filled, as `vram-monitor recall` does, and waits until it may grow again."""
+    """Recalls half of a well-filled pool, as `vram-monitor recall` does, and waits until it may grow again."""
 
     def __init__(self, llm: LLM, device: PrivateDevice, most_blocks: int) -> None:
         self._llm, self._device, self._most_blocks = llm, device, most_blocks
@@ -184,13 +185,13 @@ class _Pressure:
         self.over = False
 
     def advance(self) -> None:
-        """Go on with it, as far as that is without waiting."""
+        """Advance as far as possible without waiting."""
         self._smallest = min(self._smallest, self._memory()["kv_bytes"])
         self.word = next(self._course, "")
         self.over = not self.word
 
     def rows(self) -> dict[str, Any]:
-        """For the closing table."""
+        """The rows for the closing table."""
         memory = self._memory()
         return {
             "recalls of the pool's memory": memory["recalls"],
@@ -207,13 +208,13 @@ class _Pressure:
         while not self._filled():
             yield "the tide rises"
         self._grown_before = self._memory()["grown_bytes"]
-        for _ in range(MOST_RECALLS):  # the first is answered with what libraries keep for later
+        for _ in range(MOST_RECALLS):  # the first recall is answered with memory that libraries cache
             over_bytes = self._memory()["kv_bytes"] - self._largest // 2
             if over_bytes <= 0:
                 break
             try:
                 self._device.client.recall(self._memory()["lease"]["name"], over_bytes)
-            except LeaseRefused:  # it holds its minimum
+            except LeaseRefused:  # the lease is at its minimum
                 break
             while any(lease.state != "ok" for lease in self._device.leases()):
                 yield "half is recalled"
@@ -222,7 +223,7 @@ class _Pressure:
             yield "half is recalled"
 
     def _filled(self) -> bool:
-        """Whether more blocks are in use than will be left, or nobody is there any more who could use them."""
+        """Whether more blocks are in use than will be left, or no request remains that could use more."""
         stats = self._llm.stats()
         self._largest = self._smallest = max(self._largest, stats["memory"]["kv_bytes"])
         live = stats["blocks"]["live"]
@@ -237,7 +238,7 @@ def _serve(
     llm: LLM, prompts: list[str], params: list[SamplingParams], live: bool, waves: list[range],
     pressure: _Pressure | None = None,
 ) -> _DemoRun:  # fmt: skip
-    """Stream all prompts, with a line that tells how it goes. The first wave lasts until the pressure is over."""
+    """Stream all prompts, with a live status line. The first wave lasts until the pressure is over."""
     view = _Line(live, pressure)
     outputs: dict[int, RequestOutput] = {}
     began, tokens = time.perf_counter(), 0
@@ -254,7 +255,7 @@ def _serve(
                 outputs[wave[chunk.index]] = chunk.output
             look()
         waits = time.perf_counter()
-        while pressure is not None and not pressure.over:  # all is done before the memory may come back
+        while pressure is not None and not pressure.over:  # the memory may come back only after all is done
             look()
             time.sleep(0.01)
         began += time.perf_counter() - waits
@@ -265,7 +266,7 @@ def _serve(
 
 
 def _waves(each: list[int], usable: int) -> list[range]:
-    """Which prompts come together under pressure: first those that need the whole pool of `usable` blocks, then the rest."""
+    """The prompts that run together under pressure: first those that fill the pool of `usable` blocks, then the rest."""
     first, blocks = 0, 0
     while first < len(each) and blocks < usable:
         blocks += each[first]
@@ -274,12 +275,12 @@ def _waves(each: list[int], usable: int) -> list[range]:
 
 
 class _Line:
-    """The live line: rewritten in place on a terminal, a line every second elsewhere."""
+    """The live line: rewritten in place on a terminal, printed every second elsewhere."""
 
     def __init__(self, live: bool, pressure: _Pressure | None = None) -> None:
         self._live = live
         self._pressure = pressure
-        self._most = 1  # blocks of the pool, so far
+        self._most = 1  # the largest number of usable blocks so far
         self._tty = sys.stdout.isatty()
         self._next = 0.0
 

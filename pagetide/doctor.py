@@ -1,4 +1,4 @@
-"""`pagetide doctor`: what this machine has of what an engine uses, and what the self-check of its CUDA devices found."""
+"""`pagetide doctor`: lists what this machine offers an engine, and the self-check results of its CUDA devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from . import __version__
 if TYPE_CHECKING:
     from .engine.self_check.report import CheckReport
 
-# The optional dependencies of pyproject.toml that an engine uses, with the module by which each is found.
+# The optional dependencies (extras of pyproject.toml) that an engine uses, each with the module that shows it is
+# installed.
 EXTRAS = {
     "cuda": ("cuda.bindings", "an elastic KV pool on CUDA, and pinned host memory for swaps"),
     "triton": ("triton", "attention on CUDA, and with it CUDA graphs"),
@@ -29,7 +30,7 @@ _NAME_COLUMNS = 13
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """The subcommand `doctor` of `commands`, which `ArgumentParser.add_subparsers` gave."""
+    """Add the subcommand `doctor` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor", help="what this machine has, and what of the engine works on its GPUs",
         description="Versions, devices, extras and the monitor, and what the self-check found that the first engine on a CUDA "
@@ -57,18 +58,18 @@ def main(
     devices: Callable[[], list[dict[str, Any]]] | None = None,
     check: Callable[..., CheckReport] | None = None,
 ) -> int:
-    """Examine and print. Returns the exit status: 1 where something does not work. Raises ValueError.
+    """Examine and print. Returns the exit status: 1 if something does not work. Raises ValueError.
 
     Args:
-        devices: The CUDA devices that there are, as `cuda_devices` tells them.
-        check: As `self_check`.
+        devices: Returns the CUDA devices, in the form of `cuda_devices`.
+        check: Replaces `self_check`.
     """
     from .engine.self_check.identity import cuda_devices
 
     told = machine()
     try:
         there = (devices or cuda_devices)()
-    except (ImportError, OSError) as error:  # a library of torch's that is missing
+    except (ImportError, OSError) as error:  # a library that torch needs is missing
         there, told["torch_error"] = [], f"{type(error).__name__}: {error}"
     from .engine.self_check.check import self_check
 
@@ -83,7 +84,7 @@ def main(
 
 
 def machine() -> dict[str, Any]:
-    """What there is besides CUDA devices. Plain data."""
+    """Everything but the CUDA devices, as plain data."""
     from .engine.self_check.cache import cache_dir
     from .engine.self_check.identity import driver_version, versions
     from .monitor.host_memory import host_memory
@@ -124,7 +125,7 @@ def _chosen(device: str | None, there: Sequence[dict[str, Any]]) -> list[dict[st
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found. Imports its packages at most."""
+    """Whether a module can be found. Imports at most its parent packages."""
     try:
         return find_spec(module) is not None
     except ImportError:
@@ -135,7 +136,7 @@ def _is_there(module: str) -> bool:
 
 
 def describe(told: dict[str, Any]) -> Iterator[str]:
-    """What `machine` and the checks told, as lines."""
+    """The results of `machine` and the checks, as lines of text."""
     from .monitor.units import format_bytes
 
     yield f"pagetide {told['pagetide']}, Python {told['python']}, {told['system']}"

@@ -1,7 +1,7 @@
-"""A device of our own to put under pressure: some of this machine's memory behind a broker of its own, and a stranger on it.
+"""A private test device: some of this machine's memory behind its own broker, and an external process that uses it.
 
-The demo uses it, and examples/tide.py with the stranger. The monitor is the real one, in a temporary runtime directory, so
-that nobody else's is disturbed; the stranger is a process that takes real memory and has never heard of a broker.
+The demo uses it, as does examples/tide.py with the external process. The monitor is the real one, in a temporary
+runtime directory, so that it disturbs no other monitor. The external process takes real memory and knows no broker.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ for line in sys.stdin:
 
 
 class ExternalProcess:
-    """A process that holds as much memory as it is told. Ends with the context, or with us."""
+    """A process that holds a given amount of memory. It ends with the context or with this process."""
 
     def __init__(self) -> None:
-        """Start it; it holds nothing yet."""
+        """Start the process, which holds nothing yet."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -59,11 +59,11 @@ class ExternalProcess:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process id."""
         return self._process.pid
 
     def hold(self, num_bytes: int) -> None:
-        """Take what is missing to `num_bytes` as one piece, or return the last pieces beyond it; done when this returns."""
+        """Allocate up to `num_bytes` in one piece, or free the last pieces beyond it; returns when done."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{num_bytes}\n")
         self.held_bytes = self._answer()
@@ -76,12 +76,12 @@ class ExternalProcess:
         return int(line)
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Kill the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # it was dead before it read what we last said
+            with contextlib.suppress(BrokenPipeError):  # it may have died before it read the last input
                 pipe.close()
 
     def __enter__(self) -> ExternalProcess:
@@ -94,13 +94,13 @@ class ExternalProcess:
 
 
 class PrivateDevice:
-    """`vram-monitor serve` over `capacity_bytes` of this machine's memory, for engines, and `stranger` if there is one.
+    """`vram-monitor serve` over `capacity_bytes` of this machine's memory, for engines and an optional external process.
 
-    Engines are on it that are made in a process with `environ`, or inside `here`.
+    Engines use the device if they are made in a process with `environ`, or inside `here`.
     """
 
     def __init__(self, capacity_bytes: int, headroom_bytes: int, stranger: ExternalProcess | None = None) -> None:
-        """Start it and wait until it answers. Raises MonitorFailed with what it said when it ended instead."""
+        """Start the monitor and wait until it answers. Raises MonitorFailed with its output if it ends or does not answer."""
         self.capacity_bytes = capacity_bytes
         self.headroom_bytes = headroom_bytes
         self._folder = Path(tempfile.mkdtemp(prefix="pagetide-"))
@@ -109,7 +109,7 @@ class PrivateDevice:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: RecordReader | None = None
         try:
-            self._users.wait_shared(END_S)  # it ends when nobody holds this: also when we are killed
+            self._users.wait_shared(END_S)  # the monitor ends when this lock is free, also after this process is killed
             self._process = self._start(stranger)
             self._reader = self._wait(self._process)
         except BaseException:
@@ -118,24 +118,24 @@ class PrivateDevice:
 
     @property
     def socket(self) -> Path:
-        """Where its broker listens."""
+        """The broker's socket."""
         return self._directory.socket
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables of a process whose engines are to be on this device."""
+        """Environment variables that put a process's engines on this device."""
         return {VARIABLE: str(self._directory.path)}
 
     @property
     def client(self) -> BrokerClient:
-        """For what people ask of its broker."""
+        """A client for commands to the broker."""
         from .allocator.broker_client import BrokerClient
 
         return BrokerClient(self.socket)
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """Engines that this process makes inside are on this device."""
+        """Put the engines that this process makes inside the context on this device."""
         before = os.environ.get(VARIABLE)
         os.environ.update(self.environ)
         try:
@@ -147,11 +147,11 @@ class PrivateDevice:
                 os.environ[VARIABLE] = before
 
     def leases(self) -> tuple[LeaseView, ...]:
-        """What engines may hold, and hold."""
+        """The leases of the engines."""
         return self.client.leases()
 
     def free_bytes(self) -> int:
-        """As measured last."""
+        """Free bytes by the last measurement."""
         assert self._reader is not None
         (device,) = self._reader.snapshot().devices
         if device.memory.free_bytes is None:
@@ -159,7 +159,7 @@ class PrivateDevice:
         return device.memory.free_bytes
 
     def close(self) -> None:
-        """End the monitor, and leave nothing. Idempotent."""
+        """End the monitor and delete its files. Idempotent."""
         if self._reader is not None:
             self._reader.close()
         self._users.close()

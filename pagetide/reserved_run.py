@@ -1,8 +1,8 @@
-"""Runs the program of `vram-monitor run` to its end: signals go on to it, and its reservation is looked after.
+"""Runs the program of `vram-monitor run` to its end: forwards signals to it and watches over its reservation.
 
-With a terminal the program stays in its foreground, as the shell put it there: what is typed reaches it without us, and
-what is sent to us goes to the program alone. Without one, as under a service manager, it gets a process group of its own,
-and that is sent what is sent to us. Either way we end when it ends, with its status.
+With a terminal the program stays in the foreground: it gets typed signals directly, and signals sent to this process
+are forwarded to the program alone. Without one, as under a service manager, it gets its own process group, and signals
+are forwarded to the group. In both cases this process ends with the program, with its status.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .monitor.errors import ConfigInvalid
 if TYPE_CHECKING:
     from .allocator.broker_client import Reservation
 
-LOOK_S = 0.5  # how often the end of the program and the broker are looked for where nothing tells of them
+LOOK_S = 0.5  # polling interval, for events without a descriptor
 
-_TYPED = (signal.SIGINT, signal.SIGQUIT)  # what a terminal sends to all of its foreground
+_TYPED = (signal.SIGINT, signal.SIGQUIT)  # signals that a terminal sends to its whole foreground group
 _SENT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class CannotStart(ConfigInvalid):
-    """The program cannot be started. `status`: as shells tell it, 127 where there is none and 126 for any other reason."""
+    """The program cannot be started. `status` follows shells: 127 if there is no such program, else 126."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -38,9 +38,9 @@ class CannotStart(ConfigInvalid):
 
 
 def run_reserved(program: Sequence[str], reservation: Reservation, what: str) -> int:
-    """The exit status of `program`, 128 + N for signal N. Belongs into the main thread. Raises CannotStart.
+    """Run `program` and return its exit status, 128 + N for signal N. Main thread only. Raises CannotStart.
 
-    `what` is reserved: "8.00 GiB". That it is not kept any more, and that it is again, is said on stderr.
+    `what` names the reserved amount: "8.00 GiB". The loss of the reservation, and its renewal, are reported on stderr.
     """
     group = not _has_terminal()
     with _forwarding(group) as forward:
@@ -79,7 +79,7 @@ def _has_terminal() -> bool:
 
 
 class _Forward:
-    """Signals on their way to the program; those that come before it has started are kept for it."""
+    """Forwards signals to the program; those that come before it has started are kept for it."""
 
     def __init__(self, group: bool) -> None:
         self._group = group
@@ -87,23 +87,23 @@ class _Forward:
         self._kept: list[int] = []
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
-        """The program has started."""
+        """Set the started process, and send it the kept signals."""
         self._process = process
         for number in self._kept:
             self.send(number)
 
     def taken(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals."""
+        """Signal handler that forwards the signal."""
         if self._process is None:
             self._kept.append(number)
         else:
             self.send(number)
 
     def typed(self, number: int, frame: FrameType | None) -> None:
-        """A handler of signals that the terminal has sent to the program too."""
+        """Signal handler for signals that the terminal also sends to the program: does nothing."""
 
     def send(self, number: int) -> None:
-        """To the program, or its group, unless it has ended."""
+        """Send a signal to the program or its group, unless it has ended."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -116,7 +116,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def _forwarding(group: bool) -> Iterator[_Forward]:
-    """Inside, signals are forwarded, but for those that are ignored, as under nohup: the program ignores them too."""
+    """Forward signals inside the context, except ignored ones, as under nohup: the program ignores them too."""
     forward = _Forward(group)
     handlers = dict.fromkeys(_SENT, forward.taken)
     handlers |= dict.fromkeys(_TYPED, forward.taken if group else forward.typed)
@@ -133,10 +133,10 @@ def _forwarding(group: bool) -> Iterator[_Forward]:
 
 
 def _wait(process: subprocess.Popen[bytes], reservation: Reservation) -> None:
-    """Until the program has ended, or the broker says something, or a while."""
+    """Wait until the program has ended, the broker has sent something, or `LOOK_S` has passed."""
     poller = select.poll()
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # no descriptors of processes before Linux 5.3
+        with contextlib.suppress(OSError):  # no pidfd before Linux 5.3
             pidfd = os.pidfd_open(process.pid)
             stack.callback(os.close, pidfd)
             poller.register(pidfd, select.POLLIN)

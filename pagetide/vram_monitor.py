@@ -1,4 +1,4 @@
-"""The command `vram-monitor`: look at the memory of the devices, watch and lease it out (`serve`), record it, move it."""
+"""The command `vram-monitor`: shows device memory, watches and leases it (`serve`), records it, and controls leases."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ _WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", 
 _SERVING = (
     *_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level",
 )  # fmt: skip
-_DESCRIPTORS = 4096  # three for each place at the broker, and as many again for the devices, /proc and the metrics page
+_DESCRIPTORS = 4096  # three per place at the broker, and as many again for the devices, /proc and the metrics page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, 2 for bad input, 3 where another monitor runs, 130 when interrupted.
+    """Run the command and return its exit status.
 
-    `run` returns its program's, 126 where that cannot be started and 127 where there is none.
+    0, 2 for bad input, 3 if another monitor runs, 130 if interrupted, 141 if the reader closed the output pipe. `run`
+    returns its program's status, 126 if the program cannot be started and 127 if there is none.
     """
     args = parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         status = run(args)
-        if sys.stdout is not None:  # it may be closed
+        if sys.stdout is not None:  # stdout may be closed
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 141
     except AlreadyMonitored as error:
@@ -73,7 +74,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options. Each is None where it is not given, so that a configuration file can say it."""
+    """All options. Options not given are None or absent, so that a configuration file can set them."""
     top = argparse.ArgumentParser(
         prog="vram-monitor",
         description="See who holds the memory of the GPUs. Without a command: a live view, which q ends.",
@@ -118,7 +119,8 @@ def _add_serve(commands: _Commands) -> None:
         "(default 90%%; not for root)",
     )  # fmt: skip
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
-    serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)  # as `monitor.watch` starts it
+    # Set when `monitor.watch` starts the command.
+    serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
 
 
@@ -136,7 +138,7 @@ def _add_record(commands: _Commands) -> None:
 
 
 def _add_lease_commands(commands: _Commands) -> None:
-    """What people ask of the broker."""
+    """Add the commands to the broker."""
     leases = commands.add_parser(
         "leases", help="list what engines may hold and hold", description="List what engines may hold, and hold."
     )
@@ -174,7 +176,7 @@ def _add_lease_commands(commands: _Commands) -> None:
 
 def _add_source(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("what is watched")
-    group.argument_default = argparse.SUPPRESS  # so that a command leaves what was said before it
+    group.argument_default = argparse.SUPPRESS  # so that a subcommand keeps what was given before it
     group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
     group.add_argument("--capacity", metavar="SIZE", help="with the host: a test device of this size, like 2GiB")
     group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that are on it")
@@ -198,12 +200,12 @@ def _settings(args: argparse.Namespace, names: Sequence[str], file: Path | None 
 def _serve(args: argparse.Namespace) -> int:
     from .monitor.daemon import Daemon
 
-    sys.setswitchinterval(0.0005)  # a thread that lists processes must not hold up the one that reads memory
+    sys.setswitchinterval(0.0005)  # the thread that lists processes must not delay the one that reads memory
     config = _settings(args, _SERVING, args.config)
     _log_to_stderr(config.log_level)
     signals = _Signals()
     _allow_descriptors()
-    usual = config == MonitorConfig(runtime_dir=config.runtime_dir)  # so that `monitor.watch` starts another like it
+    usual = config == MonitorConfig(runtime_dir=config.runtime_dir)  # so that `monitor.watch` can start another like it
     daemon = Daemon(config, _Leases(config), on_demand=args.until_unused and usual)
     daemon.start()
     try:
@@ -220,7 +222,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _allow_descriptors() -> None:
-    """Let this process open as many files as all places at the broker take, or as many as the system lets it."""
+    """Raise the limit of open files to what all places at the broker need, as far as the system allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -235,7 +237,7 @@ def _allow_descriptors() -> None:
 
 
 class _Leases:
-    """The broker beside the monitor."""
+    """The broker that runs beside the monitor."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self._config = config
@@ -294,22 +296,23 @@ def _lease_use(view: LeaseView) -> LeaseUse:
 
 
 class _Signals:
-    """SIGTERM, SIGINT and SIGHUP, taken one at a time by who waits for them.
+    """Takes SIGTERM, SIGINT and SIGHUP one at a time, in the waiting thread.
 
-    They are blocked, in the threads that start later too, instead of handled: a handler runs between any two steps of the
-    main thread, and one that sets an Event while that thread is inside the Event's own lock never returns.
+    The signals are blocked, also in threads started later, and not handled. A handler runs between any two steps of the
+    main thread, and one that sets an Event while that thread holds the Event's own lock never returns.
     """
 
     def __init__(self) -> None:
         names = ("SIGTERM", "SIGINT", "SIGHUP")
         known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        self._taken = {number for number in known if signal.getsignal(number) != signal.SIG_IGN}  # as under nohup
+        # skips ignored signals, as under nohup
+        self._taken = {number for number in known if signal.getsignal(number) != signal.SIG_IGN}
         if not hasattr(signal, "pthread_sigmask"):
             raise ConfigInvalid(f"this needs a POSIX system, which {sys.platform} is not")
         signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
 
     def wait(self, timeout_s: float | None) -> int | None:
-        """The next signal, or None when the time is over. Without a time it waits for one."""
+        """The next signal, or None after `timeout_s`. With None it waits indefinitely."""
         if timeout_s is None:
             return signal.sigwait(self._taken)
         if hasattr(signal, "sigtimedwait"):
@@ -328,7 +331,7 @@ def _reload(daemon: Any, args: argparse.Namespace) -> None:
         log.info("configuration read again")
     except MonitorError as error:
         log.error("the configuration was read again and is not used: %s", error)
-    except Exception:  # a fault of ours in a reload must not end what runs
+    except Exception:  # a failed reload must not end the monitor
         log.exception("the configuration could not be read again")
 
 
@@ -336,12 +339,12 @@ def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
-# ---- looking ------------------------------------------------------------------------------------
+# ---- views and recordings -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
-    """Snapshots from the monitor that runs; without one, or for a source that was named, from a poller of our own."""
+    """Snapshots from the running monitor. Without one, or for a named source, they come from a poller in this process."""
     from .monitor.daemon import directory_of
     from .monitor.runtime_dir import readable_dirs
     from .monitor.watching import find_running
@@ -378,7 +381,7 @@ def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot
 
 
 def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callable[[], Snapshot]:
-    """Snapshots with the leases that the monitor's broker tells, or with why it does not."""
+    """Snapshots with the leases of the monitor's broker, or with the reason why they are missing."""
     from .allocator.broker_client import BrokerClient
     from .allocator.errors import LeaseError
 
@@ -397,7 +400,7 @@ def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callabl
 
 @contextlib.contextmanager
 def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
-    """Snapshots from a poller in this process, the first of them complete."""
+    """Snapshots from a poller in this process; the first one is complete."""
     from .monitor.poller import Poller
     from .monitor.record import RecordReader, RecordWriter
     from .monitor.sources.opening import open_source
@@ -417,7 +420,7 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
 
 
 def _wait_for_answers(read: Callable[[], Snapshot], timeout_s: float = 3.0) -> None:
-    """Wait until every device was asked for everything once, but not for one that does not answer."""
+    """Wait until every device was read once, at most `timeout_s`, so that a device that does not answer causes no hang."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if all(device.memory.at_ns and device.detail.at_ns for device in read().devices):
@@ -426,7 +429,7 @@ def _wait_for_answers(read: Callable[[], Snapshot], timeout_s: float = 3.0) -> N
 
 
 def _view(args: argparse.Namespace) -> int:
-    logging.getLogger("pagetide").addHandler(logging.NullHandler())  # the screen is the view's
+    logging.getLogger("pagetide").addHandler(logging.NullHandler())  # keeps logs off the screen
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
     config = _settings(args, ("source", "devices", "runtime_dir", "capacity", "members"))
     with _observed(config) as read:
@@ -478,7 +481,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _running(args: argparse.Namespace) -> tuple[RuntimeDir, RecordReader]:
-    """The monitor that runs. Raises RecordMissing, MonitorFailed for one that does not answer."""
+    """The running monitor. Raises RecordMissing if there is none, MonitorFailed if it does not answer."""
     from .monitor.daemon import directory_of
     from .monitor.errors import RecordMissing
     from .monitor.runtime_dir import readable_dirs
@@ -551,7 +554,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
-    """The device of that name; without one the only device, or the first GPU. Raises NoSuchDevice."""
+    """The named device; without a name the first GPU, or the only device. Raises NoSuchDevice."""
     from .monitor.poller import select
 
     if named is not None:
@@ -561,7 +564,7 @@ def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> Device
 
 
 def _parse_size(name: str, size: str) -> int:
-    """Bytes. Raises ConfigInvalid, naming the option."""
+    """Parse a size to bytes. Raises ConfigInvalid, naming the option."""
     try:
         return parse_bytes(size)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""pagetide.scheduler: who runs, with how many tokens, in which blocks. Pure logic; no torch."""
+"""pagetide.scheduler: which sequences run, with how many tokens, in which blocks. Pure logic; no torch."""

@@ -1,12 +1,15 @@
-"""Who is admitted: whom to refuse for good, which of those that wait is seated next, and with what it begins.
+"""Admission control: rejects requests that can never run, and picks the next waiting request and its first blocks.
 
-- Who waits is asked in the order of the queue (waiting.py). One fits when the blocks of all its known tokens, less those it
-  shares, can be had, and the forecast says the others can still grow (length_forecast.py).
-- One that does not fit is passed by smaller ones, of the MOST_TRIED next, no more than MOST_PASSES times, so that it is not
-  held up for good; who was preempted is not passed. Who waits does not push out who runs.
-- A fork shares the prompt of another request, its leader. It waits until that is computed, and begins with its blocks.
-- One that needs more than the pool may have at present is put aside, and holds nobody up.
-- Who was refused is not asked again before something changed. Blocks that are to be given back no newcomer has.
+- Requests are tried in queue order (waiting.py). A request fits if the blocks of its known tokens, less shared ones,
+  are available, and the forecast leaves room for the others to grow (length_forecast.py).
+- Smaller requests (at most half the blocks) may pass one that does not fit. The search ends at MOST_TRIED further
+  refusals. A request is passed at most MOST_PASSES times, so that it does not starve; a preempted one never. Waiting
+  requests do not preempt running ones, except beams that wait for a choice (scheduler.py).
+- A fork shares the prompt of another request, its leader. It waits until that prompt is computed, and starts with its
+  blocks.
+- A request that needs more blocks than the current limit is put aside and delays no other request.
+- A refused request is not retried before something changes. Blocks reserved for giving back are not available to
+  admission.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ from .rows import Rows
 from .sequence import Sequence
 from .waiting import Waiting
 
-MOST_TRIED = 8  # waiting sequences that may pass one that does not fit, of those next in order
-MOST_PASSES = 16  # before nobody passes it any more
+MOST_TRIED = 8  # more refusals that end the search behind a sequence that does not fit
+MOST_PASSES = 16  # times a sequence may be passed by later ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdmissionPlan:
-    """What a sequence begins with: what was found, or the blocks of `leader_row`. It takes `num_blocks` of those available."""
+    """What a sequence starts with: a prefix-cache hit, or the blocks of `leader_row`. It uses `num_blocks` available
+    blocks.
+    """
 
     num_blocks: int
     hit: PrefixHit
@@ -41,10 +46,10 @@ class AdmissionPlan:
 
 
 class AdmissionController:
-    """Lets sequences out of `waiting`; the scheduler seats them, in `running`, by row. What else it is given it only reads:
-    of `size` the pool and its limit.
+    """Selects sequences from `waiting`; the scheduler assigns rows to them.
 
-    Where it does not forecast whoever fits now comes in, whatever the others will need.
+    It only reads the other arguments: `running` by row, and the pool and limit of `size`. If `forecasts` returns False,
+    every request that fits now is admitted, whatever the others will need.
     """
 
     def __init__(
@@ -57,17 +62,17 @@ class AdmissionController:
         self._running = running
         self._expected = expected
         self._forecasts = forecasts
-        self._blocked = False  # somebody was refused, and nothing changed since
-        self._shut = False  # in the next step nobody comes in
-        self._withheld = 0  # free blocks that no newcomer may have in the next step
+        self._blocked = False  # a sequence was refused, and nothing changed since
+        self._shut = False  # the next step admits no sequence
+        self._withheld = 0  # free blocks that are not available to admission in the next step
 
     @property
     def has_candidates(self) -> bool:
-        """Whether somebody waits for a row who was not refused as things stand. Read-only."""
+        """Whether a sequence waits for a row and may fit, as far as is known. Read-only."""
         return bool(self._waiting.queue) and not self._blocked
 
     def add(self, sequence: Sequence) -> None:
-        """A new one waits: a fork for its leader's prompt, unless that is computed, everybody else for a row."""
+        """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
         leader = sequence.leader
         if leader is not None and not self._is_computed(leader):
             self._waiting.put_behind(sequence, leader)
@@ -78,45 +83,46 @@ class AdmissionController:
             self._blocked = False
 
     def look_again(self) -> None:
-        """Something changed: who was refused may fit now."""
+        """Retry refused sequences: something changed, so they may fit now."""
         self._blocked = False
 
     def withhold(self, num_blocks: int) -> None:
-        """Keep so many free blocks from newcomers in the next step: they are to be given back."""
+        """Withhold `num_blocks` free blocks from admission in the next step, because they are to be given back."""
         self._withheld = num_blocks
 
     def given_back(self, num_blocks: int) -> None:
-        """So many of the blocks withheld are not free any more."""
+        """Reduce the withheld blocks by `num_blocks`, which are no longer free."""
         self._withheld = max(0, self._withheld - num_blocks)
 
     @property
     def is_shut(self) -> bool:
-        """Whether nobody comes in in the next step. Read-only."""
+        """Whether the next step admits no sequence. Read-only."""
         return self._shut
 
     def shut(self) -> None:
-        """Let nobody in in the next step."""
+        """Admit no sequence in the next step."""
         self._shut = True
 
     def lift(self) -> None:
-        """What was withheld can be had, and the door is not shut any more."""
+        """Undo `withhold` and `shut`."""
         if self._withheld:
             self._withheld, self._blocked = 0, False
         self._shut = False
 
     def open(self, step: int, decisions: Decisions) -> Iterator[tuple[Sequence, AdmissionPlan, list[str]]]:
-        """Who comes in next, what it begins with, and the ids of those it passes, while seats and blocks last.
+        """Yield each admitted sequence, its starting blocks, and the ids of the requests it passes, while rows and
+        blocks last.
 
-        Who is named waits no more, and is to be seated before the next one is asked for. A refusal is told to `decisions`,
-        the first one since the sequence waits.
+        A yielded sequence has left the queue; assign its row before the next iteration. The first refusal of a sequence
+        since it began to wait is recorded in `decisions`.
         """
         cache, queue = self._size.cache, self._waiting.queue
         refused: list[Sequence] = []
-        least = cache.capacity + 1  # blocks that a refused one needs
+        least = cache.capacity + 1  # fewest blocks that a refused sequence needs
         while not self._shut and self._may_pass(refused) and len(refused) < len(queue) and self._rows.num_free:
             sequence = queue[len(refused)]
             if cache.blocks_for(len(sequence.tokens)) > self._size.limit_blocks:
-                self._waiting.put_aside(len(refused))  # nobody waits for what may not come
+                self._waiting.put_aside(len(refused))  # the pool may not grow so far: delay no other sequence
                 continue
             start = self._start(sequence)
             if start is None:
@@ -131,11 +137,12 @@ class AdmissionController:
             else:
                 refused.append(sequence)
                 least = min(least, start.num_blocks)
-        self._blocked = bool(refused)  # not where the caller had enough before: others may still fit in the next step
+        self._blocked = bool(refused)  # not reached if the caller stopped before: others may still fit in the next step
 
     def hand_over_forks(self, leader: Sequence, here: Mapping[str, Sequence]) -> None:
-        """`leader`, which is gone, had forks that were not seated: one of its family computes the prompt for them, or has."""
-        for fork in [s for s in leader.forks if s.shares > len(s.request.prompt_token_ids)]:  # nobody else has as much
+        """Reassign the waiting forks of `leader`, which has ended, to a family member for the prompt."""
+        # no other sequence has as many tokens
+        for fork in [s for s in leader.forks if s.shares > len(s.request.prompt_token_ids)]:
             self._waiting.remove(fork)
             fork.leader = None
             self._waiting.add(fork)
@@ -148,11 +155,11 @@ class AdmissionController:
         self._waiting.hand_over_forks(leader, heir, bool(family))
 
     def _may_pass(self, refused: list[Sequence]) -> bool:
-        """Whether another one may be let in before `refused`, who came first."""
+        """Whether a later sequence may be admitted before `refused`, which came first."""
         return len(refused) <= MOST_TRIED and not any(s.preemptions or s.passes >= MOST_PASSES for s in refused)
 
     def _start(self, sequence: Sequence) -> AdmissionPlan | None:
-        """What a waiting sequence can begin with now; None for a fork that better waits for its leader's prompt."""
+        """What a waiting sequence can start with now; None for a fork that should wait for its leader's prompt."""
         cache = self._size.cache
         known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
         if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
@@ -164,16 +171,17 @@ class AdmissionController:
         return AdmissionPlan(cache.needed(known, hit), hit)
 
     def _is_computed(self, leader: Sequence) -> bool:
-        """Whether `leader` runs and has a step's result behind its tokens, so that its blocks can be shared. Read-only."""
+        """Whether `leader` runs and has a step's result for its tokens, so that its blocks can be shared. Read-only."""
         return leader.row is not None and (leader.held or bool(self._rows.known[leader.row] > len(leader.tokens)))
 
     def _fits(self, sequence: Sequence, start: AdmissionPlan, step: int, decisions: Decisions) -> bool:
-        """Whether the sequence fits now and, unless it would be alone, everybody's growth does as forecast."""
+        """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
         cache, needed, room, peak = self._size.cache, start.num_blocks, self._room, None
         usable = min(cache.usable - self._withheld, self._size.limit_blocks)
         if needed <= room:
             goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
-            if not self._running or not self._forecasts() or goes_on:  # with a seat that it has just had
+            # `goes_on`: a moved beam, which just gave up its row
+            if not self._running or not self._forecasts() or goes_on:
                 return True
             shared = cache.blocks_for(len(sequence.tokens)) - needed
             peak = self._expected.peak(np.fromiter(self._running, np.int64, len(self._running)), [sequence])
@@ -186,9 +194,9 @@ class AdmissionController:
 
     @property
     def _room(self) -> int:
-        """Blocks that a newcomer can have: free ones that are not withheld, as far as the limit is above the blocks in use.
+        """Blocks available to a new sequence: free, not withheld, and within the limit.
 
-        Blocks in flight are not in use: they are free when the copies of this step are done.
+        Blocks in flight do not count as used: they are free after this step's copies.
         """
         cache = self._size.cache
         available = cache.available
@@ -197,7 +205,9 @@ class AdmissionController:
 
 
 def check_request(request: Request, here: Mapping[str, Sequence], max_model_len: int, cache: CacheManager) -> None:
-    """Raise RequestRejected, PromptTooLong or DuplicateRequest for what can never be admitted beside who is `here`, by id."""
+    """Raise RequestRejected, PromptTooLong or DuplicateRequest if `request` can never run beside the requests `here`,
+    by id.
+    """
     length = len(request.token_ids)
     if request.request_id in here:
         raise DuplicateRequest(f"request id {request.request_id!r} is in use")
@@ -222,7 +232,7 @@ def check_request(request: Request, here: Mapping[str, Sequence], max_model_len:
 
 
 def _check_generated(request: Request) -> None:
-    """Raise RequestRejected where there is nothing left to do behind the tokens that were generated before."""
+    """Raise RequestRejected if nothing is left to generate after the tokens generated before."""
     sampling, count = request.sampling, len(request.generated)
     if count >= sampling.max_new_tokens:
         most = sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""How many blocks sequences are expected to hold at the worst moment to come."""
+"""Forecast of the most blocks that sequences will hold at one time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sequence import Sequence
 
 
 class ExpectedBlocks:
-    """The forecast of output lengths in blocks of the pool: of who runs, in `running` rows, and of newcomers. Read-only."""
+    """Converts the forecast of output lengths to blocks of the pool, for `running` rows and newcomers. Read-only."""
 
     def __init__(self, cache: CacheManager, rows: Rows, lengths: LengthForecast) -> None:
         self._cache = cache
@@ -22,9 +22,7 @@ class ExpectedBlocks:
         self._lengths = lengths
 
     def peak(self, running: Index, newcomers: list[Sequence]) -> ForecastPeak:
-        """The most blocks that whoever runs and the newcomers, one at least of both, are forecast to hold at one time, less
-        what they share.
-        """
+        """Forecast peak of blocks for the running rows and the newcomers (at least one sequence), less shared blocks."""
         rows = self._rows
         known = np.array([len(s.tokens) for s in newcomers], np.int64)
         prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
@@ -37,7 +35,7 @@ class ExpectedBlocks:
         return replace(peak, blocks=peak.blocks * len(self._cache.tables) - self._cache.shared)
 
     def needed(self, running: Index, newcomers: list[Sequence]) -> int:
-        """The forecast for these, but no less than what all their tokens take now, and no more than there can be."""
+        """The forecast, but at least the blocks of all tokens now, and at most the pool's capacity."""
         known = [*self._rows.known[running].tolist(), *(len(s.tokens) for s in newcomers)]
         if not known:
             return 0

@@ -1,15 +1,16 @@
-"""What swapping and computing take: seconds, from rates that are measured while running.
+"""Costs of swapping and computing in seconds, from rates measured at run time.
 
-A block that is demoted is copied out now, and in when it is wanted again; one that is forgotten is computed then:
+A demoted block is copied out now, and in when it is needed again. An evicted block is recomputed when it is needed
+again:
 
     copy = block bytes / bandwidth    compute = tokens of a block x seconds of a prefill token
 
-    demoting is worth it    copy + chance x copy  <  chance x compute, for the chance that it is wanted again
-    bringing back is                        copy  <  compute
+    demoting is worth it    copy + chance x copy  <  chance x compute, for the chance that the block is needed again
+    promoting is worth it                   copy  <  compute
 
-Both sides begin at a guess that a millisecond of measuring outweighs. Prefill is measured in steps that mostly do that, as
-decoding takes many times longer for a token. What was measured fades with every step, so that a rate nobody measures any more
-(no block is copied as it looked too dear) goes back to the guess and is tried again.
+Both rates start at a guess, which a millisecond of measurement outweighs. Prefill is measured in steps that mostly do
+prefill, because a decode token takes many times longer. Measurements fade with every step. A rate that is no longer
+measured (copying looked too expensive) thus returns to the guess, and is tried again.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from .plan import Plan, Result
 
 Seconds = npt.NDArray[np.float64]
 
-START_BYTES_PER_S = 8e9  # about what a PCIe 3.0 card, or a copy within host memory, comes to
-START_TOKENS_PER_S = 10e3  # of prefill: a model of 8 billion parameters on a card of some years ago
+START_BYTES_PER_S = 8e9  # about the rate of a PCIe 3.0 card, or of a copy within host memory
+START_TOKENS_PER_S = 10e3  # of prefill: a model of 8 billion parameters on an older card
 
-_GUESS_S = 1e-3  # of measuring, that the guess weighs
-_RECENT = 0.95  # of what was measured before, at each measurement
-_FADE = 0.999  # of what was measured, in each step
-_LEAST_TOKENS = 16  # of a step that says something about prefill
+_GUESS_S = 1e-3  # weight of the guess, as measured time
+_RECENT = 0.95  # factor on earlier measurements at each measurement
+_FADE = 0.999  # factor on measurements at each step
+_LEAST_TOKENS = 16  # fewest tokens of a step that measures prefill
 
 
 class SwapCost:
-    """Rates of one model on one device. `block_bytes` travel for a block of `block_size` tokens."""
+    """Rates of one model on one device. Swapping a block of `block_size` tokens copies `block_bytes`."""
 
     def __init__(
         self, block_bytes: int, block_size: int, *, bytes_per_s: float = START_BYTES_PER_S,
@@ -49,40 +50,40 @@ class SwapCost:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of copies between device and host."""
+        """Bandwidth of copies between device and host."""
         return self._bandwidth.value
 
     @property
     def tokens_per_s(self) -> float:
-        """Of prefill."""
+        """Prefill rate."""
         return self._prefill.value
 
     @property
     def least_chance(self) -> float:
-        """How likely a block must be wanted again to be better copied out than forgotten; 1 or more where none is."""
+        """Least probability of reuse at which demoting a block beats evicting it; 1 or more if none does."""
         copy_s, compute_s = self.swap_s(1) / 2, self.compute_s(self.block_size)
         return copy_s / (compute_s - copy_s) if compute_s > copy_s else math.inf
 
     @property
     def promotes(self) -> bool:
-        """Whether a block that lies on the host is better copied in than computed again."""
+        """Whether copying a block in from the host beats recomputing it."""
         return self.swap_s(1) < 2 * self.compute_s(self.block_size)
 
     def swap_s(self, num_blocks: int) -> float:
-        """Seconds to copy so many blocks out and in again."""
+        """Seconds to copy `num_blocks` out and in again."""
         return 2 * num_blocks * self.block_bytes / self.bytes_per_s
 
     def compute_s(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens of a prompt."""
+        """Seconds to compute `num_tokens` of a prompt."""
         return num_tokens / self.tokens_per_s
 
     def victims_s(self, tokens: Index) -> tuple[Seconds, Seconds]:
-        """Seconds to swap out and in, and to compute again, what victims lose: `tokens[i]` computed ones."""
+        """Seconds to swap out and in, and seconds to recompute, `tokens[i]` computed tokens of each victim."""
         blocks = -(-tokens // self.block_size)
         return np.multiply(blocks, self.swap_s(1), dtype=float), np.multiply(tokens, self.compute_s(1), dtype=float)
 
     def observe(self, plan: Plan, result: Result) -> None:
-        """Take in how long a step took, as far as its runner measured it."""
+        """Record how long a step took, if its runner measured it."""
         self._bandwidth.fade()
         self._prefill.fade()
         if result.swap_s > 0:
@@ -94,7 +95,7 @@ class SwapCost:
 
 
 class _Rate:
-    """Amount a second: a guess, and what was measured lately."""
+    """Amount per second: a guess, combined with recent measurements."""
 
     def __init__(self, guess: float) -> None:
         if not guess > 0:

@@ -1,4 +1,4 @@
-"""What was decided lately when blocks ran short, with the numbers it was decided by: for people who ask why."""
+"""A log of recent decisions made when blocks ran short, with their numbers, for diagnosis."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Decisions:
         self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None,
         compute_s: float,
     ) -> None:  # fmt: skip
-        """`request_id` gave its row up; nobody else has `blocks_won` of its blocks, in which `tokens` were computed.
+        """`request_id` gave up its row. `blocks_won` of its blocks are in no other row; they held `tokens` computed
+        tokens.
 
-        To swap these would take `swap_s`, None where that is no choice (no host tier, or it is too slow); to compute them
-        again `compute_s`.
+        Swapping these tokens takes `swap_s`, None if that is no option (no host tier, or too slow). Recomputing them
+        takes `compute_s`.
         """
         self._kept.append(
             {
@@ -36,12 +37,14 @@ class Decisions:
         )  # fmt: skip
 
     def returned(self, step: int, request_id: str, had: int, found: int) -> None:
-        """`request_id`, preempted with `had` tokens computed, is seated again, with `found` of them."""
+        """`request_id`, preempted with `had` computed tokens, is readmitted with `found` of them."""
         self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
     def waits(self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int) -> None:
-        """`request_id` was not seated: it needs so many blocks now and a newcomer can have `room`; or all that run and it are
-        expected to come to more than the `usable` blocks (None: not asked), margin included, so many steps from now.
+        """`request_id` was not admitted: it needs `needed` blocks and `room` are available, or the forecast `peak`
+        exceeds `usable`.
+
+        `peak` (margin included) covers it and all running sequences; None if no forecast was made.
         """
         self._kept.append(
             {
@@ -53,19 +56,19 @@ class Decisions:
         )  # fmt: skip
 
     def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
-        """`request_id`, which needs so many blocks, was seated before `others`, who came first and do not fit."""
+        """`request_id`, which needs `needed` blocks, was admitted before `others`, which came first and do not fit."""
         self._kept.append({"step": step, "what": "pass", "request_id": request_id, "needed": needed, "passed": others})
 
     def gave_up(
         self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float, chances: tuple[float, float]
     ) -> None:
-        """Of cached blocks so many were demoted and evicted, since nothing else was noted; a block takes `swap_s` out and in,
-        and `compute_s` to compute.
+        """Cached blocks were demoted and evicted; merges with the last entry if that is of the same kind.
 
-        `chances` are those that a block is wanted again which no request has found, and one which some has.
+        A block takes `swap_s` to swap out and in, and `compute_s` to compute. `chances` are the probabilities of reuse
+        of a block that no request has found yet, and of one that some request has found.
         """
         since, last = step, self._kept[-1] if self._kept else None
-        if last is not None and last["what"] == "give up":  # goes on: else nothing else would be left to read
+        if last is not None and last["what"] == "give up":  # merge, or such entries would displace all others
             since, demoted, evicted = last["since_step"], demoted + last["demoted"], evicted + last["evicted"]
             self._kept.pop()
         self._kept.append(
@@ -76,7 +79,7 @@ class Decisions:
         )  # fmt: skip
 
     def cut(self, step: int, request_id: str, needed: int, limit: int) -> None:
-        """`request_id` ended, alone, as it needs so many blocks and the pool may not come to more than `limit`."""
+        """`request_id` ended while running alone: it needs `needed` blocks and the pool may have at most `limit`."""
         self._kept.append({"step": step, "what": "cut", "request_id": request_id, "needed": needed, "limit": limit})
 
     def to_list(self) -> list[Decision]:

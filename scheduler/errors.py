@@ -1,21 +1,21 @@
 """The errors of the scheduler.
 
 SchedulerError
-├── RequestRejected   (a ValueError) the request cannot be served; nothing was kept of it
+├── RequestRejected   (a ValueError) the request cannot be served; nothing of it is kept
 │   ├── PromptTooLong     it can never fit: the model's context or the whole pool is too small
 │   └── DuplicateRequest  its id is in use
-└── InvalidCallOrder         schedule and apply were not called in turn, or with another plan's result
+└── InvalidCallOrder  schedule and apply were not called in turn, or with another plan's result
 """
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Root of everything the scheduler raises on purpose."""
+    """Base class of the scheduler's errors."""
 
 
 class RequestRejected(SchedulerError, ValueError):
-    """The request cannot be served; the scheduler is as it was."""
+    """The request cannot be served; the scheduler is unchanged."""
 
 
 class PromptTooLong(RequestRejected):
@@ -23,8 +23,8 @@ class PromptTooLong(RequestRejected):
 
 
 class DuplicateRequest(RequestRejected):
-    """A request of this id is waiting or running."""
+    """A request with this id is waiting or running."""
 
 
 class InvalidCallOrder(SchedulerError):
-    """A plan is out and its result not applied, or the result belongs to another plan."""
+    """A plan is pending without its result, or the result belongs to another plan."""

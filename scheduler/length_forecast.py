@@ -1,7 +1,7 @@
-"""Who is admitted: a forecast of how many blocks the running sequences will come to need.
+"""Forecast of output lengths, and of the most blocks that running sequences will need at one time.
 
-A request that fits now, but whose neighbours are about to grow, will only push one of them out again. So a request is
-admitted when its prompt fits and the pool would also hold the highest point of everybody's expected growth.
+A request that fits now, while others are about to grow, would only cause a preemption. A request is therefore admitted
+only if its prompt fits and the pool would also hold the peak of the expected growth of all sequences.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def _steps(dense: int, per_octave: int) -> Index:
     return np.append(np.concatenate(numbers), _MOST)
 
 
-EDGES = _steps(256, 16)  # of the bins of generated tokens
-_TIMES = _steps(32, 8)  # steps from now for which a forecast is made
+EDGES = _steps(256, 16)  # lower edges of the bins of generated tokens
+_TIMES = _steps(32, 8)  # forecast times, in steps from now
 _NUM_BINS = len(EDGES)  # the last one begins at _MOST
 _BIN_OF = (np.searchsorted(EDGES, np.arange(_MOST + 1), side="right") - 1).astype(np.int64)
 _WIDTHS = np.append(np.diff(EDGES), _MOST)
-# Where in EDGES a sequence in the middle of a bin will be at each time, and how far between that edge and the next.
+# For a sequence in the middle of a bin, at each time: its index in EDGES, and its position between that edge and the
+# next.
 _THEN = np.minimum((EDGES + np.minimum(_WIDTHS, 2 * _MOST) // 2)[:, None] + _TIMES, _MOST - 1)
 _AHEAD = _BIN_OF[_THEN]
 _PART = (_THEN - EDGES[_AHEAD]) / _WIDTHS[_AHEAD]
@@ -46,8 +47,9 @@ def _bins_of(tokens: Index) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class ForecastPeak:
-    """The highest point of what some sequences are expected to hold, `in_steps` steps from now: `blocks` is the mean and the
-    margin together, rounded up, and no more than if all ran on to the last token they are allowed.
+    """Peak of the blocks that some sequences are expected to hold, `in_steps` steps from now.
+
+    `blocks` is mean plus margin, rounded up, and at most what all need if they reach their last allowed token.
     """
 
     blocks: int
@@ -57,17 +59,17 @@ class ForecastPeak:
 
 
 class LengthForecast:
-    """Learns how long outputs are, and how many blocks those who run will hold at the worst moment to come.
+    """Learns output lengths, and forecasts the peak of blocks that running sequences will hold.
 
-    Lengths are learned as a life table is: of the sequences that reached a bin of lengths, the share that ended in it (Kaplan
-    and Meier 1958; the prior as in Susarla and Van Ryzin 1976). Who still runs counts as having come so far, so a start
-    where only short ones have ended yet does not look like a world of short ones; and who was cut at its own
-    `max_new_tokens` tells nothing of where it would have ended. Before anything is known every length that is allowed is as
-    likely as another; that weighs as much as PRIOR_WEIGHT sequences.
+    Lengths are learned as a life table: for each bin, the share of sequences that ended in it among those that reached
+    it (Kaplan and Meier 1958; the prior as in Susarla and Van Ryzin 1976). Running sequences count as having reached
+    their length, so short early finishers do not bias the estimate. A sequence cut at its own `max_new_tokens` says
+    nothing about where it would have ended. The prior makes every allowed length equally likely, with the weight of
+    PRIOR_WEIGHT sequences.
 
-    Then, for moments to come, mean and variance of the blocks held if nobody joins. The peak is the highest of mean plus
-    `deviations` standard deviations: a margin that is wide where lengths are unknown or differ, and next to none where they
-    are alike. All is summed by bins first, so 4,096 sequences cost little more than 256.
+    For future times, the forecast gives mean and variance of the blocks held if no request is added. The peak is the
+    maximum of mean plus `deviations` standard deviations. The margin is wide if lengths are unknown or differ, and
+    close to none if they are alike. Sums are taken by bin first, so 4,096 sequences cost little more than 256.
     """
 
     PRIOR_WEIGHT = 4.0
@@ -76,12 +78,12 @@ class LengthForecast:
         self.deviations = deviations
         self._memory = memory
         self._ended = np.zeros(_NUM_BINS)  # sequences that ended by themselves in a bin
-        self._reached = np.zeros(_NUM_BINS)  # ended ones of any kind that reached a bin, less half of those cut in it
-        self._weight = 0  # of all sequences in the two; halved, as they are, when it comes to the memory
+        self._reached = np.zeros(_NUM_BINS)  # ended sequences that reached a bin, less half of those cut in it
+        self._weight = 0  # of all sequences in both; all three are halved when it reaches the memory
         self._num_ended = 0
 
     def observe(self, generated: int, allowed: int) -> None:
-        """A sequence ended after `generated` of at most `allowed` tokens: by itself when these are fewer."""
+        """Record a sequence that ended after `generated` tokens: by itself if fewer than `allowed`."""
         if self._weight >= self._memory:
             self._ended /= 2
             self._reached /= 2
@@ -96,12 +98,12 @@ class LengthForecast:
         self._num_ended += 1
 
     def survival(self, running: Index, longest: int) -> Float:
-        """The share of outputs that is longer than each of EDGES. [len(EDGES) + 1], the last one for any longer one.
+        """Share of outputs longer than each of EDGES: [len(EDGES) + 1], the last entry for any greater length.
 
-        `running` is what those who run have generated, `longest` the most that any output may have. Read-only.
+        `running` are the generated tokens of running sequences, `longest` the most that any output may have. Read-only.
         """
         here = np.bincount(_bins_of(running), minlength=_NUM_BINS)
-        # Where far more have ended than run, the ended tell the lengths alone: who runs would only count as endless.
+        # The more sequences have ended, the less the running ones count: they would look endless.
         weight = min(1.0, len(running) / max(1, self._num_ended))
         guess = np.append(np.maximum(1 - EDGES / longest, 0.0), 0.0)
         reached = self._reached + weight * (here[::-1].cumsum()[::-1] - 0.5 * here) + self.PRIOR_WEIGHT * guess[:-1]
@@ -110,16 +112,16 @@ class LengthForecast:
         return np.concatenate(([1.0], np.cumprod(1 - hazard)))
 
     def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> ForecastPeak:
-        """The peak of sequences that know `known` tokens and generated `generated` of at most `allowed`. [n] each, n >= 1.
+        """The peak of sequences with `known` tokens, of which `generated` (at most `allowed`) are generated.
 
-        Read-only.
+        The arrays are [n] each, n >= 1. Read-only.
         """
         survival = self.survival(generated, int(allowed.max()))
         bins = _bins_of(generated)
         left = np.minimum(allowed - generated, _MOST)
         num_bins, num_times = int(bins.max()) + 1, int(np.searchsorted(_TIMES, left.max())) + 1
         cells = bins * num_times + np.minimum(np.searchsorted(_TIMES, left), num_times - 1)
-        # [num_bins, num_times]: of those in a bin who may still run at a time: how many, their tokens, and the squares
+        # [num_bins, num_times]: of the sequences of a bin that may still run at a time: count, tokens, squared tokens
         count, tokens, squares = (
             np.bincount(cells, weights, num_bins * num_times).reshape(num_bins, -1)[:, ::-1].cumsum(axis=1)[:, ::-1]
             for weights in (None, known, known * known)
@@ -127,7 +129,7 @@ class LengthForecast:
         at, part = _AHEAD[:num_bins, :num_times], _PART[:num_bins, :num_times]
         alive = survival[at] + (survival[at + 1] - survival[at]) * part
         alive /= np.maximum(alive[:, :1], 1e-12)
-        more = _TIMES[:num_times] + (block_size - 1) / 2  # blocks are rounded up: half a block on the average
+        more = _TIMES[:num_times] + (block_size - 1) / 2  # blocks are rounded up: half a block on average
         expected = (alive * (tokens + count * more)).sum(axis=0) / block_size
         spread = squares + 2 * tokens * more + count * more * more
         margin = self.deviations * np.sqrt((alive * (1 - alive) * spread).sum(axis=0)) / block_size

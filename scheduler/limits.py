@@ -1,4 +1,4 @@
-"""The bounds of what runs at the same time."""
+"""Limits on concurrent work."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LEAST_SCORED_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's bounds. No more than `max_step_tokens` sequences run, as each gets a token in every step."""
+    """The scheduler's limits. At most `max_step_tokens` sequences run, because each decode gets a token in every step."""
 
     max_seqs: int
     max_step_tokens: int
     max_model_len: int
     max_chunk_tokens: int | None = None
-    forecast: bool = True  # False admits whatever fits now
+    forecast: bool = True  # False admits every request that fits now
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_step_tokens", "max_model_len", "max_chunk_tokens"):
@@ -25,8 +25,9 @@ class Limits:
 
     @property
     def max_scored_tokens(self) -> int:
-        """Tokens of prompts with log-probabilities that are computed in one step: as many as may run, since the logits of so
-        many are planned for, or LEAST_SCORED_TOKENS.
+        """Prompt tokens with log-probabilities computed per step.
+
+        As many as sequences may run, because memory is planned for that many logits; at least LEAST_SCORED_TOKENS.
         """
         return max(self.max_seqs, LEAST_SCORED_TOKENS)
 

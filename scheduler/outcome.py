@@ -1,4 +1,4 @@
-"""What a scheduler tells to the outside: what a step gave, who ended, and its counters."""
+"""Outputs of the scheduler: step outputs, finished requests and counters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A request's end: why, and everything it generated.
+    """The end of a request: the reason, and all generated tokens.
 
-    `num_cached_tokens` is the number of the prompt's tokens that the prefix cache had, on the device or the host, when the
-    request was first admitted; None if it was never admitted. All forks of a prompt have the same number: that of the one that
-    was admitted first. What the others share with it does not count as cached.
+    `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device or the host, when the
+    request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
+    admitted first. Tokens that the others share with it do not count as cached.
     """
 
     request_id: str
@@ -28,7 +28,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class BeamMove:
-    """How a sequence goes on that somebody else chooses for: from the tokens of `source_id`, maybe its own, by `token`."""
+    """How a beam continues: from the tokens of `source_id`, which may be itself, with `token`."""
 
     request_id: str
     source_id: str
@@ -37,13 +37,13 @@ class BeamMove:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutputs:
-    """What a step gave to the outside: request `request_ids[i]` got token `tokens[i]`; then some ended."""
+    """Outputs of a step: request `request_ids[i]` got token `tokens[i]`; then the `finished` requests ended."""
 
     step_id: int
     request_ids: list[str]
     tokens: list[int]
     finished: tuple[Finished, ...] = ()
-    scores: tuple[tuple[str, ChunkLogprobs], ...] = ()  # with the request that each is of
+    scores: tuple[tuple[str, ChunkLogprobs], ...] = ()  # with their request ids
     candidates: tuple[tuple[str, Candidates], ...] = ()
 
 
@@ -51,9 +51,9 @@ class StepOutputs:
 class Stats:
     """Counters since the start. The scheduler mutates them.
 
-    Prefix lookups are counted twice: those of new prompts, and as resumed lookups those of requests that had begun before
-    (preempted requests, requests that were handed over, and forks that are admitted without their leader). Resumed requests
-    find mostly what they computed themselves, so they say nothing about how often prompts begin alike.
+    Prefix lookups of new prompts count separately from resumed lookups (preempted requests, imported requests, and
+    forks admitted without their leader). Resumed requests mostly find what they computed themselves, so they do not
+    show how often prompts share prefixes.
     """
 
     steps: int = 0
@@ -71,12 +71,12 @@ class Stats:
     resumed_lookups: int = 0
     resumed_lookup_tokens: int = 0
     resumed_hit_tokens: int = 0
-    forks: int = 0  # sequences that began with the blocks of another one
+    forks: int = 0  # sequences that started with another's blocks
     demoted_blocks: int = 0  # copied to the host tier
     promoted_blocks: int = 0  # copied back
 
     def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
-        """Count the admission of a sequence of `num_tokens` tokens, of which `num_hit` were found. `is_new`: its prompt is."""
+        """Count the prefix lookup of an admission: `num_hit` of `num_tokens` tokens were found. `is_new`: a new prompt."""
         if is_new:
             self.prefix_lookups += 1
             self.prefix_lookup_tokens += num_tokens

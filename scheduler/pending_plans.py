@@ -1,14 +1,15 @@
-"""The plans that are out, and the step that can be planned while one is.
+"""Pending plans, and planning the next step before the result of the previous one.
 
     schedule ──► A ── schedule_ahead ──► A, B ── apply(A) ──► B ── schedule_ahead ──► B, C ── apply(B) ──► C ──► ...
 
-Without the result of A, B can only be its plain continuation: a token more for each row that A gives one, unless that one is
-sure to be its last. So it is not planned where more than that may be due: somebody is to be ended or can be seated, a prompt is
-not whole, a row was left out by A, forks wait for a prompt that A computes, bytes move; nor where the next token of a row needs
-what the host does not know yet (`Sampling.ahead_from`).
+Without the result of A, plan B can only continue A: one more token for each row that A samples, unless that token is
+certainly the last. B is therefore not planned if more may be due: a sequence is to be ended or can be admitted, a
+prompt is incomplete, A left a row out, forks wait for a prompt that A computes, or memory moves. Nor is it planned if
+the next token of a row needs what the host does not know yet (`Sampling.ahead_from`).
 
-Whoever ends with the result of A, and has a row in B, is told at once, without what B gives. Its row and blocks stay its own
-until the result of B is in: no row is taken by another one, and no block of who ended is free, while a plan names them.
+A sequence that ends with the result of A but has a row in B is reported at once; its output of B is dropped. It keeps
+its row and blocks until the result of B is in. No row or block of an ended sequence is reused while a plan refers to
+it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .running import Running
 
 
 class PendingPlans:
-    """Whose results are not in: no plan, the `first`, or that one and the one `behind` it. The scheduler mutates it.
+    """Plans without a result: none, the `first`, or the `first` and the one `behind` it. The scheduler mutates it.
 
-    `is_ahead` says whether the first was behind another one when it was planned. Rows in `stale` have a chunk in the first that
-    was planned behind one which gave nothing.
+    `is_ahead` says whether the first was planned by `schedule_ahead`, behind another plan. `stale` are the rows of the
+    first that an earlier plan deferred: their chunks have invalid input.
     """
 
     __slots__ = ("behind", "first", "is_ahead", "stale")
@@ -37,12 +38,12 @@ class PendingPlans:
         self.stale = NO_ROWS
 
     def shift(self, without: Index) -> None:
-        """The result of the first is in; the chunks of the rows `without` gave nothing."""
+        """Remove the first plan, which has its result; its chunks of the rows `without` gave nothing."""
         self.first, self.behind, self.is_ahead = self.behind, None, self.behind is not None
         self.stale = without if self.is_ahead else NO_ROWS
 
     def names(self, row: int) -> bool:
-        """Whether a plan that is out computes something of `row`. Read-only."""
+        """Whether a pending plan computes a chunk of `row`. Read-only."""
         return any(plan is not None and bool((plan.rows == row).any()) for plan in (self.first, self.behind))
 
     def check_invariants(self, running: Running) -> None:
@@ -53,15 +54,16 @@ class PendingPlans:
 
 
 def continuation(out: Plan, rows: Rows, running: Running) -> tuple[Index, Index] | None:
-    """The rows of the step behind `out`, the only plan that is out, and how many tokens of each are known when its result is
-    in. None where that has to be seen first, or nobody is sure to go on. Read-only.
+    """Rows of the step after `out`, the only pending plan, and their known tokens once its result is in.
+
+    None if the result is needed first, or if no row is sure to continue. Read-only.
     """
     if out.moves_memory or np.count_nonzero(out.samples) < len(out.samples):
         return None
     if len(running) != len(out.rows) - len(running.leaving):
-        return None  # a row was left out: it is held, or waits for a copy
+        return None  # `out` left a row out: it is held, or waits for a copy
     on = running.decoding
-    if running.prefilling:  # their last chunks
+    if running.prefilling:  # `out` computes their last chunks
         if any(sequence.forks for sequence in running.prefilling):
             return None
         on = np.append(on, np.array([sequence.row for sequence in running.prefilling]))

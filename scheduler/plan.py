@@ -1,14 +1,19 @@
-"""What one step shall do, and what came out of it: plain data that can cross a process border.
+"""Plans and results of steps, as plain data that can cross a process boundary.
 
-A row is a running sequence's place in the arrays of scheduler and runner. The runner keeps, per row, what it was told:
-the tokens (from `Admission`, then from its own samples) and the block table (from `TableUpdate`). A plan therefore says
-only what changed, and which stretch of which row to compute: rows leave (`released`), rows are taken (`admitted`), tokens
-are added (`given`), tables grow (`tables`), extents get memory (`resize.map`), blocks are swapped out (`swaps`) and copied
-(`copies`), extents lose theirs (`resize.unmap`), then the chunks run. So what leaves is read before anything is written. Beside
-the chunks those blocks are swapped out and in which none of them touches; they are there when the step is over.
-No chunk uses a block of an extent that its own plan maps: a refusal stops nothing else. Arrays in a plan or result are never
-written again. Plans are executed in the order they are made; some are made before the result of the one before is known, and
-begin with the tokens that the runner sampled.
+A row is a running sequence's index in the arrays of scheduler and runner. The runner keeps each row's tokens (from
+`Admission`, then its own samples) and block table (from `TableUpdate`), so a plan contains only changes and the tokens
+to compute. Execution order:
+
+1. rows are released (`released`) and taken (`admitted`); tokens (`given`) and table entries (`tables`) are added
+2. extents get memory (`resize.map`)
+3. blocks are swapped out (`swaps`) and copied (`copies`), so that they are read before they are written
+4. extents lose memory (`resize.unmap`)
+5. the chunks run
+
+Blocks that no chunk uses are swapped concurrently with the chunks, and are ready when the step is over. No chunk uses a
+block of an extent that its own plan maps, so a refused mapping stops nothing else. Arrays in a plan or result are never
+written again. Plans are executed in the order they are made. Some are made before the previous result is known, and
+start with the tokens that the runner sampled.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ for _none in (NO_ROWS, NO_TOKENS, NO_EXTENTS, NO_LOGPROBS):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A sequence takes row `row`, with every token known of it so far: its prompt, and what it sampled before."""
+    """A sequence takes row `row`, with all its known tokens: the prompt, and tokens sampled before."""
 
     row: int
     request_id: str
@@ -47,7 +52,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForcedTokens:
-    """Tokens that somebody else has chosen: `tokens[i]` stands at `positions[i]` of row `rows[i]`, which has all before it."""
+    """Tokens chosen outside: `tokens[i]` goes to `positions[i]` of row `rows[i]`, which has all tokens before it."""
 
     rows: Index
     positions: Index
@@ -55,7 +60,7 @@ class ForcedTokens:
 
 
 def given_tokens(by_row: Mapping[int, tuple[int, int]]) -> ForcedTokens | None:
-    """By row a position and its token; None for none."""
+    """Forced tokens from (position, token) by row; None for none."""
     if not by_row:
         return None
     places = np.array(list(by_row.values()), np.int64)
@@ -64,7 +69,7 @@ def given_tokens(by_row: Mapping[int, tuple[int, int]]) -> ForcedTokens | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resize:
-    """Extents that get memory in a step, and extents that lose theirs once the step's copies are done."""
+    """Extents to map in a step, and extents to unmap once the step's copies are done."""
 
     map: Index = field(default_factory=lambda: NO_EXTENTS)
     unmap: Index = field(default_factory=lambda: NO_EXTENTS)
@@ -78,9 +83,9 @@ NO_RESIZE = Resize()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One forward pass over `len(rows)` chunks; chunk i computes tokens `starts[i] .. starts[i] + lengths[i]` of its row.
+    """One forward pass over `len(rows)` chunks; chunk i computes `lengths[i]` tokens of its row from `starts[i]`.
 
-    Chunks of one token come first. A token is sampled behind the last position of the chunks with `samples[i]`.
+    Chunks of one token come first. A chunk with `samples[i]` samples a token after its last position.
     """
 
     step_id: int
@@ -90,7 +95,7 @@ class Plan:
     samples: Bool  # [n]
     released: Index = field(default_factory=lambda: NO_ROWS)
     admitted: tuple[Admission, ...] = ()
-    tables: tuple[TableUpdate, ...] = ()  # one a group, or none when no table grew
+    tables: tuple[TableUpdate, ...] = ()  # one per group, or empty if no table grew
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
     swaps: Swaps | None = None
@@ -98,12 +103,12 @@ class Plan:
 
     @property
     def moves_memory(self) -> bool:
-        """Whether the plan copies, maps or unmaps: what cannot be undone by ending the requests of its chunks."""
+        """Whether the plan swaps, copies, maps or unmaps, which ending the requests of its chunks cannot undo."""
         return bool(self.copies is not None or self.swaps is not None or self.resize)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it to execute."""
+        """Whether the plan has nothing to execute."""
         changes = len(self.released) or self.admitted or self.tables or self.given
         return not (len(self.rows) or changes or self.moves_memory)
 
@@ -115,7 +120,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """Chunk `index` of the plan could not be computed; `message` says why."""
+    """Chunk `index` of the plan could not be computed; `message` gives the reason."""
 
     index: int
     message: str
@@ -123,10 +128,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkLogprobs:
-    """Log-probabilities that chunk `index` gave of m tokens of its row, the first of them at position `first`.
+    """Log-probabilities from chunk `index` for m tokens of its row, starting at position `first`.
 
-    Line j tells of token `first + j`: itself in column 0, then the k most likely ones, best first. `ranks` says how many are
-    at least as likely as it is.
+    Line j describes token `first + j`: the token itself in column 0, then the k most likely tokens, best first. `ranks`
+    counts the tokens at least as likely as it.
     """
 
     index: int
@@ -138,11 +143,11 @@ class ChunkLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The tokens that chunk `index` could go on with, best first, for rows that somebody else chooses for. None at all where
-    the output has the whole of the form that was asked for.
+    """Candidate next tokens of chunk `index`, best first, for rows with tokens chosen outside (beams).
 
-    `logprobs` are those of the tokens once treated; where tokens are drawn `keys` say the order of the draw, else they are the
-    same numbers.
+    Empty if the output satisfies its constraint in full. `logprobs` are those after logits processing. If tokens are
+    drawn, the sampling transforms are applied too, and `keys` give the order of the draw; otherwise `keys` equal
+    `logprobs`.
     """
 
     index: int
@@ -153,15 +158,15 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a plan's chunks gave: chunk i sampled `counts[i]` tokens, which stand one chunk after the other in `tokens`.
-    Chunks of rows that somebody else chooses for give candidates instead; some give scores besides.
+    """Output of a plan's chunks: chunk i sampled `counts[i]` tokens, stored chunk after chunk in `tokens`.
 
-    Chunks that are `deferred` gave nothing, and are to be planned again. Those that failed end their requests.
+    Chunks of rows with tokens chosen outside return candidates instead; some chunks return scores too. Chunks that are
+    `deferred` gave nothing and must be planned again. Chunks in `failures` end their requests.
 
-    Of the plan's resize, `mapped` (all of `resize.map`, or none) and `unmapped` were really done; `refused` says why the rest
-    was not. Of its swaps all were done, but those out to `lost_slots`, for which the host had no memory. Copies that raised
-    leave `failed_slots` and `failed_blocks`: what lies there is unknown, and so is what chunks computed from it. `swap_s` is
-    the time that `swapped` copies took, `compute_s` that of the chunks; 0 where nobody measured.
+    `mapped` (all of `resize.map`, or none) and `unmapped` are the resizes done; `refused` gives the reason for the
+    rest. All swaps were done, except those out to `lost_slots`, for which the host had no memory. Copies that raised
+    leave `failed_slots` and `failed_blocks`: their contents, and what chunks computed from them, are unknown. `swap_s`
+    is the time of `swapped` copies and `compute_s` that of the chunks; 0 if not measured.
     """
 
     step_id: int
@@ -180,7 +185,7 @@ class Result:
     compute_s: float = 0.0
     scores: tuple[ChunkLogprobs, ...] = ()
     candidates: tuple[Candidates, ...] = ()
-    # Chunks whose token completes the form that was asked of the output.
+    # Chunks with an output that now satisfies its constraint.
     complete: Index = field(default_factory=lambda: NO_ROWS)
 
     def deferring(self, chunks: Index) -> Result:

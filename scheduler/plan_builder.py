@@ -1,4 +1,4 @@
-"""Drawing plans up: the chunks that were decided on, with all that changed since the last plan, counted."""
+"""Builds plans from the chosen chunks and all changes since the last plan, and updates the counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sequence import Sequence
 
 
 class PlanBuilder:
-    """Takes what is pending, of `running`, `size` and `cache`, into the plan that is drawn up."""
+    """Builds plans. It takes the pending changes of `running`, `size` and `cache`."""
 
     def __init__(
         self, cache: CacheManager, size: PoolSize, rows: Rows, running: Running, cost: SwapCost | None, seats: int
@@ -27,13 +27,13 @@ class PlanBuilder:
         self._rows = rows
         self._running = running
         self._cost = cost
-        self._evicted = 0  # of the cache's evicted blocks, those that were told of
+        self._evicted = 0  # evicted blocks of the cache that are reported already
         self._ones = np.ones(seats, np.int64)
         self._trues = np.ones(seats, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
 
     def step(self, decodes: Index, chunks: list[tuple[Sequence, int]], stats: Stats, decisions: Decisions) -> Plan:
-        """A token each of the rows `decodes`, and of each sequence as many as stand with it."""
+        """Plan one token for each row of `decodes`, and the given number of tokens for each sequence of `chunks`."""
         rows, n = decodes, len(decodes)
         lengths, samples = self._ones[:n], self._trues[:n]
         stats.computed_tokens += n
@@ -46,7 +46,7 @@ class PlanBuilder:
         return self._draft(rows, self._rows.computed[rows], lengths, samples, stats, decisions)
 
     def ahead(self, rows: Index, known: Index, stats: Stats, decisions: Decisions) -> Plan:
-        """A token each of `rows`, of which `known` tokens are known when the plan that is out is done."""
+        """Plan one token for each of `rows`, which have `known` tokens once the pending plan is done."""
         n = len(rows)
         stats.computed_tokens += n
         return self._draft(rows, known - 1, self._ones[:n], self._trues[:n], stats, decisions)

@@ -1,11 +1,13 @@
-"""The pool's size: which extents the next plan maps and unmaps, and what its result says about them.
+"""Pool resizing: which extents the next plan maps and unmaps, and how its result is applied.
 
-Asked for between steps (`grow`, `give_back`), carried out by the next plan (`take`), true when its result is in (`settle`):
+A resize is requested between steps (`grow`, `give_back`), executed by the next plan (`take`) and applied with its
+result (`settle`):
 
     grow       unmapped  ──► growing ── plan, result ──► blocks are free
-    give_back  blocks are free, what lived there moves ──► leaving ── plan, result ──► unmapped
+    give_back  blocks are free, live blocks move ──► leaving ── plan, result ──► unmapped
 
-What has not been taken by a plan can be called off: to grow first calls off leaving, to give back first calls off growing.
+A resize that no plan has taken yet can be cancelled: `grow` first cancels leaving extents, `give_back` first cancels
+growing ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .plan import NO_RESIZE, Plan, Resize, Result
 
 
 class PoolSize:
-    """Extents of `cache` on their way. `limit_blocks` is the most that growth may lead to. Mutates the cache."""
+    """Extents of `cache` that are being resized. `limit_blocks` bounds growth. Mutates the cache."""
 
     def __init__(self, cache: CacheManager) -> None:
         self.cache = cache
@@ -27,41 +29,41 @@ class PoolSize:
         self._growing: list[int] = []
         self._leaving: list[int] = []
         self._copies: list[BlockCopies] = []
-        self._moving: list[BlockCopies] = []  # by the plan that is out
+        self._moving: list[BlockCopies] = []  # by the pending plan
 
     @property
     def pending(self) -> bool:
-        """Whether the next plan has anything to do for it."""
+        """Whether the next plan has a resize or copies to execute."""
         return bool(self._growing or self._leaving or self._copies)
 
     @property
     def num_extents(self) -> int:
-        """Extents with memory once everything asked for is done."""
+        """Extents with memory once all requested resizes are done."""
         return len(self.cache.mapped_extents) + len(self._growing) - len(self._leaving)
 
     @property
     def most_extents(self) -> int:
-        """Extents that lie within the limit: at least that of the null block, which always has memory."""
+        """Extents within the limit; at least 1, because the extent of the null block always has memory."""
         return max(1, (self.limit_blocks + 1) // self.cache.blocks_per_extent)
 
     @property
     def idle_extents(self) -> int:
-        """Extents that `give_back` has for the asking."""
+        """Extents that `give_back` could give back now."""
         from_pool = min(len(self.cache.drainable_extents), self.cache.available // self.cache.blocks_per_extent)
         return len(self._growing) + from_pool
 
     @property
     def removable_extents(self) -> int:
-        """Extents that `give_back` would have if nobody held a block."""
+        """Extents that `give_back` could give back if no row held a block."""
         return len(self._growing) + len(self.cache.drainable_extents)
 
     def missing_blocks(self, num_extents: int) -> int:
-        """Blocks that somebody has to give up before `give_back` has so many extents, no more than are removable."""
+        """Blocks to free before `give_back` has `num_extents`, which must be removable."""
         from_pool = num_extents - len(self._growing)
         return 0 if from_pool <= 0 else from_pool * self.cache.blocks_per_extent - self.cache.available
 
     def grow(self, num_extents: int) -> int:
-        """Ask for up to `num_extents` more, as far as the limit and the reserved pool go. Returns how many."""
+        """Request up to `num_extents` more extents, within the limit and the reserved pool. Returns how many."""
         allowed = max(0, min(num_extents, self.most_extents - self.num_extents))
         kept = self._leaving[len(self._leaving) - min(allowed, len(self._leaving)) :]
         if kept:
@@ -73,7 +75,7 @@ class PoolSize:
         return len(kept) + len(fresh)
 
     def give_back(self, num_extents: int) -> tuple[int, tuple[TableUpdate, ...]]:
-        """Give up to `num_extents` back that nobody needs. Returns how many, and the table entries that moved."""
+        """Give back up to `num_extents` unneeded extents. Returns how many, and the table entries that moved."""
         called_off = self._growing[max(0, len(self._growing) - num_extents) :]
         del self._growing[len(self._growing) - len(called_off) :]
         shrink = self.cache.shrink(num_extents - len(called_off))
@@ -85,7 +87,7 @@ class PoolSize:
         return len(called_off) + len(shrink.extents), shrink.tables
 
     def take(self) -> tuple[Resize, list[BlockCopies]]:
-        """What the plan that is being made does; its result must come to `settle`."""
+        """Return the resize and copies of the plan being made; its result must be passed to `settle`."""
         if not self.pending:
             return NO_RESIZE, []
         resize = Resize(_sorted(self._growing), _sorted(self._leaving))
@@ -93,9 +95,9 @@ class PoolSize:
         return resize, self._moving
 
     def settle(self, plan: Plan, result: Result) -> int:
-        """Take in what became of the plan's resize. Returns how many blocks moved.
+        """Apply the result of the plan's resize. Returns how many blocks moved.
 
-        Raises InvalidCallOrder, with no change, for extents it did not name.
+        Raises InvalidCallOrder, with no change, for extents that the plan did not name.
         """
         asked, done = plan.resize, result
         some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
@@ -118,7 +120,7 @@ def _sorted(extents: list[int]) -> Index:
 
 
 def joined(copies: list[BlockCopies]) -> BlockCopies | None:
-    """All of `copies` as one, as if at once; None for none."""
+    """All of `copies` as one simultaneous copy; None for none."""
     if len(copies) <= 1:
         return copies[0] if copies else None
     return BlockCopies(*(np.concatenate([getattr(c, name) for c in copies]) for name in ("sources", "targets")))

@@ -1,4 +1,4 @@
-"""What a user asks for: a prompt and how to continue it. Checked at the door, then resolved once into a frozen object."""
+"""Requests: a prompt and its sampling parameters, validated on arrival and resolved once into a frozen object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .value_checks import check_integer, check_most, check_number, check_strings
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
 MOST_BEAMS = 256
-MOST_LOGPROBS = 1024  # most likely tokens told of beside each one
+MOST_LOGPROBS = 1024  # most likely tokens returned per token
 MOST_STOP_STRINGS = 128
 MOST_STOP_IDS = 1024
 MOST_BAD_WORDS = 1024
@@ -38,51 +38,49 @@ Constraint = tuple[Literal["json_schema", "regex", "grammar"], str]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue a prompt. `None` everywhere means: as the model's `generation_config.json` says, else the default.
+    """How to continue a prompt. `None` stands for the value of the model's `generation_config.json`, else the default.
 
     Args:
-        n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws for itself; where
-            nothing is drawn (temperature 0) they are all alike. `num_return_sequences` is another name for it.
-        best_of: Continuations to make, of which the `n` with the highest mean log-probability are given, best first.
-        num_beams: Above 1: beam search with so many beams, as transformers' `generate` does it; `n` of them are given, best
-            first. With a temperature its candidates are drawn instead of being the most likely.
-        length_penalty: With beams: the exponent of the length that a beam's log-probability is divided by (default 1).
-        early_stopping: With beams: True ends when there are `num_beams` whole ones, False when none that is better is
-            likely, "never" when none can be (default False).
-        max_new_tokens: Most tokens to generate, at least 1 (default 256). Generation also ends at the model's context.
-        min_new_tokens: No end id and no stop id is sampled before so many tokens.
-        temperature: 0 is greedy. Defaults to 0 unless the model's generation config says `do_sample`, or one of
-            `top_k`, `top_p`, `min_p` is given here (then 1).
+        n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws its own tokens; with
+            temperature 0 they are all alike. `num_return_sequences` is an alias.
+        best_of: Continuations to generate; the `n` with the highest mean log-probability are returned, best first.
+        num_beams: Above 1: beam search with this many beams, as in transformers' `generate`; `n` of them are returned, best
+            first. With a temperature, candidates are drawn instead of being the most likely.
+        length_penalty: For beams: the exponent of the length that divides a beam's log-probability (default 1).
+        early_stopping: For beams: True stops at `num_beams` complete ones, False when a better one is unlikely, "never"
+            when a better one is impossible (default False).
+        max_new_tokens: Most tokens to generate, at least 1 (default 256). The model's context also ends generation.
+        min_new_tokens: No end id or stop id is sampled before this many tokens.
+        temperature: 0 is greedy. Defaults to 0 unless the model's generation config sets `do_sample`, or `top_k`, `top_p` or
+            `min_p` is given here (then 1).
         top_k: Sample among the k most likely tokens; 0 is off.
         top_p: Sample among the fewest tokens that hold this probability, in (0, 1].
         min_p: Drop tokens less likely than this share of the most likely one, in [0, 1].
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the output.
-        frequency_penalty: Taken from a token's logit for each time it is in the output already, -2 to 2.
-        presence_penalty: Taken from a token's logit once, if it is in the output already, -2 to 2.
-        bad_words: A string or strings that are not to be generated, at the beginning of a text or behind a space. At most
-            1,024, of at most 256 characters each.
-        bad_words_ids: Lists of token ids none of which is to be generated as a whole. At most 16,384 ids in all.
-        logit_bias: Token ids, at most 16,384, and what to add to their logits.
-        logits_processors: transformers' `LogitsProcessor`s or functions like them, called for this request alone with the
-            tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary]; they return scores. They come behind the
-            penalties and before temperature.
-        json_schema: A JSON schema (its text or a mapping) that the output is a document of. This and the next two have at most
-            131,072 characters.
-        regex: A regular expression that matches the whole output.
-        grammar: A context-free grammar in Lark's notation that the output is a sentence of.
-        stop: A string or strings that end the text; the text is cut before it. At most 128, of at most 256 characters each.
-        stop_token_ids: Ids that end the text, besides the model's own end ids. At most 1,024.
-        ignore_eos: Go on past the model's own end ids.
-        start_id: The token that the prompt is to begin with. It is put before a prompt that does not; a string has it in the
-            place of the tokenizer's own BOS.
-        logprobs: Tell the log-probability of each generated token, before any of the treatments above, and those of so many
-            most likely ones.
-        prompt_logprobs: The same of the prompt's tokens, from the second on.
-        seed: The same request with the same seed gives the same tokens; `None` takes one at random.
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the output so far, -2 to 2.
+        presence_penalty: Subtracted once from a token's logit if it is in the output already, -2 to 2.
+        bad_words: A string or strings never generated, at the beginning of a text or after a space. At most 1,024, of at most
+            256 characters each.
+        bad_words_ids: Lists of token ids never generated as a whole. At most 16,384 ids in all.
+        logit_bias: Token ids, at most 16,384, and the values to add to their logits.
+        logits_processors: transformers' `LogitsProcessor`s or functions like them. Each is called for this request alone with
+            the tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary], and returns scores. They run after
+            the penalties and before temperature.
+        json_schema: A JSON schema (text or mapping) for the output. At most 131,072 characters, like the next two.
+        regex: A regular expression that the whole output must match.
+        grammar: A context-free grammar in Lark's notation that the output must satisfy.
+        stop: A string or strings that end the text, which is cut before them. At most 128, of at most 256 characters each.
+        stop_token_ids: Ids that end the text, besides the model's end ids. At most 1,024.
+        ignore_eos: Ignore the model's end ids.
+        start_id: First token of the prompt, prepended unless it is there. For a string it replaces the tokenizer's BOS.
+        logprobs: Return the log-probability of each generated token, before any of the processing above, and those of this
+            many most likely tokens.
+        prompt_logprobs: The same for the prompt's tokens, from the second on.
+        seed: The same request with the same seed gives the same tokens; `None` draws a random seed.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.
 
     Raises:
-        ValueError: a value outside its range; the message names it.
+        ValueError: a value is outside its range; the message names it.
     """
 
     max_new_tokens: int | None = None
@@ -149,21 +147,21 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever way it was given."""
+        """`stop` as a tuple, for either form of input."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def bad_strings(self) -> tuple[str, ...]:
-        """`bad_words` as a tuple, whichever way it was given."""
+        """`bad_words` as a tuple, for either form of input."""
         if self.bad_words is None:
             return ()
         return (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the output is to be a document, match or sentence of, as plain text."""
+        """The kind and text of the output's constraint: a JSON schema, regular expression or grammar."""
         if self.json_schema is not None:
             schema = self.json_schema
             return "json_schema", schema if isinstance(schema, str) else json.dumps(schema, default=dict)
@@ -173,22 +171,22 @@ class SamplingParams:
 
     @property
     def num_started(self) -> int:
-        """Continuations to be made of a prompt, of which `n` are given."""
+        """Continuations generated per prompt; `n` of them are returned."""
         return max(self.n or 1, self.best_of or 1)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters, with `defaults` where this one says None."""
+        """These parameters, with `defaults` for None values."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         if self.temperature is None and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
             given["temperature"] = defaults.temperature or 1.0
         if self.min_new_tokens is None and self.max_new_tokens is not None and defaults.min_new_tokens is not None:
-            given["min_new_tokens"] = min(defaults.min_new_tokens, self.max_new_tokens)  # what was asked for wins
+            given["min_new_tokens"] = min(defaults.min_new_tokens, self.max_new_tokens)  # the request's own value wins
         if self.max_new_tokens is None and self.min_new_tokens is not None and defaults.max_new_tokens is not None:
             given["max_new_tokens"] = max(defaults.max_new_tokens, self.min_new_tokens)
         return replace(defaults, **given)
 
     def resolve(self, eos_token_ids: Sequence[int] = (), bad_words: TokenLists = ()) -> Sampling:
-        """The settings as the engine uses them, and a missing seed is drawn. `bad_words` are the ids of `bad_words`."""
+        """The engine's settings; draws a missing seed. `bad_words` are the token ids of `bad_words`."""
         least = int(self.min_new_tokens or 0)
         most = max(DEFAULT_MAX_NEW_TOKENS, least) if self.max_new_tokens is None else int(self.max_new_tokens)
         own = () if self.stop_token_ids is None else self.stop_token_ids
@@ -228,24 +226,25 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()  # with the model's end ids, unless they are ignored
+    stop_token_ids: tuple[int, ...] = ()  # including the model's end ids, unless ignored
     seed: int = 0
-    index: int = 0  # among the continuations of a prompt: with the seed it says what is drawn
+    index: int = 0  # among a prompt's continuations; with the seed it determines the draws
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     bad_words: TokenLists = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logits_processors: tuple[LogitsProcessor, ...] = ()  # the one field that is no plain data
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # the only field that is not plain data
     constraint: Constraint | None = None
-    logprobs: int | None = None  # most likely tokens told of beside each generated one; None: nothing is
+    logprobs: int | None = None  # most likely tokens returned per generated token; None: no log-probabilities
     prompt_logprobs: int | None = None
-    num_candidates: int = 0  # above 0 no token is drawn: so many candidates are given, and somebody else chooses
+    num_candidates: int = 0  # above 0, this many candidates are returned instead of a token (beam search)
 
     @property
     def ahead_from(self) -> int | None:
-        """Tokens generated from which on the next one depends on its logits, these settings and its position alone, so that its
-        step can be planned while the host does not know the newest one. None: never, as something is kept of the tokens, or
-        told of the logits, on the host.
+        """Generated tokens from which on a step can be planned before the host knows the newest token.
+
+        From there the next token depends only on its logits, these settings and its position. None: never, because the
+        host keeps state of the tokens or returns data of the logits.
         """
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         treated = penalties or self.bad_words or self.logit_bias or self.logits_processors or self.constraint
@@ -259,9 +258,9 @@ class Sampling:
 class Request:
     """One prompt to continue. A lower `priority` goes first; equal ones go by `arrival` (seconds, any clock).
 
-    Prefixes are shared with requests of the same `cache_salt` alone; None is a key space of its own. `fork_of` names a request
-    with the same prompt and salt, waiting or running: its prompt is computed once for both. What was `generated` before, in
-    another engine, counts as if it had been here.
+    Only requests with the same `cache_salt` share prefixes; None is a key space of its own. `fork_of` names a waiting
+    or running request with the same prompt and salt, so that the prompt is computed once for both. Tokens `generated`
+    before, in another engine, count as if generated here.
     """
 
     request_id: str
@@ -275,11 +274,13 @@ class Request:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt, and what was generated before."""
+        """The prompt, and the tokens generated before."""
         return np.append(self.prompt_token_ids, self.generated) if len(self.generated) else self.prompt_token_ids
 
     def forked(self, n: int) -> list[Request]:
-        """This request, and n - 1 that share its prompt, which is scored once, and draw for themselves."""
+        """This request and n - 1 forks, which share its prompt, draw their own tokens and return no prompt
+        log-probabilities.
+        """
         forks = (
             replace(
                 self,
@@ -292,7 +293,7 @@ class Request:
         return [self, *forks]
 
 
-# No more of a list is read: iterators may be endless, and one too many is enough to be refused.
+# Read at most one entry more than allowed: iterators may be endless, and one too many is refused.
 _READ = {
     "stop": MOST_STOP_STRINGS, "stop_token_ids": MOST_STOP_IDS, "bad_words": MOST_BAD_WORDS,
     "bad_words_ids": MOST_LISTED_IDS, "logits_processors": MOST_PROCESSORS,
@@ -300,7 +301,7 @@ _READ = {
 
 
 def _keep(params: SamplingParams) -> None:
-    """Make the lists that were given, iterators too, the parameters' own. What is no list stays, to be refused."""
+    """Copy the given lists (iterators too) and `logit_bias` into `params`. Other types stay, to be refused."""
     for name, most in _READ.items():
         value = getattr(params, name)
         if is_list(value):
@@ -313,7 +314,7 @@ def _keep(params: SamplingParams) -> None:
 
 
 def _check_choice(params: SamplingParams) -> None:
-    """Raise ValueError for what makes no sense of `n`, `best_of` and the beams."""
+    """Raise ValueError for invalid `n`, `best_of` and beam parameters, or combinations of them."""
     check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
     check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
     check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
@@ -335,7 +336,7 @@ def _check_choice(params: SamplingParams) -> None:
 
 
 def _check_treatments(params: SamplingParams) -> None:
-    """Raise ValueError for what cannot be done to logits."""
+    """Raise ValueError for invalid logits processing, log-probability, constraint and `start_id` parameters."""
     check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
     check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
     check_integer("start_id", params.start_id, least=0, most=_MOST)

@@ -1,4 +1,4 @@
-"""The scheduler's arrays: one row per running sequence, so that a step over all of them is a handful of vector operations."""
+"""The scheduler's arrays, one row per running sequence, so that a step over all takes a handful of vector operations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Rows:
-    """Numbers of up to `num_rows` running sequences. The scheduler mutates the arrays; a free row's values mean nothing.
+    """Arrays for up to `num_rows` running sequences. The scheduler mutates them; values of a free row are undefined.
 
-    tokens    [num_rows, max_tokens]  prompt and sampled ids; only what a sequence reached is memory
-    known     tokens known;  computed  tokens whose K and V are in the cache
+    tokens    [num_rows, max_tokens]  prompt and sampled ids; only the part that sequences reached uses memory
+    known     known tokens;  computed  tokens with K and V in the cache
     prompt    tokens of the user's prompt;  limit  `known` at which the sequence ends by length
     ahead_from  `known` from which on a step may be planned before the newest token is known (`Sampling.ahead_from`)
-    steered   whether somebody else chooses its tokens;  request_ids  whose row it is
+    steered   whether its tokens are chosen outside (beams);  request_ids  the id of its request
     """
 
     def __init__(self, num_rows: int, max_tokens: int) -> None:
@@ -32,15 +32,15 @@ class Rows:
         self.steered = np.zeros(num_rows, np.bool_)
         self.request_ids = np.empty(num_rows, object)
         self._free = list(range(num_rows - 1, -1, -1))
-        self._may_stop = np.zeros(1, np.bool_)  # by token id, the last entry standing for all ids beyond: never a stop
+        self._may_stop = np.zeros(1, np.bool_)  # by token id; the last entry, never a stop, stands for all ids beyond
 
     @property
     def num_free(self) -> int:
-        """Rows nobody has."""
+        """Number of free rows."""
         return len(self._free)
 
     def take(self, request_id: str, token_ids: Int32, num_prompt: int, sampling: Sampling) -> int:
-        """Put a sequence with nothing computed into a free row. Returns the row."""
+        """Put a sequence with no computed tokens into a free row. Returns the row."""
         row = self._free.pop()
         known = len(token_ids)
         self.tokens[row, :known] = token_ids
@@ -56,15 +56,15 @@ class Rows:
         return row
 
     def append(self, rows: Index, tokens: Int32) -> Index:
-        """A token more for each of `rows`. Returns how many are known now."""
+        """Append one token to each of `rows`. Returns their numbers of known tokens."""
         known = self.known[rows]
-        self._flat[rows * self.tokens.shape[1] + known] = tokens  # half the time of indexing by row and column
+        self._flat[rows * self.tokens.shape[1] + known] = tokens  # takes half the time of indexing by row and column
         known += 1
         self.known[rows] = known
         return known
 
     def may_stop(self, tokens: Int32) -> Bool:
-        """Which of `tokens` are a stop id of anyone so far; whether it is one of its own row's, the sequence knows."""
+        """Which of `tokens` are a stop id of any sequence so far; check the sequence's own ids afterwards."""
         return self._may_stop.take(tokens, mode="clip")
 
     def limit_of(self, num_prompt: int, sampling: Sampling) -> int:
@@ -72,7 +72,7 @@ class Rows:
         return min(num_prompt + sampling.max_new_tokens, self.tokens.shape[1])
 
     def free(self, row: int) -> None:
-        """Nobody has `row` any more."""
+        """Free `row`."""
         self.request_ids[row] = None
         self._free.append(row)
 

@@ -1,7 +1,8 @@
-"""Who runs: the sequences that have a row and blocks, what each of them lacks, and what changed since the last plan.
+"""Running sequences: those that have a row and blocks, what each lacks, and what changed since the last plan.
 
-Of a sequence that lacks one token, its newest, the row decodes; one that lacks more is prefilling; one that has told candidates
-for its next token and lacks none is held. A row whose sequence has ended, but which a plan that is out names, is leaving.
+A row is decoding if its sequence lacks only the newest token, and prefilling if it lacks more. A row is held if its
+sequence has reported candidates for its next token, lacks no token, and waits for a beam choice. A row is leaving if
+its sequence has ended but a pending plan refers to it.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .sequence import NOTHING, Sequence
 
 @dataclass(slots=True, eq=False)
 class Changes:
-    """What happened to rows since the last plan. Mutated until a plan takes it."""
+    """Changes to rows since the last plan. Mutable until a plan takes them."""
 
     released: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
-    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position, and the token there
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position and its token
 
     def __bool__(self) -> bool:
         return bool(self.tables or self.released or self.given)
 
 
 class Running:
-    """Sequences with their rows. The scheduler reads the attributes, and changes them by the methods alone."""
+    """Sequences with their rows. The scheduler reads the attributes and changes them through the methods only."""
 
     def __init__(self, cache: CacheManager, rows: Rows) -> None:
         self._cache = cache
@@ -52,18 +53,18 @@ class Running:
 
     @property
     def rows(self) -> Index:
-        """The rows that are taken."""
+        """The rows of running sequences."""
         return np.fromiter(self.by_row, np.int64, len(self.by_row))
 
     def take_changes(self) -> Changes:
-        """What changed since this was last asked."""
+        """Return the changes since the last call, and start a new record."""
         changes = self.changes
         if changes:
             self.changes = Changes()
         return changes
 
     def assign_row(self, sequence: Sequence, start: AdmissionPlan) -> Extension:
-        """Give it a row, and the blocks that `start` says it can have. Returns what came of that."""
+        """Give `sequence` a row and the blocks that `start` allows. Returns the extension of its block tables."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
         row = self._rows.take(request.request_id, tokens, num_prompt, request.sampling)
@@ -81,20 +82,20 @@ class Running:
         self.changes.tables.append(extension.tables)
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and not sequence.is_unscored:
-            sampling = replace(sampling, prompt_logprobs=None)  # they are out, and are not given again
+            sampling = replace(sampling, prompt_logprobs=None)  # already returned, and not returned again
         self.changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
         return extension
 
     def leave(self, sequences: Iterable[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
-        """Give up rows and blocks; the sequences keep their tokens. Unless it was not `computed`, it can be found again."""
+        """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
         self.vacate(self._detach(sequences, computed, keep_tails))
 
     def end(self, sequence: Sequence, computed: bool = True) -> None:
-        """As `leave`, but row and blocks stay as they are until `vacate`."""
+        """As `leave`, but keep row and blocks until `vacate`."""
         self.leaving.update(self._detach([sequence], computed))
 
     def vacate(self, rows: list[int]) -> None:
-        """Give up `rows`, which nobody runs in any more, and their blocks."""
+        """Free `rows`, in which no sequence runs any more, and their blocks."""
         self._cache.release(np.array(rows))
         self.changes.released += rows
         self.changes.tables = [tuple(u.without(rows) for u in updates) for updates in self.changes.tables]
@@ -103,21 +104,21 @@ class Running:
             self._rows.free(row)
 
     def commit(self, sequence: Sequence) -> None:
-        """Let what a sequence that may have left has computed be found."""
+        """Make the computed tokens of `sequence` findable in the prefix cache; no effect if it has no row."""
         if sequence.row is not None and sequence.chain is not None:
             self.changes.tables.append(self._commit(sequence, sequence.row))
 
     def promote(self) -> list[Sequence]:
-        """Sequences that lack only their newest token now decode. Returns them."""
+        """Move prefilling sequences that lack only their newest token to decoding. Returns them."""
         known = self._rows.known
-        done = [s for s in self.prefilling if known[s.row] > len(s.tokens)]  # sampled since it was seated
+        done = [s for s in self.prefilling if known[s.row] > len(s.tokens)]  # sampled since admission
         if done:
             self.prefilling = [s for s in self.prefilling if known[s.row] <= len(s.tokens)]
             self.decoding = np.append(self.decoding, np.array([s.row for s in done]))
         return done
 
     def hold(self, rows: Index) -> list[Sequence]:
-        """The candidates of `rows` are told. Returns whose they are."""
+        """Mark the sequences of `rows` as held: their candidates are reported. Returns them."""
         held = [self.by_row[row] for row in rows.tolist()]
         for row, sequence in zip(rows.tolist(), held, strict=True):
             sequence.held = True
@@ -127,7 +128,7 @@ class Running:
         return held
 
     def give(self, row: int, token: int) -> None:
-        """The next token of the sequence that is held in `row`."""
+        """Append `token` to the sequence held in `row`; the row decodes again."""
         self.held.pop(row).held = False
         rows = np.array([row])
         self.changes.given[row] = int(self._rows.known[row]), token
@@ -135,7 +136,7 @@ class Running:
         self.decoding = np.append(self.decoding, rows)
 
     def tokens_of(self, sequence: Sequence) -> Int32:
-        """A copy of the tokens known of it, whether it runs or waits."""
+        """A copy of the known tokens of `sequence`, running or waiting."""
         row = sequence.row
         known: Int32 = sequence.tokens if row is None else self._rows.tokens[row, : self._rows.known[row]]
         return known.copy()
@@ -158,7 +159,7 @@ class Running:
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
 
     def _detach(self, sequences: Iterable[Sequence], computed: bool, keep_tails: bool = False) -> list[int]:
-        """Let those of `sequences` that run do so no more. Returns what were their rows; the blocks are still there."""
+        """Stop running those of `sequences` that have a row. Returns their former rows, which still hold the blocks."""
         sequences = [sequence for sequence in sequences if sequence.row is not None]
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         for sequence, row in zip(sequences, rows, strict=True):
@@ -179,7 +180,7 @@ class Running:
         return rows
 
     def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
-        """Let what it has computed in `row` be found. Returns the table entries that changed for it."""
+        """Make the computed tokens in `row` findable. Returns the table entries that changed."""
         assert sequence.chain is not None
         chain, computed = sequence.chain, int(self._rows.computed[row])
         if computed > chain.num_tokens:

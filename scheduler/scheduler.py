@@ -1,34 +1,34 @@
-"""The scheduler: which sequences catch up by how many tokens in the next step, and in which blocks.
+"""The scheduler: decides which sequences compute how many tokens in the next step, and in which blocks.
 
-There are no prefill and decode phases. A sequence has tokens known and tokens computed, and every step lets some
-sequences catch up: a prompt chunk, a decode token and a resumed sequence are the same thing. Rules:
+There are no prefill and decode phases. Every step computes some tokens that are known but not yet computed: a prompt
+chunk, a decode token and a resumed sequence are handled alike. Rules:
 
-- Who runs is in the order of (priority, arrival): a lower priority number first, then first come first served. Who waits has
-  an order of its own (waiting.py).
-- Who lacks one token (decodes) goes first; every one of them is in every step, unless a copy still holds its next block.
-  Then unfinished prompts in order, each by at most `max_chunk_tokens`; then waiting requests, while seats, tokens of the
-  step and blocks last.
-- A request is admitted with the blocks of all its known tokens; which one, and when, is in admission.py.
-- A fork begins with the blocks of its leader's prompt: the full ones are shared, the partly filled one is copied, the last
-  token is computed again to sample from.
-- What of its tokens others have computed already, under the same salt, a newcomer shares, all but the last token; but of a
-  prompt whose log-probabilities are asked for only what these are out of. What a sequence has computed can be found chunk by
-  chunk of its prompt; what it generated, when it gives up its row.
-- A sequence of L tokens known has ceil((L - 1) / block_size) blocks between steps: the newest one's place is taken when
-  it is computed. When blocks run out the last in order is preempted (with a host tier the cheapest: victims.py): its blocks
-  go, its tokens stay, it waits at its old place in the queue and is computed again. The last one running ends, with reason
-  "length", when the pool may not hold what it needs next (`limit_blocks`, at most the pool's capacity); where the pool is only
-  small at the moment it waits too.
-- With a host tier what it had computed is swapped out as far as its place is needed, and in again when it is seated: nothing
-  is computed twice while the tier has slots, and swapping is cheaper than computing (cost.py).
-- A step gives candidates, not a token, for a sequence whose tokens are chosen outside (a beam). The sequence keeps its row and
-  blocks until `apply_beam_moves` names its token, or the other beam that it continues; it then shares that beam's blocks as a
-  fork does. If a sequence waits for blocks of such waiting beams, these give them up; their candidates are kept.
-- Between steps the pool can grow and give idle extents back (pool_size.py); extents are made idle by preempting as above.
+- Running sequences are ordered by (priority, arrival): lower priority numbers first, then first come, first served. The
+  waiting queue has its own order (waiting.py).
+- Decodes (sequences that lack one token) come first, all of them in every step, unless a copy still uses their next
+  block. Unfinished prompts follow in order, each by at most `max_chunk_tokens`; then waiting requests, while rows,
+  tokens and blocks last.
+- Admission allocates the blocks of all known tokens; admission.py decides which request, and when.
+- A fork starts with the blocks of its leader's prompt: full blocks are shared, the partly filled block is copied, and
+  the last token is computed again to sample from.
+- An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
+  prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
+  chunk by chunk, generated tokens when the sequence gives up its row.
+- A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its slot
+  when it is computed.
+- When blocks run out, the last sequence in order is preempted (with a host tier the cheapest: victims.py). It loses its
+  blocks, keeps its tokens and queue place, and is recomputed. The last running sequence ends with reason "length" if it
+  needs more than `limit_blocks` (at most the pool's capacity); if the pool is only small at the moment, it waits too.
+- With a host tier, computed blocks of a preempted sequence are swapped out as their space is needed, and swapped in on
+  readmission. Nothing is computed twice while the tier has slots and swapping is cheaper than computing (cost.py).
+- For a sequence with tokens chosen outside (a beam), a step returns candidates instead of a token. It keeps its row and
+  blocks until `apply_beam_moves` names its token, or another beam that it continues; it then shares that beam's blocks
+  as a fork does. If another sequence needs blocks, such waiting beams are preempted; their candidates are kept.
+- Between steps the pool can grow and give idle extents back (pool_size.py). Preemption makes extents idle.
 
-`schedule` and `apply` alternate, but the next plan may be made while one is pending, if it only continues it
-(pending_plans.py). Decisions take effect in `apply`: nothing is visible outside before. Rows and blocks of a finished sequence
-are not reused while a pending plan refers to them.
+`schedule` and `apply` alternate, but the next plan may be made while one is pending, if it only continues that plan
+(pending_plans.py). Decisions take effect in `apply`, and are not visible outside before. Rows and blocks of a finished
+sequence are not reused while a pending plan refers to them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ from .waiting import Waiting
 
 
 class Scheduler:
-    """See the module. `add` and `abort` at any time; `schedule`, then `apply`, in turn, `schedule_ahead` in between; whatever
-    else changes something only while no plan is out. Not thread-safe.
+    """Continuous-batching scheduler; the module docstring gives its rules.
+
+    Call `add` and `abort` at any time; `schedule`, then `apply`, in turn, with `schedule_ahead` in between; other
+    methods that change state only while no plan is pending. Not thread-safe.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Scheduler:
             )
         self.cache = cache
         self.limits = limits
-        self.cost = cost  # of swapping and computing; without a host tier it is only told
+        self.cost = cost  # of swapping and computing; without a host tier only reported in decisions
         self._weigh()
         self.stats = Stats()
         self.forecast = forecast or LengthForecast()
@@ -91,17 +93,18 @@ class Scheduler:
             self._size, self.rows, self._waiting, self._running.by_row, self._expected, lambda: self.limits.forecast
         )  # fmt: skip
         self._marked: list[Sequence] = []
-        self._finished: list[Finished] = []  # that are yet to be told
+        self._finished: list[Finished] = []  # not reported yet
         self._out = PendingPlans()
         self._plan_builder = PlanBuilder(cache, self._size, self.rows, self._running, cost, limits.seats)
         self._beam_steering = BeamSteering(cache, self._running, self._waiting)
         self._numbers = itertools.count()
-        self._scorable = 0  # tokens of prompts with log-probabilities that the step may still compute
+        self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
 
     def rebuilt(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
-        """What to go on with after this one broke in the middle of a change: a scheduler that holds nothing, and the ends,
-        with `error`, of every request that was here. Reads only what a half-made change leaves readable. `mapped` are the
-        extents that have memory; None where nobody but the broken bookkeeping knows.
+        """Return an empty replacement scheduler, and outputs that finish every request with `error`.
+
+        For recovery from a half-made change: it reads only what such a change leaves readable. `mapped` are the extents
+        with memory; None takes them from the broken bookkeeping.
         """
         fresh = Scheduler(self.cache.rebuilt(mapped), self.limits, self.cost, self.forecast)
         fresh.stats, fresh.decisions = self.stats, self.decisions
@@ -118,40 +121,40 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a row, and have not ended."""
+        """Number of sequences that have a row and have not ended."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for one, the preempted included."""
+        """Number of sequences without a row, including preempted ones."""
         return len(self._sequences) - len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do: somebody is here, a plan is out, an end is untold, or the pool is to be resized."""
+        """Whether there are requests, a pending plan, an unreported end or a resize to do."""
         return bool(self._sequences or self._out.first or self._finished or self._size.pending)
 
     @property
     def starving(self) -> bool:
-        """Whether all there is to do waits for the pool to grow, or for its limit to be raised. Read-only.
+        """Whether all work waits for the pool to grow or for its limit to be raised. Read-only.
 
-        True once a step has found it so: steps do nothing then, until `grow`, `limit_blocks` or another request.
+        True once a step has found this. Steps then do nothing until `grow`, `limit_blocks` or another request.
         """
         if self._out.first is not None or self._marked or self._finished or self._size.pending:
             return False
         if len(self._running) > len(self._running.held):
             return False
-        if self._running.held and self._waiting.queue:  # they give up their blocks
+        if self._running.held and self._waiting.queue:  # held beams will be preempted
             return False
         return bool(self._sequences) and not self._admission.has_candidates
 
     @property
     def waiting_ids(self) -> list[str]:
-        """Who waits for a row, first one first; not the forks that wait for a prompt to be computed."""
+        """Ids of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
         return [sequence.request.request_id for sequence in self._waiting]
 
     def add(self, request: Request) -> None:
-        """Queue `request`. Raises what `check` raises, and keeps nothing of it then."""
+        """Queue `request`. Raises what `check` raises, and then keeps nothing of the request."""
         self.check(request)
         chain = self.cache.chain(request.token_ids, request.cache_salt)
         leader = None if request.fork_of is None else self._sequences[request.fork_of]
@@ -160,14 +163,15 @@ class Scheduler:
         self._admission.add(sequence)
 
     def check(self, request: Request) -> None:
-        """Raise RequestRejected, PromptTooLong or DuplicateRequest for what `add` would refuse. Read-only."""
+        """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`. Read-only."""
         check_request(request, self._sequences, self.limits.max_model_len, self.cache)
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
-        """End a request, in whatever state it is; its `Finished` comes with the next emissions, once.
+        """End a request in any state. The next `StepOutputs` contain its `Finished`, once.
 
-        False, and no change, for an unknown, ended or already aborted one. Its blocks are free before the next step that
-        `schedule` plans. A plan that is out by `schedule` still gives it a token; one that was planned ahead does not.
+        Returns False, and changes nothing, for an unknown, ended or already aborted request. Its blocks are free before
+        `schedule` plans the next step. A pending plan made by `schedule` still gives it a token; a plan made by
+        `schedule_ahead` does not.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.marked:
@@ -177,9 +181,9 @@ class Scheduler:
         return True
 
     def withdraw(self, request_id: str) -> Finished | None:
-        """End a request at once, between two steps: its blocks are free, and its end is told here and not again.
+        """End a request at once, between two steps, and free its blocks. Its `Finished` is returned here only.
 
-        None, and no change, for an unknown, ended or already aborted one.
+        Returns None, and changes nothing, for an unknown, ended or already aborted request.
         """
         self._check_turn(0)
         sequence = self._sequences.get(request_id)
@@ -190,11 +194,11 @@ class Scheduler:
 
     @property
     def limit_blocks(self) -> int:
-        """The most blocks the pool may ever come to, as things stand: its capacity, unless somebody set less.
+        """Upper bound of the pool's size in blocks: its capacity, unless the caller sets less.
 
-        Lowered below what is mapped it takes nothing from who runs: nobody is admitted above it, and `excess_extents` says
-        how many are to be given back. Raised, it is clamped at the capacity. A waiting request that needs more than it is
-        passed over, and waits until it is raised.
+        A limit below the mapped size takes nothing from running sequences, but no request is admitted above it, and
+        `excess_extents` says how many extents to give back. Values are clamped to the capacity. A waiting request that
+        needs more is skipped until the limit is raised.
         """
         return self._size.limit_blocks
 
@@ -208,28 +212,28 @@ class Scheduler:
 
     @property
     def num_extents(self) -> int:
-        """Extents with memory once the next plan is done. Read-only."""
+        """Extents with memory after the next plan. Read-only."""
         return self._size.num_extents
 
     @property
     def excess_extents(self) -> int:
-        """Extents above the limit that are yet to be given back: 0 when the limit is applied. Read-only."""
+        """Extents above the limit that are still to be given back; 0 when the limit is met. Read-only."""
         return max(0, self._size.num_extents - self._size.most_extents)
 
     @property
     def idle_extents(self) -> int:
-        """Extents that `give_back` would have. Read-only."""
+        """Extents that `give_back` could give back now. Read-only."""
         return self._size.idle_extents
 
     def running_blocks(self) -> int:
-        """Blocks that whoever runs is forecast to need at one time: with fewer, somebody is preempted soon. Read-only."""
+        """Forecast peak of blocks for the running sequences; a smaller pool soon preempts one. Read-only."""
         return self._expected.needed(self._running.rows, [])
 
     def wanted_blocks(self) -> int:
-        """Blocks that whoever runs, and whoever waits and has a seat, are forecast to need at one time. Read-only.
+        """Forecast peak of blocks for the running sequences and the waiting ones that free rows can take. Read-only.
 
-        At least what the next step needs, at most the pool's capacity. Costs about as much as planning a step: for when
-        somebody wants to know, not for every step.
+        At least what the next step needs, at most the pool's capacity. Costs about as much as planning a step: not for
+        every step.
         """
         newcomers, needed = [], 0
         for sequence in self._waiting.queue[: self.rows.num_free]:
@@ -240,21 +244,21 @@ class Scheduler:
         return self._expected.needed(self._running.rows, newcomers)
 
     def grow(self, num_extents: int) -> int:
-        """Let the next plan map up to `num_extents` extents more, within the limit. Returns how many it will.
+        """Let the next plan map up to `num_extents` more extents, within the limit. Returns how many it will.
 
-        Their blocks can be had when its result is in. Extents on their way out are kept instead, if there are any.
+        Their blocks are available when the plan's result is in. Extents already queued for unmapping are kept first.
         """
         self._check_turn(num_extents)
         grown = self._size.grow(num_extents)
-        if grown:  # what was on its way out can be had at once
+        if grown:  # extents kept from unmapping are available at once
             self._admission.lift()
             self._admission.look_again()
         return grown
 
     def give_back(self, num_extents: int) -> int:
-        """Let the next plan unmap up to `num_extents` extents that nobody needs. Returns how many it will.
+        """Let the next plan unmap up to `num_extents` unneeded extents. Returns how many it will.
 
-        Empty extents go first; then those with the fewest live blocks, which move into holes elsewhere.
+        Empty extents go first, then those with the fewest live blocks, which move into holes elsewhere.
         """
         self._check_turn(num_extents)
         self._end_marked()
@@ -265,10 +269,10 @@ class Scheduler:
         return given
 
     def make_idle(self, num_extents: int) -> None:
-        """Preempt whoever goes first (victims.py) until `give_back` would have `num_extents`, or nobody runs.
+        """Preempt sequences, in the order of victims.py, until `give_back` has `num_extents` or none runs.
 
-        No newcomer has these in the next step, so that a pool can be given back slice by slice; where somebody was preempted
-        it admits nobody at all, not to compute for a step what the next call preempts.
+        The next step withholds these extents from admission, so that a pool can be given back slice by slice. After a
+        preemption it admits no request at all: the next call would preempt what the step computes.
         """
         self._check_turn(num_extents)
         self._end_marked()
@@ -276,14 +280,15 @@ class Scheduler:
         while self._running and (missing := self._size.missing_blocks(due)) > 0:
             victims = self._victims.by_worth(self._running.by_row.values())[::-1]
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
-            self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some of it may be shared: look again
+            self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some blocks may be shared: check again
             self._admission.shut()
         self._admission.withhold(due * self.cache.blocks_per_extent)
 
     def schedule(self, now: float = 0.0) -> Plan:
-        """Decide the next step. The plan may hold no chunk; it must go through `apply` all the same.
+        """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
 
-        `now` (seconds) is for policies that weigh waiting times; today's order needs none (waiting.py).
+        `now` (seconds) is reserved for policies that weigh waiting times; the current order does not use it
+        (waiting.py).
         """
         if self._out.first is not None:
             raise InvalidCallOrder(f"plan {self._out.first.step_id} is out: apply its result first")
@@ -294,7 +299,8 @@ class Scheduler:
         self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
         budget -= sum([length for _, length in chunks])
-        settled = self.stats.preemptions == preemptions or not self._running  # who just left does not return at once
+        # a sequence just preempted does not return at once
+        settled = self.stats.preemptions == preemptions or not self._running
         if budget > 0 and settled and self._admission.has_candidates:
             chunks += self._admit(budget)
         while (
@@ -311,10 +317,11 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self, now: float = 0.0) -> Plan | None:
-        """The step behind the plan that is out, as it will be whatever that one gives: to be executed after it, and applied
-        after it. None, and no change, where its result has to be seen first. Nobody is seated, or preempted.
+        """Plan the step after the pending plan, valid for any result of that plan.
 
-        Raises InvalidCallOrder unless exactly one plan is out. `now` as for `schedule`.
+        Execute and apply it after the pending plan. Returns None, and changes nothing, if the pending result is needed
+        first. Admits and preempts no sequence. `now` is as for `schedule`. Raises InvalidCallOrder unless exactly one
+        plan is pending.
         """
         out = self._out.first
         if out is None or self._out.behind is not None:
@@ -336,8 +343,10 @@ class Scheduler:
         return plan
 
     def apply(self, plan: Plan, result: Result) -> StepOutputs:
-        """Take in what a plan gave, of two the older one: the pool has its new size, tokens are appended, the ended leave, and
-        their blocks are free, unless the other plan names them.
+        """Apply the result of the oldest pending plan.
+
+        The pool takes its new size, sampled tokens are appended, and finished sequences leave. Their blocks are free,
+        unless the other pending plan refers to them.
         """
         if plan is not self._out.first or result.step_id != plan.step_id or len(result.counts) != len(plan.rows):
             raise InvalidCallOrder(f"the result of step {result.step_id} does not belong to the plan that is out first")
@@ -349,10 +358,10 @@ class Scheduler:
         if self.cost is not None:
             self.cost.observe(plan, result)
             self._weigh()
-        if self._out.is_ahead:  # without it the plan would have been made after these were aborted
+        if self._out.is_ahead:  # without planning ahead, this plan would have been made after these aborts
             self._end_marked()
         rows, leaving = self.rows, self._running.leaving
-        if leaving:  # who has ended gets nothing of this plan
+        if leaving:  # ended sequences get no token of this plan
             stays = ~np.isin(sampled, list(leaving))
             sampled, tokens = sampled[stays], tokens[stays]
         deferred = self._advance(plan, result)
@@ -379,7 +388,8 @@ class Scheduler:
                 self._end_if_due(self._running.by_row[int(sampled[i])], int(tokens[i]))
         self._end_marked()
         for sequence in prefilled:
-            # What it takes of others frees its own blocks. The plan that is out reads these before a later one writes to them.
+            # Sharing others' blocks frees the sequence's own. The pending plan reads these before a later plan writes
+            # to them.
             self._running.commit(sequence)
         if done := [row for row in leaving if not self._out.names(row)]:
             self._running.vacate(done)
@@ -389,17 +399,18 @@ class Scheduler:
         return StepOutputs(plan.step_id, request_ids, tokens.tolist(), finished, told, candidates)
 
     def limit_of(self, request: Request) -> int:
-        """Tokens, prompt included, at which a sequence of `request` ends by length, if not before. Read-only."""
+        """Tokens, prompt included, at which a sequence of `request` ends by length at the latest. Read-only."""
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
     def apply_beam_moves(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
-        """Say how sequences go on that somebody else chooses for: all of a family that are held, or are still to be seated.
+        """Apply the beam choices for all waiting beams of a family, held or still to be admitted.
 
-        One that goes on from another one's tokens begins with that one's blocks; that one has to go on from its own. Those that
-        are `spare` give up their rows and blocks, and wait until a later move names them.
+        A beam that continues another beam's tokens starts with that beam's blocks; the other beam must continue its
+        own. `spare` beams give up rows and blocks, and wait until a later move names them.
         """
         self._check_turn(0)
-        moves = sorted(moves, key=lambda move: move.request_id == move.source_id)  # sources last: as they are till then
+        # sources last, so that their tokens stay unchanged until then
+        moves = sorted(moves, key=lambda move: move.request_id == move.source_id)
         for move in moves:
             self._beam_steering.move(self._sequences[move.request_id], self._sequences[move.source_id], move.token)
         for request_id in spare:
@@ -407,14 +418,16 @@ class Scheduler:
         self._admission.look_again()
 
     def explain(self) -> list[Decision]:
-        """The last 64 decisions that were made as blocks ran short, with their numbers: plain data, oldest first.
+        """The last 64 decisions made when blocks ran short, with their numbers: plain data, oldest first.
 
-        "wait" names one that did not fit when it was first its turn: the blocks it needs, those there are, and what all who run
-        and it are expected to come to; "pass" a smaller one that was seated before others; "preempt" a victim, the blocks
-        won, and the seconds that swapping and computing what it loses would take;
-        "return" one that is seated again, the tokens it had and those it found; "cut" one that ended as the pool can hold no
-        more; "give up" how many cached blocks were demoted and evicted, from a step to another one, what a block takes
-        either way, and how likely one is to be wanted again.
+        "wait"     a request that did not fit when first considered: the blocks it needs, those available, and the
+                   forecast for it and all running sequences
+        "pass"     a smaller request that was admitted before others
+        "preempt"  a victim: the blocks won, and the seconds that swapping or computing its loss would take
+        "return"   a readmitted request: the tokens it had and those it found
+        "cut"      a request that ended because the pool can hold no more
+        "give up"  the cached blocks demoted and evicted over a range of steps, the cost per block of either way, and
+                   how likely a block is to be needed again
         """
         return self.decisions.to_list()
 
@@ -430,9 +443,9 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _extend_decodes(self) -> Index:
-        """A block for every decoding row at a block's border, preempting somebody when blocks are short.
+        """Allocate a block for each decoding row at a block border; preempt if blocks are short.
 
-        Returns the rows that decode in this step: all, but for those whose block is still read or written by a copy.
+        Returns the rows that decode in this step: all, unless a copy still uses their new block.
         """
         known, later = self.rows.known, NO_ROWS
         short = self.cache.short(self._running.decoding, known[self._running.decoding])
@@ -448,8 +461,9 @@ class Scheduler:
         return self._running.decoding[~np.isin(self._running.decoding, later)] if len(later) else self._running.decoding
 
     def _make_room(self, short: Index) -> Index:
-        """Preempt, in the order of victims.py, until the rows of `short` that remain can each have a block, now or when the
-        copies of the next plan are done. Returns those.
+        """Preempt until each remaining row of `short` can have a block, now or after the next plan's copies.
+
+        Returns the remaining rows. Victims are chosen in the order of victims.py.
         """
         groups = len(self.cache.tables)
         victims = self._victims.by_worth(self._running.by_row.values())
@@ -457,11 +471,11 @@ class Scheduler:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
-                self._preempt([victim])  # alone it waits for the pool to grow
+                self._preempt([victim])  # a lone sequence waits for the pool to grow
             else:
                 name, known = victim.request.request_id, int(self.rows.known[victim.row])
                 self.decisions.cut(self.stats.steps, name, self.cache.blocks_for(known), self.limit_blocks)
-                self._end(victim, "length")  # the pool may not: this is as long as it can get
+                self._end(victim, "length")  # the limit forbids it: the sequence cannot get longer
         return short
 
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
@@ -475,7 +489,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Seat waiting sequences while the door lets them in and tokens of this step, one at least, last."""
+        """Assign rows to waiting sequences while admission and the token budget (at least 1) allow it."""
         chunks = []
         for sequence, start, passed in self._admission.open(self.stats.steps, self.decisions):
             if not self._seat(sequence, start) and (length := self._chunk(sequence, budget)):
@@ -488,7 +502,7 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of `sequence`, which has a row, to be computed in this step: 0 where others' log-probabilities took it up."""
+        """Tokens of `sequence` (with a row) to compute now; 0 if the budget for prompt log-probabilities is used up."""
         assert sequence.row is not None
         computed = int(self.rows.computed[sequence.row])
         lacking = int(self.rows.known[sequence.row]) - computed
@@ -501,7 +515,7 @@ class Scheduler:
         return length
 
     def _seat(self, sequence: Sequence, start: AdmissionPlan) -> bool:
-        """Give it a row and blocks. Returns whether it waits for copies that are done beside this step's chunks."""
+        """Assign a row and blocks. Returns whether the sequence waits for copies concurrent with this step's chunks."""
         extension = self._running.assign_row(sequence, start)
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
         is_new = root.num_cached_tokens is None
@@ -517,7 +531,7 @@ class Scheduler:
         return extension.waits
 
     def _check_turn(self, num_extents: int) -> None:
-        """Raise InvalidCallOrder while a plan is out: it names blocks and extents as they are."""
+        """Raise InvalidCallOrder while a plan is pending: it refers to the present blocks and extents."""
         if num_extents < 0:
             raise ValueError(f"cannot resize by {num_extents} extents")
         if self._out.first is not None:
@@ -526,9 +540,9 @@ class Scheduler:
     # -- applying ------------------------------------------------------------------------------------------------
 
     def _sampled_rows(self, plan: Plan, result: Result) -> Index:
-        """The rows that got a token. Raises InvalidCallOrder when the counts are not what the plan asked for."""
+        """Rows that got a token. Raises InvalidCallOrder if the counts differ from what the plan asked for."""
         got = result.counts == 1
-        if np.count_nonzero(got) == len(got) == np.count_nonzero(plan.samples):  # a third of what `all` takes
+        if np.count_nonzero(got) == len(got) == np.count_nonzero(plan.samples):  # takes a third of the time of `all`
             return plan.rows
         without = np.zeros(len(got), np.bool_)
         without[[f.index for f in result.failures]] = True
@@ -539,7 +553,7 @@ class Scheduler:
         return plan.rows[expected]
 
     def _advance(self, plan: Plan, result: Result) -> Index:
-        """The chunks of `plan` are computed, but those deferred. Returns the rows of these."""
+        """Mark the chunks of `plan` as computed, except deferred ones. Returns the rows of the deferred chunks."""
         computed = self.rows.computed
         if not len(result.deferred):
             computed[plan.rows] = plan.starts + plan.lengths
@@ -551,19 +565,19 @@ class Scheduler:
         return deferred
 
     def _deferring(self, plan: Plan, result: Result) -> Result:
-        """`result` without what chunks gave that a plan before them, or a copy, had left without what they begin with."""
+        """`result` with chunks of invalid input deferred: an earlier plan gave no output, or a copy failed."""
         unsound = np.append(self._out.stale, self.cache.rows_with(result.failed_blocks))
         return result.deferring(np.flatnonzero(np.isin(plan.rows, unsound)))
 
     def _scored(self, plan: Plan, scores: ChunkLogprobs) -> tuple[str, ChunkLogprobs]:
-        """Whose `scores` are, which takes down how much of its prompt they are out of."""
+        """The request id of `scores`, with them; records how much of the prompt has log-probabilities now."""
         sequence = self._running.by_row[int(plan.rows[scores.index])]
         last = min(scores.first + len(scores.ranks), len(sequence.request.prompt_token_ids)) - 1
         sequence.scored = max(sequence.scored, last)
         return sequence.request.request_id, scores
 
     def _settle(self, plan: Plan, result: Result) -> None:
-        """The pool has the size that the result says, and the host tier what it says."""
+        """Apply the memory part of `result` to the pool and the host tier."""
         self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
             self.cache.lost(result.lost_slots)
@@ -575,14 +589,14 @@ class Scheduler:
         self.stats.refused_resizes += result.refused is not None
 
     def _release_forks(self, leaders: list[Sequence]) -> None:
-        """What `leaders` have of their forks' tokens is computed."""
+        """Queue the forks of `leaders`: the prompt that they share is computed."""
         for sequence in leaders:
             if sequence.forks:
                 self._waiting.release_forks(sequence)
                 self._admission.look_again()
 
     def _preempt(self, victims: list[Sequence]) -> None:
-        """Take rows and blocks back; the victims wait at their old places, with their tokens, to be computed again."""
+        """Preempt `victims`: they lose rows and blocks, keep their tokens and wait at their old places in the queue."""
         self.stats.preemptions += len(victims)
         self._victims.explain(victims, self.stats.steps, self.decisions)
         for sequence in victims:
@@ -590,18 +604,18 @@ class Scheduler:
         self._requeue(victims, keep_tails=True)
 
     def _compute_again(self, blocks: Int32) -> None:
-        """Nobody knows what lies in `blocks`: sequences that hold one start again, with their tokens, and none finds one."""
+        """Requeue sequences that hold one of `blocks` (of unknown contents); drop the blocks from the prefix cache."""
         rows = self.cache.rows_with(blocks).tolist()
         if rows:
             self._requeue([self._running.by_row[row] for row in rows], computed=False)
         self.cache.forget(blocks)
 
     def _requeue(self, sequences: list[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
-        """Take rows and blocks back; the sequences wait at their old places. What was `computed` can be found."""
+        """Take rows and blocks back; the sequences wait at their old places. `computed` blocks stay findable."""
         for sequence in sequences:
             sequence.refused = False
             sequence.computed = int(self.rows.computed[sequence.row])
-            self.stats.recomputed_tokens += sequence.computed  # less what will be found
+            self.stats.recomputed_tokens += sequence.computed  # reduced on readmission by what is found
         self._running.leave(sequences, computed, keep_tails)
         self._admission.look_again()
         for sequence in sequences:
@@ -611,7 +625,7 @@ class Scheduler:
                 self._waiting.add(sequence)
 
     def _weigh(self) -> None:
-        """Let the host tier know whether swapping is worth it at present."""
+        """Pass the current worth of swapping to the host tier."""
         if self.cache.host is not None and self.cost is not None:
             self.cache.host.least_chance, self.cache.host.promotes = self.cost.least_chance, self.cost.promotes
 

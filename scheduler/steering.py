@@ -1,4 +1,4 @@
-"""How sequences go on whose tokens somebody else chooses: from the tokens of one of their family, by a token that is given."""
+"""Beam moves: continue a sequence from the tokens of a sequence of its family, with a token chosen by the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .waiting import Waiting
 
 
 class BeamSteering:
-    """Moves sequences that are held, or are still to be seated, on. Mutates them, `running`, `waiting` and the cache."""
+    """Applies moves to sequences that are held or not yet admitted. Mutates them, `running`, `waiting` and the cache."""
 
     def __init__(self, cache: CacheManager, running: Running, waiting: Waiting) -> None:
         self._cache = cache
@@ -19,7 +19,7 @@ class BeamSteering:
         self._waiting = waiting
 
     def move(self, sequence: Sequence, source: Sequence, token: int) -> None:
-        """Let `sequence` go on from the tokens of `source`, maybe its own, by `token`."""
+        """Continue `sequence` from the tokens of `source`, which may be itself, with `token`."""
         if sequence is not source:
             self._follow(sequence, source)
         if sequence.row is not None:
@@ -30,7 +30,7 @@ class BeamSteering:
             self._waiting.let_go(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Let `sequence` wait, without a row, until a move names it."""
+        """Let `sequence` wait without a row until a move names it."""
         if sequence.row is not None:
             self._running.leave([sequence])
         elif sequence.held:
@@ -41,13 +41,13 @@ class BeamSteering:
         self._waiting.hold(sequence)
 
     def _follow(self, sequence: Sequence, source: Sequence) -> None:
-        """It waits for a row, and the blocks of `source`."""
+        """Let `sequence` wait for a row and the blocks of `source`."""
         if sequence.row is not None:
             self._running.leave([sequence], computed=False)
         else:
             self._waiting.remove(sequence)
         self._cache.drop_for(sequence.request.request_id)
-        self._running.commit(source)  # what both will hold is made findable once
+        self._running.commit(source)  # so that the shared tokens become findable once
         sequence.tokens = self._running.tokens_of(source)
         sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)
         sequence.leader, sequence.shares = source, len(sequence.tokens)

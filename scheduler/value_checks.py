@@ -1,4 +1,4 @@
-"""Checks of single values that users give. They raise ValueError, with the name and at most 80 characters of the value."""
+"""Checks of single parameter values. They raise ValueError with the name and at most 80 characters of the value."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 
 def is_list(value: Any) -> bool:
-    """Whether `value` is a list or an iterator of something; texts and mappings are none."""
+    """Whether `value` is an iterable, but not text, bytes or a mapping."""
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def check_most(name: str, values: Sized | None, most: int) -> None:
-    """At most so many entries. None is fine."""
+    """Check that there are at most `most` entries. None is valid."""
     if values is not None and len(values) > most:
         raise ValueError(f"{name} must have at most {most:,} entries, got more")
 
 
 def check_strings(name: str, strings: Sequence[object], most: int, longest: int) -> None:
-    """At most so many strings, none of them empty or longer than `longest` characters."""
+    """Check for at most `most` strings, none empty or longer than `longest` characters."""
     check_most(name, strings, most)
     for one in strings:
         if not isinstance(one, str) or not one:
@@ -31,7 +31,7 @@ def check_strings(name: str, strings: Sequence[object], most: int, longest: int)
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    """An integer, numpy's too, from `least` to `most`. None is fine."""
+    """Check for an integer (numpy's too) from `least` to `most`. None is valid."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -43,7 +43,7 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
 
 
 def check_number(name: str, value: object, low: float, high: float, rule: str, open_below: bool = False) -> None:
-    """A finite number from `low` (or above it) to `high`; `rule` says so in words. None is fine."""
+    """Check for a finite number from `low` (or above it) to `high`; `rule` says so in words. None is valid."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):

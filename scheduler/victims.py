@@ -1,4 +1,4 @@
-"""Whom to preempt: what giving up a sequence's blocks wins, and what it costs to have them again."""
+"""Victim selection: which sequence to preempt, by the blocks it frees and the cost of restoring them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sequence import Sequence
 
 
 class Victims:
-    """Weighs the sequences that run. Without a host tier `cost` need not be there, and the order is that of the queue."""
+    """Ranks running sequences for preemption. Without a host tier `cost` may be None, and scheduling order decides."""
 
     def __init__(self, cache: CacheManager, rows: Rows, cost: SwapCost | None) -> None:
         self._cache = cache
@@ -23,10 +23,10 @@ class Victims:
         self._cost = cost
 
     def by_worth(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """`sequences`, which run; the last one is preempted first.
+        """Running `sequences` in the order of their worth; the last one is preempted first.
 
-        That is one of the lowest priority; of these one that was not preempted yet; of these whose blocks cost least, each,
-        to swap or compute again, whichever is cheaper; of these the youngest. Without a host tier it is the last in order.
+        The victim has, in this order: the lowest priority, no earlier preemption, the lowest cost per block to swap or
+        recompute (whichever is cheaper), the latest place in order. Without a host tier it is the last in order.
         """
         running = sorted(sequences)
         if self._cache.host is None or self._cost is None:
@@ -39,8 +39,8 @@ class Victims:
         return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
 
     def _at_stake(self, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
-        """What preempting each of `sequences` wins and loses: blocks that nobody else has, tokens computed in them, and the
-        seconds to swap these and to compute them.
+        """What preempting each sequence wins and loses: blocks that no other row has, the tokens computed in them, and
+        the seconds to swap and to compute those tokens.
         """
         assert self._cost is not None
         rows = np.array([s.row for s in sequences], np.int64)
@@ -50,7 +50,7 @@ class Victims:
         return won, tokens, self._cost.victims_s(tokens)
 
     def explain(self, victims: list[Sequence], step: int, decisions: Decisions) -> None:
-        """Note what preempting `victims` wins and loses; of more than 64 the last ones."""
+        """Record what preempting `victims` wins and loses; of more than 64 only the last 64."""
         if self._cost is None:
             return
         victims = victims[-64:]

@@ -1,8 +1,7 @@
-"""The queue: who waits for a row, in which order, and who waits for something else first.
+"""The waiting queue: its order, and the sequences that wait for something other than a row.
 
-Order is that of arrival, with AGING_S seconds of a head start for each step of priority: (arrival + AGING_S * priority). Two
-that wait both grow older, so their order never changes, and a low priority is no longer overtaken by those that came so much
-later than itself.
+The order is arrival + AGING_S * priority: each step of priority is a head start of AGING_S seconds. Two waiting
+sequences age equally, so their order never changes, and much later arrivals do not overtake a low priority.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Iterator
 
 from .sequence import Sequence
 
-AGING_S = 30.0  # seconds of waiting that outweigh a step of priority
+AGING_S = 30.0  # seconds of waiting equal to one step of priority
 
 
 class Waiting:
-    """Sequences without a row. `queue` is in order; the scheduler reads it and changes it by the methods alone.
+    """Sequences without a row. `queue` is in order; the scheduler reads it and changes it through the methods only.
 
-    Apart from it are those `aside`, who need more blocks than the pool may have at present, the forks that wait for
-    their leader's prompt: `Sequence.forks`, and those that are held.
+    Three kinds wait outside `queue`: sequences `aside`, which need more blocks than the pool may have at present; forks
+    that wait for their leader's prompt (`Sequence.forks`); and held sequences.
     """
 
     def __init__(self) -> None:
@@ -32,15 +31,15 @@ class Waiting:
         return len(self.queue) + len(self._aside) + self._num_behind + self._num_held
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All but the forks behind their leaders, in order."""
+        """All sequences in order, except held ones and forks that wait for a prompt."""
         return iter(sorted(self.queue + self._aside, key=_age))
 
     def hold(self, sequence: Sequence) -> None:
-        """`sequence`, which is held, waits for its next token."""
+        """Count `sequence`, which is held, as waiting for its next token."""
         self._num_held += 1
 
     def let_go(self, sequence: Sequence) -> None:
-        """A sequence that was held has its next token, and waits for a row; maybe for the blocks of its leader too."""
+        """Queue a held sequence that has its next token. It may share the blocks of its leader."""
         sequence.held = False
         self._num_held -= 1
         if sequence.leader is not None:
@@ -48,19 +47,19 @@ class Waiting:
         self.add(sequence)
 
     def add(self, sequence: Sequence) -> int:
-        """Put `sequence` into the queue. Returns its place."""
+        """Insert `sequence` into the queue. Returns its place."""
         place = bisect.bisect(self.queue, _age(sequence), key=_age)
         self.queue.insert(place, sequence)
         return place
 
     def put_behind(self, sequence: Sequence, leader: Sequence) -> None:
-        """A fork that does not wait yet waits until the prompt of `leader` is computed."""
+        """Let a fork outside the queue wait until the prompt of `leader` is computed."""
         sequence.leader, sequence.behind = leader, True
         leader.forks[sequence] = None
         self._num_behind += 1
 
     def release_forks(self, leader: Sequence) -> None:
-        """The prompt of `leader` is computed: who waited for that waits for a row."""
+        """Queue the forks that wait for the prompt of `leader`, which is computed."""
         for fork in leader.forks:
             if fork.behind:
                 fork.behind = False
@@ -68,8 +67,10 @@ class Waiting:
                 self.add(fork)
 
     def hand_over_forks(self, leader: Sequence, heir: Sequence | None, is_computed: bool) -> None:
-        """`leader` has ended before all its forks were seated. They are those of `heir` now, whose prompt may be computed;
-        without one the first of them computes it, for the others too. Those that end with their first token cannot share it.
+        """Reassign the forks of `leader`, which ended before all of them were admitted, to `heir`.
+
+        `is_computed` says whether the prompt of `heir` is computed. Without an heir the first fork computes the prompt
+        for the others. Forks that end with their first token cannot share it and compute it themselves.
         """
         forks, leader.forks = list(leader.forks), {}
         if heir is None:
@@ -88,7 +89,7 @@ class Waiting:
             self.release_forks(heir)
 
     def _let_begin_alone(self, fork: Sequence) -> None:
-        """`fork` computes its prompt, or finds it where it is cached."""
+        """Let `fork` compute its prompt, or find it in the prefix cache."""
         fork.leader = None
         if fork.behind:
             fork.behind = False
@@ -96,17 +97,17 @@ class Waiting:
             self.add(fork)
 
     def put_aside(self, place: int) -> None:
-        """Who stands at `place` of the queue needs more than may come."""
+        """Move the sequence at `place` out of the queue: it needs more blocks than the limit."""
         self._aside.append(self.queue.pop(place))
 
     def call_back(self) -> None:
-        """Who was put aside may be served now."""
+        """Queue the sequences put aside again."""
         for sequence in self._aside:
             self.add(sequence)
         self._aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        """`sequence` does not wait any more, wherever it did."""
+        """Remove `sequence` from wherever it waits."""
         if sequence.leader is not None:
             sequence.leader.forks.pop(sequence, None)
         if sequence.held:

@@ -1,1 +1,1 @@
-"""Paged attention: what a step tells it, the seam to transformers, the kernels."""
+"""Paged attention: step context, transformers interface, kernels."""

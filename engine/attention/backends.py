@@ -1,4 +1,4 @@
-"""What each attention backend needs, as data, and in words why a model cannot be served by one. Imports no torch."""
+"""The requirements of each attention backend, as data, and why a model cannot use one, as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _ANY_MAJOR = tuple(range(8, 13))  # Ampere to Blackwell
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a backend takes, and what it takes for itself."""
+    """What a backend supports, and the memory it uses."""
 
-    install: str | None = None  # how to get it; None: it is there with pagetide
+    install: str | None = None  # how to install it; None: part of pagetide
     dtypes: tuple[str, ...] = ("float32", *_HALF)
-    majors: tuple[int, ...] | None = None  # of the compute capability; None: it runs on a CPU too
+    majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too
     block_multiple: int = 1  # tokens
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
-    head_dims: tuple[int, ...] | None = None  # None: all within the two above
-    equal_dims: bool = False  # K and V of one head dim
+    head_dims: tuple[int, ...] | None = None  # None: all within the two limits above
+    equal_dims: bool = False  # K and V have the same head dim
     softcap: bool = True
     sinks: bool = True
-    buffer_bytes: int = 0  # of the device, between calls and for one, besides the usual workspaces
-    compiles: bool = False  # on first use, for long: not taken unless it is asked for
+    buffer_bytes: int = 0  # device memory besides the usual workspaces, kept or per call
+    compiles: bool = False  # compiles for long on first use: only used on request
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How a layer attends: what a backend must be able to do."""
+    """A layer's attention call: what a backend must support."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,9 +42,9 @@ class AttentionSpec:
     sinks: bool = False
 
 
-# Read from the sources of each: flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp), flash-attn 3 (hopper/flash_api.cpp),
+# From the sources of each: flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp), flash-attn 3 (hopper/flash_api.cpp),
 # flash-attn-4 (flash_attn/cute/interface.py), flashinfer-python (flashinfer/prefill.py), torch 2.13 (torch/nn/attention).
-# All know sliding windows. Copies of 16 bytes are why head dims must be multiples of 8: blocks lie on bounds of 64.
+# All support sliding windows. Head dims must be multiples of 8 because of 16-byte copies: blocks begin at multiples of 64.
 BACKENDS: dict[str, Needs] = {
     "torch": Needs(),
     "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
@@ -56,7 +56,7 @@ BACKENDS: dict[str, Needs] = {
         "build it from the folder hopper of github.com/Dao-AILab/flash-attention", _HALF, (9,), max_head_dim=256,
         head_dim_multiple=8, equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
     ),
-    # On SM 8.0 and 12.0 it takes no block tables. 256 wide heads of SM 10.0 go without lengths of their own.
+    # On SM 8.0 and 12.0 it takes no block tables. On SM 10.0, heads of 256 take no per-sequence lengths.
     "flash-attn-4": Needs(
         "pip install flash-attn-4", _HALF, (9, 10, 11), max_head_dim=128, head_dim_multiple=8, equal_dims=True,
         buffer_bytes=32 * MIB, compiles=True,
@@ -75,12 +75,12 @@ NAMES = (AUTO, *BACKENDS)
 
 
 def block_multiple(name: str) -> int:
-    """What the tokens of a block must be a multiple of. "auto" takes blocks as they are."""
+    """The number that block sizes must be a multiple of. "auto" accepts any block size."""
     return 1 if name == AUTO else BACKENDS[name].block_multiple
 
 
 def buffer_bytes(name: str) -> int:
-    """What the backend takes of a CUDA device. "auto" takes as much as those that it chooses from."""
+    """Device memory that the backend uses. For "auto", the most that any of its candidates uses."""
     if name != AUTO:
         return BACKENDS[name].buffer_bytes
     return max(needs.buffer_bytes for needs in BACKENDS.values() if not needs.compiles)
@@ -95,11 +95,11 @@ def unmet(
     block_size: int,
     calls: Iterable[AttentionSpec],
 ) -> str | None:
-    """Why backend `name` cannot serve such calls there, as a clause; None if it can, installed or not.
+    """Why backend `name` cannot serve these calls, as a clause; None if it can, installed or not.
 
     Args:
         device: As torch names it.
-        capability: Its compute capability; None for what is no CUDA device.
+        capability: Its compute capability; None if it is not a CUDA device.
         dtype: Of K and V.
     """
     needs = BACKENDS[name]

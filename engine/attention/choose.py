@@ -1,10 +1,10 @@
-"""Which kernel attends: the one asked for, or of those that can serve the model here the fastest, measured at start.
+"""Selection of the attention kernel: the requested one, or the fastest usable one as measured at start.
 
-    unasked ("auto")   CPU: torch. CUDA: those that can, are installed and agree with torch; the fastest of these
-    asked for          it can, is installed and agrees with torch, or the engine does not start and says why
+    "auto"       CPU: torch. CUDA: the fastest kernel that supports the model, is installed and agrees with torch
+    requested    it supports the model, is installed and agrees with torch; otherwise the engine fails to start and says why
 
-A library that fails is left out with a warning; what it leaves behind on the device (an illegal access ends a CUDA context)
-cannot be undone from here. So what the device's self-check found to fail is not tried at all (`engine/self_check`). Why so:
+A failing library is dropped with a warning, but its damage to the device cannot be undone here: an illegal access ends the CUDA
+context. Backends that failed in the device's self-check are therefore not tried (`engine/self_check`). Reasons:
 docs/decisions/0025-attention-backends.md.
 """
 
@@ -28,14 +28,14 @@ from .torch_kernel import TorchKernel
 
 log = logging.getLogger(__name__)
 
-Make = Callable[[], AttentionKernel]  # raises ImportError where the library is not there
-Measure = Callable[[Callable[[], object]], float]  # seconds that a call takes
+Make = Callable[[], AttentionKernel]  # raises ImportError if the library is missing
+Measure = Callable[[Callable[[], object]], float]  # seconds per call
 NO_FAULTS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a kernel is to serve, and over what."""
+    """The device, dtype and block size for a kernel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class Site:
         return cls(device, getattr(torch, geometry.dtype), geometry.block_size, capability)
 
     def obstacle(self, name: str, calls: Iterable[AttentionSpec]) -> str | None:
-        """Why backend `name` cannot serve such calls here, as a clause; None if it can."""
+        """Why backend `name` cannot serve these calls here, as a clause; None if it can."""
         capability = self.capability
         if name == "triton" and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            capability = (9, 0)  # of the interpreter, which knows all
+            capability = (9, 0)  # the interpreter supports everything
         dtype = str(self.dtype).removeprefix("torch.")
         return unmet(
             name, device=str(self.device), capability=capability, dtype=dtype, block_size=self.block_size, calls=calls
@@ -60,7 +60,7 @@ class Site:
 
 
 class WatchedKernel(TorchKernel):
-    """A torch kernel that writes down what layers ask of it. For the probe."""
+    """A torch kernel that records the layers' attention calls, for the probe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,10 +90,10 @@ class WatchedKernel(TorchKernel):
 
 
 def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] = NO_FAULTS) -> None:
-    """Raises ConfigError if backend `name` cannot serve the layers' shapes there, is not installed, or is among `faults`.
+    """Raises ConfigError if backend `name` does not support the layers' shapes, is not installed, or is in `faults`.
 
-    Before weights are read; what layers do beyond their shapes is only known once the model runs. `faults` are the backends
-    that the device's self-check switched off, and why.
+    It runs before weights are read; needs beyond the shapes are known only once the model runs. `faults` maps backends that the
+    device's self-check switched off to reasons.
     """
     if name == AUTO:
         return
@@ -118,15 +118,15 @@ def choose(
     makers: Mapping[str, Make] | None = None,
     measure: Measure = trial.cuda_seconds,
 ) -> AttentionKernel:
-    """The kernel of an engine whose layers attend as `calls` says, and how often.
+    """The kernel for an engine with the layers' attention `calls` and their counts.
 
     Args:
-        faults: Backends that "auto" leaves out, and why.
-        makers: Of a kernel of each backend.
-        measure: Of the kernels that can serve; the fastest is taken.
+        faults: Backends that "auto" excludes, with reasons.
+        makers: Kernel factories by backend.
+        measure: Times usable kernels; the fastest is chosen.
 
     Raises:
-        ConfigError: the backend asked for cannot serve; says why, and what can.
+        ConfigError: the requested backend cannot serve; the message names alternatives.
     """
     makers = MAKERS if makers is None else makers
     with torch.inference_mode():
@@ -136,7 +136,7 @@ def choose(
         else:
             kernel = _asked_for(name, site, calls, makers)
     if site.device.type == "cuda":
-        torch.cuda.empty_cache()  # the pool takes its memory from the driver
+        torch.cuda.empty_cache()  # the pool allocates from the driver, not from torch
     return kernel
 
 
@@ -147,7 +147,7 @@ def _asked_for(name: str, site: Site, calls: Counter[AttentionSpec], makers: Map
         return kernel
     try:
         fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
-    except Exception as error:  # of a library, which may raise anything
+    except Exception as error:  # a library may raise anything
         raise ConfigError(
             f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
         ) from error
@@ -166,7 +166,7 @@ def _fastest(
     usual = calls.most_common(1)[0][0]
     try:
         results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure)
-    except Exception as error:  # no room for the pool to measure over, say
+    except Exception as error:  # for example, no room for the pool to measure over
         log.warning("attention by %s, unmeasured: %s: %s", kernels[1].name, type(error).__name__, error)
         return kernels[1]
     taken: dict[AttentionKernel, float] = {}
@@ -188,7 +188,7 @@ def _fastest(
 
 
 def _that_agree(site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make]) -> list[AttentionKernel]:
-    """The kernels besides torch's that can serve, are installed, and give torch's results."""
+    """The usable kernels besides torch's: they support the calls, are installed, and give torch's results."""
     found = []
     for name, needs in BACKENDS.items():
         if name == "torch" or needs.compiles or name not in makers:
@@ -207,7 +207,7 @@ def _that_agree(site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, 
             continue
         try:
             fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
-        except Exception as error:  # of a library, which may raise anything
+        except Exception as error:  # a library may raise anything
             _leave_out(name, error)
             continue
         if fault is not None:

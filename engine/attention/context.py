@@ -1,4 +1,4 @@
-"""What attention is told about a step: which tokens are whose, where their K and V go, and where the earlier ones lie."""
+"""The attention metadata of a step: each chunk's tokens, where their K and V are written, and the cached blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...cache.storage import LayerCache as LayerCache  # what kernels are handed; they import it from here
+from ...cache.storage import LayerCache as LayerCache  # kernels import it from here
 
 Lengths = npt.NDArray[np.integer[Any]]
 
@@ -21,11 +21,11 @@ Lengths = npt.NDArray[np.integer[Any]]
 class StepContext:
     """One packed batch of n chunks and T tokens. Immutable; valid for one forward pass.
 
-    Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence that has
-    `kv_lens[i]` tokens with them: token j of the chunk stands at position `kv_lens[i] - q_lens[i] + j`. The first
-    `num_decodes` chunks have one token each. Host arrays are for planning, tensors lie on the device. Of a step that is
-    captured in a CUDA graph the host's `kv_lens` are bounds, and a chunk whose length on the device is 0 is padding. On a CPU
-    some tokens behind the last chunk are padding: they belong to no chunk, and their K and V go to the null block.
+    Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence of `kv_lens[i]`
+    tokens in all: token j of the chunk is at position `kv_lens[i] - q_lens[i] + j`. The first `num_decodes` chunks have one
+    token each. Host arrays are for planning; tensors are on the device. In a step captured in a CUDA graph, the host's
+    `kv_lens` are upper bounds, and a chunk with length 0 on the device is padding. On a CPU, tokens after the last chunk are
+    padding: they belong to no chunk, and their K and V go to the null block.
     """
 
     layers: Sequence[LayerCache]
@@ -35,26 +35,26 @@ class StepContext:
     kv_lens: Lengths  # [n], host
     num_decodes: int
     lens: torch.Tensor  # int32 [n], `kv_lens` on the device
-    bounds: torch.Tensor  # int32 [n + 1], `q_starts` on the device, and where the last chunk ends
+    bounds: torch.Tensor  # int32 [n + 1], `q_starts` on the device, and the end of the last chunk
     tables: tuple[torch.Tensor, ...]  # per group: int64 [n, W] block ids, W covers the longest; the rest is block 0
     write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
-    bounded: bool = False  # `kv_lens` are bounds
+    bounded: bool = False  # `kv_lens` are upper bounds
 
 
 def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) -> dict[str, Any]:
-    """`lens` and `bounds` of a step whose chunks lie behind each other."""
+    """`lens` and `bounds` of a step with consecutive chunks."""
     both = np.concatenate((kv_lens, [0], np.cumsum(q_lens))).astype(np.int32)
     there = torch.from_numpy(both).to(device)
     return {"lens": there[: len(kv_lens)], "bounds": there[len(kv_lens) :]}
 
 
 class AttentionKernel(Protocol):
-    """One way to attend through block tables. An instance belongs to one runner and may keep buffers between calls.
+    """Attention through block tables. An instance belongs to one runner and may keep buffers between calls.
 
-    One that `captures` can be captured in a CUDA graph with a step of decodes: what it launches then depends on the number of
-    rows and on bounds of their lengths; the lengths themselves it reads on the device.
+    A kernel with `captures` can be captured in a CUDA graph with a step of decodes: its launches depend only on the number of
+    rows and on bounds of their lengths. It reads the lengths on the device.
     """
 
     name: str
@@ -69,7 +69,7 @@ class AttentionKernel(Protocol):
     ) -> None:
         """Write the batch's K and V to the step's `write_blocks` and `write_offsets`, and nowhere else.
 
-        What goes to block 0 is padding: it may be left out.
+        Tokens for block 0 are padding; writing them is optional.
         """
         ...
 
@@ -88,12 +88,12 @@ class AttentionKernel(Protocol):
     ) -> torch.Tensor:  # [T, num_heads, v_head_dim]
         """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only.
 
-        Tokens behind the last chunk get zeros.
+        Tokens after the last chunk get zeros.
         """
         ...
 
     def release_buffers(self) -> None:
-        """Give back what is kept between calls; the next one makes it anew."""
+        """Free what is kept between calls. The next call recreates it."""
         ...
 
 
@@ -102,7 +102,7 @@ _step: ContextVar[StepContext | None] = ContextVar("pagetide_step", default=None
 
 @contextmanager
 def running(step: StepContext) -> Iterator[None]:
-    """Make `step` findable for the model families that swallow keyword arguments."""
+    """Make `step` the current step, for model families that drop keyword arguments."""
     token = _step.set(step)
     try:
         yield
@@ -111,7 +111,7 @@ def running(step: StepContext) -> Iterator[None]:
 
 
 def current(keywords: dict[str, Any]) -> StepContext:
-    """The step of this forward pass. Raises RuntimeError outside of one."""
+    """The step of this forward pass. Raises RuntimeError outside a step."""
     step = keywords.get("step") or _step.get()
     if step is None:
         raise RuntimeError(

@@ -1,9 +1,8 @@
-"""Paged attention by the flash-attn libraries 2, 3 and 4, straight on the arena's strided views.
+"""Paged attention by the flash-attn libraries 2, 3 and 4, directly on the arena's strided views.
 
-What the arguments mean stands in their sources (github.com/Dao-AILab/flash-attention): `flash_attn/flash_attn_interface.py`,
-`hopper/flash_attn_interface.py`, `flash_attn/cute/interface.py`. In all of them a causal mask is aligned to the last key, a
-window is the keys before and after a query's own, and a softcap applies to scaled scores, as ours. What each of them needs
-besides is in `backends.py`.
+Their sources (github.com/Dao-AILab/flash-attention) define the arguments: `flash_attn/flash_attn_interface.py`,
+`hopper/flash_attn_interface.py`, `flash_attn/cute/interface.py`. As in pagetide, a causal mask is aligned to the last key, a
+window counts the keys before and after a query's own, and a softcap applies to scaled scores. Requirements: `backends.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ class FlashKernel(LibraryKernel):
     def attend_part(
         self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
     ) -> torch.Tensor:
-        """See `LibraryKernel.attend_part`. The function for a cache splits long rows; the other takes ragged chunks."""
+        """See `LibraryKernel.attend_part`. The KV-cache function splits long rows, for decodes; the varlen function takes
+        chunks.
+        """
         options = flash_options(scoring) | {"block_table": part.table(cache.group)}
         if part.max_q == 1:
             out = self._library.flash_attn_with_kvcache(
@@ -68,7 +69,7 @@ class Flash3Kernel(LibraryKernel):
 
 
 class Flash4Kernel(LibraryKernel):
-    """flash-attn 4: blocks of any size, whose strides are multiples of 16 bytes; others it would copy, all of them."""
+    """flash-attn 4: blocks of any size with strides of multiples of 16 bytes. It would copy all other K and V."""
 
     name = "flash-attn-4"
 
@@ -80,7 +81,7 @@ class Flash4Kernel(LibraryKernel):
     def attend_part(
         self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
     ) -> torch.Tensor:
-        """See `LibraryKernel.attend_part`. Raises ValueError for K and V that it would copy."""
+        """See `LibraryKernel.attend_part`. Raises ValueError for K and V that the library would copy."""
         refuse_unaligned(cache, self.name)
         out, *_ = self._library.flash_attn_varlen_func(
             query, cache.key, cache.value,
@@ -93,7 +94,7 @@ class Flash4Kernel(LibraryKernel):
 
 
 def library(module: str, *functions: str) -> Any:
-    """The module. Raises ImportError where it is not there, or is another one than the one that has these functions."""
+    """Import a module. Raises ImportError if it is missing or lacks one of these functions."""
     found = importlib.import_module(module)
     for function in functions:
         if not hasattr(found, function):
@@ -102,7 +103,7 @@ def library(module: str, *functions: str) -> Any:
 
 
 def flash_options(scoring: Scoring) -> dict[str, Any]:
-    """How flash-attn 2 and 3 are told of scores."""
+    """The scoring arguments of flash-attn 2 and 3."""
     return {
         "softmax_scale": scoring.scaling,
         "causal": True,

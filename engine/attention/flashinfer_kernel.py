@@ -1,6 +1,6 @@
-"""Paged attention by FlashInfer: plans made on the host once a step for each kind of layer, then run by every layer.
+"""Paged attention by FlashInfer: the host plans once per step and kind of layer, and every layer runs the plan.
 
-https://docs.flashinfer.ai: pages of any size, given as flat lists of page ids; K and V as a pair of views with equal strides.
+https://docs.flashinfer.ai: pages of any size, as flat lists of page ids; K and V as a pair of views with equal strides.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .context import LayerCache, StepContext
 from .flash_attn_kernel import library
 from .library_kernel import LibraryKernel, Scoring, SequenceGroup
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; shared by the plans, as no two run at the same time
+WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends; shared by the plans, as no two run at the same time
 
 _Kind = tuple[Any, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Planned:
-    """A wrapper and the step that its plan is of. The kernel plans anew."""
+    """A wrapper, and the step it is planned for. Mutated by the kernel."""
 
     wrapper: Any
     step: StepContext | None = None
 
 
 class FlashInferKernel(LibraryKernel):
-    """FlashInfer. Owns a workspace of 128 MiB, and 8 MiB for each kind of layer and of chunk."""
+    """FlashInfer. Owns a workspace of 128 MiB, and 8 MiB per kind of layer and of chunk."""
 
     name = "flashinfer"
 
@@ -44,7 +44,7 @@ class FlashInferKernel(LibraryKernel):
         return library("flashinfer", "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
 
     def release_buffers(self) -> None:
-        """Drop the workspaces and plans; the next call makes them anew."""
+        """Drop the workspaces and plans. The next call recreates them."""
         super().release_buffers()
         self._planned.clear()
         self._workspace = None
@@ -67,13 +67,13 @@ class FlashInferKernel(LibraryKernel):
         if self._workspace is None:
             with torch.inference_mode(False):
                 self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        if decodes:  # on matrix units: the query heads of a KV head share its loads
+        if decodes:  # tensor cores: the query heads of a KV head share its loads
             return self._library.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True)
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
 
 
 def _settings(scoring: Scoring) -> dict[str, Any]:
-    """How plans are told of scores."""
+    """The scoring arguments of a plan."""
     return {
         "sm_scale": scoring.scaling,
         "window_left": -1 if scoring.left is None else scoring.left,
@@ -84,12 +84,13 @@ def _settings(scoring: Scoring) -> dict[str, Any]:
 def _plan(
     wrapper: Any, decodes: bool, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
 ) -> None:  # fmt: skip
-    """Tell the wrapper which pages are whose. Index arrays are the host's, which it would fetch otherwise."""
+    """Plan a wrapper for each sequence's pages. Index arrays stay on the host; the wrapper would otherwise copy them back."""
     block_size, num_kv_heads, head_dim = cache.key.shape[1:]
     kv_lens = np.asarray(part.kv_lens, np.int64)
     pages = -(-kv_lens // block_size)
     starts = np.concatenate(([0], np.cumsum(pages)))
-    last = np.where(pages > 0, kv_lens - (pages - 1) * block_size, block_size)  # of no pages: 0 tokens by its formula
+    # no pages: FlashInfer's formula then gives 0 tokens
+    last = np.where(pages > 0, kv_lens - (pages - 1) * block_size, block_size)
     rows = np.repeat(np.arange(len(pages)), pages)
     table = part.table(cache.group)
     flat = rows * table.shape[1] + np.arange(len(rows)) - starts[rows]

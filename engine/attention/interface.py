@@ -1,8 +1,8 @@
-"""The seam to transformers: our attention function under the name "pagetide".
+"""The interface to transformers: pagetide's attention function under the name "pagetide".
 
-No mask function is registered under that name, so transformers' mask creation answers None for every layer
-(`masking_utils._preprocess_mask_arguments` leaves early): which tokens a token sees follows from the step, from
-causality and from the layer's `sliding_window`. What a model wants beyond that is refused here or by the probe at load.
+No mask function is registered under that name, so transformers creates None as the mask of every layer
+(`masking_utils._preprocess_mask_arguments` returns early). Visibility follows from the step, causality and the layer's
+`sliding_window`. Anything beyond that is refused here or by the probe at load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "pagetide"
 
 @lru_cache(maxsize=1)
 def register() -> str:
-    """Make the function known to transformers, once a process; the name for `set_attn_implementation`."""
+    """Register the function with transformers, once per process. Returns the name for `set_attn_implementation`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -44,13 +44,13 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [1, T, num_heads, v_head_dim]
     """Write this batch's K and V to the arena, then attend through the block tables.
 
-    Raises RuntimeError outside of a step and NotImplementedError for what a paged layer cannot honour.
+    Raises RuntimeError outside a step, and NotImplementedError for what a paged layer does not support.
     """
     if attention_mask is not None or position_bias is not None or dropout or is_causal is not True:
         _refuse(module, attention_mask, position_bias, dropout, is_causal)
     step = current(kwargs)
     cache = _layer_cache(module, step, query, key)
-    dtype = cache.key.dtype  # the arena's; a model may compute rotations in a wider one
+    dtype = cache.key.dtype  # the arena's; a model may rotate in a wider type
     own_key, own_value = key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1).to(dtype)
     if not cache.aliased:
         step.kernel.write(own_key, own_value, cache, step)
@@ -75,7 +75,7 @@ def _refuse(
     dropout: float,
     is_causal: bool | None,
 ) -> None:
-    """Raise for a call that wants more than causal attention within each sequence; pass the others."""
+    """Raise for a call that needs more than causal attention within each sequence."""
     layer = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if attention_mask is not None:
         raise NotImplementedError(
@@ -91,7 +91,7 @@ def _refuse(
 
 
 def _layer_cache(module: torch.nn.Module, step: StepContext, query: torch.Tensor, key: torch.Tensor) -> LayerCache:
-    """The layer's cache, after checking that the call is over exactly this step's tokens."""
+    """The layer's cache, after checking that the call covers exactly this step's tokens."""
     layer_idx = getattr(module, "layer_idx", None)
     if layer_idx is None or layer_idx >= len(step.layers):
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""What the backends on attention libraries share: a step's metadata in their form, made once, and writing."""
+"""Shared parts of the library backends: step metadata in their form, made once per step, and writing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .torch_kernel import TorchKernel
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores are made of queries and keys."""
+    """The parameters of attention scores."""
 
     scaling: float
-    window: int | None  # keys that a query sees, its own among them
+    window: int | None  # keys visible to a query, including its own
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
 
     @property
     def left(self) -> int | None:
-        """Keys that a query sees before its own: how libraries count a window."""
+        """Visible keys before a query's own, as libraries count a window."""
         return None if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceGroup:
-    """The decodes of a step, or its longer chunks: n sequences whose tokens lie behind each other in the batch.
+    """The decodes of a step, or its longer chunks: n sequences with consecutive tokens in the batch.
 
-    Tensors are int32, contiguous and on the device; `tables` are per group, as the step's, and made when first asked for.
+    Tensors are int32, contiguous and on the device. `tables` are per group, as in the step, and made on first use.
     """
 
     step: StepContext
@@ -43,18 +43,18 @@ class SequenceGroup:
     q_lens: Lengths  # [n], host
     kv_lens: Lengths  # [n], host
     lens: torch.Tensor  # [n], tokens of each sequence
-    q_starts: torch.Tensor  # [n + 1], of each sequence's tokens among the part's
+    q_starts: torch.Tensor  # [n + 1], starts of the sequences among the part's tokens
     kv_starts: torch.Tensor  # [n + 1], sums of `lens`
     tables: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def max_q(self) -> int:
-        """Most tokens of a sequence in the batch."""
+        """The most tokens of a sequence in the batch."""
         return int(self.q_lens.max())
 
     @property
     def max_kv(self) -> int:
-        """Most tokens of a sequence."""
+        """The most tokens of a sequence."""
         return int(self.kv_lens.max())
 
     def table(self, group: int) -> torch.Tensor:
@@ -65,9 +65,9 @@ class SequenceGroup:
 
 
 class LibraryKernel(ABC):
-    """`Kernel` by a library's functions. `library` is the module that has them: `load` imports it.
+    """An `AttentionKernel` by a library's functions. `library` is the module that `load` imports.
 
-    Keeps nothing on the device but what belongs to the last step, unless a subclass says so.
+    On the device it keeps only the last step's metadata, unless a subclass says otherwise.
     """
 
     name: ClassVar[str]
@@ -80,20 +80,20 @@ class LibraryKernel(ABC):
     @staticmethod
     @abstractmethod
     def load() -> Any:
-        """The library's module. Raises ImportError where it is not installed, or lacks what is called."""
+        """The library's module. Raises ImportError if it is not installed or lacks a function."""
 
     @abstractmethod
     def attend_part(
         self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
     ) -> torch.Tensor:
-        """[tokens of the part, num_heads, v_head_dim]. `query` is the part's, with a last stride of 1."""
+        """[tokens of the part, num_heads, v_head_dim]. `query` holds the part's tokens, with a last stride of 1."""
 
     def release_buffers(self) -> None:
-        """Drop what was made for the last step."""
+        """Drop the last step's metadata."""
         self._parts = None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
-        """See `Kernel.write`: by Triton where it is installed."""
+        """See `AttentionKernel.write`: by Triton if it is installed."""
         write = _triton_write() if key.is_cuda else None
         if write is None:
             _PLAIN.write(key, value, cache, step)
@@ -113,7 +113,7 @@ class LibraryKernel(ABC):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Kernel.attend`. Raises ValueError for a window of less than one token. K and V are read from the arena alone."""
+        """See `AttentionKernel.attend`. Raises ValueError for a window below one token. Reads K and V only from the arena."""
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
         if self._parts is None or self._parts[0] is not step:
@@ -140,7 +140,7 @@ def _triton_write() -> Callable[..., None] | None:
 
 
 def _parts(step: StepContext) -> list[SequenceGroup]:
-    """The step's decodes and its other chunks, as far as there are any; made on the device of what is there."""
+    """The step's decodes and its other chunks, if any, built on the device."""
     ends = np.cumsum(step.q_lens)
     if not np.array_equal(step.q_starts, ends - step.q_lens):
         raise ValueError("the tokens of a batch must lie behind each other, in the order of its chunks")
@@ -148,7 +148,7 @@ def _parts(step: StepContext) -> list[SequenceGroup]:
     for low, high in ((0, step.num_decodes), (step.num_decodes, len(ends))):
         if low == high:
             continue
-        lens, bounds = step.lens[low:high].clone(), step.bounds[low : high + 1]  # libraries want it aligned
+        lens, bounds = step.lens[low:high].clone(), step.bounds[low : high + 1]  # libraries need it aligned
         kv_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         tokens = slice(int(step.q_starts[low]), int(ends[high - 1]))
         q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]

@@ -1,18 +1,17 @@
-"""Paged attention in plain torch, for any device: the reference of the other kernels, and what serves where none fits.
+"""Paged attention in plain torch, for any device: the reference for the other kernels, and the fallback.
 
-Decodes are gathered a tile of rows at a time into buffers that stay warm in the processor's cache: rows sorted by
-length, as many as fit a tile's bytes and waste little on padding. A tile of one row is cut to its length and needs no
-mask. In a tile of several, every slot that its row may not see is zeroed, since a mask over NaN still gives NaN.
+Decodes are gathered one tile of rows at a time into buffers that stay in the processor's cache. Rows are sorted by length; a
+tile takes as many as fit its bytes with little padding. A tile of one row is cut to its length and needs no mask. In a tile of
+several, slots that a row may not see are zeroed, because a mask over NaN still gives NaN.
 
-Prefill goes sequence by sequence, and query tile by query tile where a mask is needed. Queries that share a KV head lie
-on the query length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An
-attention sink is one more key, of zeros, whose place in the mask holds the sink's logit. Only a softcap needs explicit
-scores.
+Prefill goes sequence by sequence, in query tiles if a mask is needed. Queries that share a KV head are placed on the query
+length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An attention sink is one more
+key, of zeros, with the sink's logit as its mask entry. Only a softcap needs explicit scores.
 
-In half precision on a CPU torch compiles a kernel for each number of queries and of keys, and keeps it: 50 MiB over a thousand
-random chunks. There both are filled up to multiples, with what no query sees.
+In half precision on a CPU, torch compiles and keeps a kernel for each number of queries and of keys: 50 MiB over a thousand
+random chunks. There both are padded to multiples, with positions that no query sees.
 
-Tiles, gather indices and masks follow from the step and from a layer's shape: the first layer of each shape makes them.
+Tiles, gather indices and masks depend on the step and on a layer's shape. The first layer of each shape makes them.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ import torch.nn.functional as F
 
 from .context import LayerCache, StepContext
 
-MAX_PADDING = 1.3  # slots of a decode tile, over those that its rows see
+MAX_PADDING = 1.3  # slots of a decode tile, relative to visible slots
 FREE_PADDING = 128  # slots of padding that cost less than another tile
-CPU_TILE_BYTES = 2 << 20  # K and V of a decode tile, per thread: what a core's own cache holds
+CPU_TILE_BYTES = 2 << 20  # K and V of a decode tile, per thread: fits a core's own cache
 DEVICE_TILE_BYTES = 128 << 20
-QUERY_TILE = 512  # queries of a masked prefill tile; keys later than its last query are not even read
-SCORE_BYTES = 32 << 20  # of one tensor of scores or of masks; an explicit softmax holds two
-KEY_STEP, QUERY_STEP = 64, 32  # of which keys and queries are multiples, in half precision on a CPU
-KEPT_MASK_BYTES = 32 << 20  # prefill masks kept from one layer to the next
+QUERY_TILE = 512  # queries of a masked prefill tile; keys after its last query are not read
+SCORE_BYTES = 32 << 20  # per tensor of scores or of masks; an explicit softmax holds two
+KEY_STEP, QUERY_STEP = 64, 32  # multiples for keys and queries, in half precision on a CPU
+KEPT_MASK_BYTES = 32 << 20  # prefill masks shared by the layers of a step
 
 Ints = npt.NDArray[np.int64]
 
 
 class _Shape(NamedTuple):
-    """What the tiles of a step depend on besides the step: a layer's shape, and how it attends."""
+    """What a step's tiles depend on besides the step: a layer's shape and kind of attention."""
 
     group: int
     num_heads: int
@@ -50,8 +49,8 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
     window: int | None
     softcap: bool
-    sinks: bool  # as one more key; where there is a softcap they are no key but part of the explicit scores
-    stepped: bool = False  # numbers of keys and queries are multiples of KEY_STEP and QUERY_STEP
+    sinks: bool  # as one more key; with a softcap they are part of the explicit scores instead
+    stepped: bool = False  # key and query counts are multiples of KEY_STEP and QUERY_STEP
 
     @property
     def group_size(self) -> int:
@@ -59,25 +58,25 @@ class _Shape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     def filled_keys(self, count: int) -> int:
-        """`count` keys, the sink's among them, and those that fill them up."""
+        """`count` keys, including the sink's, after padding."""
         return -(-count // KEY_STEP) * KEY_STEP if self.stepped else count
 
     def filled_queries(self, count: int) -> int:
-        """`count` queries of a chunk, and those that fill them up; a single one stays alone."""
+        """`count` queries of a chunk after padding. A single query is not padded."""
         return -(-count // QUERY_STEP) * QUERY_STEP if self.stepped and count > 1 else count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tile:
-    """Some decode rows that are gathered and attended to together. The views are of the kernel's buffers."""
+    """Some decode rows that are gathered and attended together. The views are of the kernel's buffers."""
 
     rows: slice  # of the step's decodes, sorted
     blocks: torch.Tensor  # int64 [rows * blocks a row]
-    key_blocks: torch.Tensor  # [rows * blocks a row, block_size, num_kv_heads, head_dim], where the blocks go
+    key_blocks: torch.Tensor  # [rows * blocks a row, block_size, num_kv_heads, head_dim], gather target
     value_blocks: torch.Tensor
-    key: torch.Tensor  # [rows, num_kv_heads, span, head_dim], the same memory, cut to what is seen
+    key: torch.Tensor  # [rows, num_kv_heads, span, head_dim], the same memory, visible part
     value: torch.Tensor
-    stale: torch.Tensor | None  # int64, slots of the gathered ones that their row does not see: to be zeroed
+    stale: torch.Tensor | None  # int64, gathered slots that their row does not see: to be zeroed
     mask: torch.Tensor | None  # 0 or -inf [rows, 1, 1, span]; with sinks [rows, num_kv_heads, group_size, span]
 
 
@@ -85,13 +84,13 @@ class _Tile:
 class _Decodes:
     """The tiles of all decodes of a step, for layers of one shape."""
 
-    places: torch.Tensor  # int64 [num_decodes], tokens of the batch in the order of the tiles
+    places: torch.Tensor  # int64 [num_decodes], batch tokens in tile order
     tiles: list[_Tile]
 
 
 @dataclass(slots=True, eq=False)
 class _TorchPlan:
-    """What was made for one step so far. The kernel adds to it."""
+    """Cached data of one step. Mutated by the kernel."""
 
     step: StepContext
     decodes: dict[_Shape, _Decodes] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class _TorchPlan:
 
 
 class _Scores(NamedTuple):
-    """How scores are made of queries and keys."""
+    """The parameters of attention scores."""
 
     scaling: float
     softcap: float | None
@@ -108,15 +107,15 @@ class _Scores(NamedTuple):
 
 
 class TorchKernel:
-    """`Kernel` by gathering blocks and calling torch's attention. Owns two buffers, which grow and never shrink.
+    """An `AttentionKernel` that gathers blocks and calls torch's attention. Owns two buffers, which grow and never shrink.
 
     Args:
-        tile_bytes: K and V gathered at once for decodes, if they are of more than one row. By default what fits the
-            threads' caches (CPU) or 128 MiB (other devices).
+        tile_bytes: K and V gathered at once for decodes of more than one row. By default what fits the threads' caches (CPU) or
+            128 MiB (other devices).
     """
 
     name = "torch"
-    captures = False  # tiles are cut by the rows' lengths, on the host
+    captures = False  # the host cuts tiles by row lengths
 
     def __init__(self, tile_bytes: int | None = None) -> None:
         self._tile_bytes = tile_bytes
@@ -125,16 +124,16 @@ class TorchKernel:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the gather buffers now."""
+        """Current bytes of the gather buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def release_buffers(self) -> None:
-        """Drop the buffers, and what was made for the last step; the next call makes them anew."""
+        """Drop the buffers and the last step's data. The next call recreates them."""
         self._buffers.clear()
         self._plan = None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
-        """See `Kernel.write`."""
+        """See `AttentionKernel.write`."""
         places = (step.write_blocks[cache.group], step.write_offsets)
         cache.key.index_put_(places, key)
         cache.value.index_put_(places, value)
@@ -152,7 +151,7 @@ class TorchKernel:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Kernel.attend`. Raises ValueError for a window of less than one token."""
+        """See `AttentionKernel.attend`. Raises ValueError for a window below one token."""
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
         if self._plan is None or self._plan.step is not step:
@@ -163,7 +162,7 @@ class TorchKernel:
         shape = _Shape(cache.group, num_heads, num_kv_heads, head_dim, v_head_dim, cache.key.dtype, *flags, stepped)
         per_head = None if sinks is None else sinks.view(num_kv_heads, -1)
         scores = _Scores(scaling, softcap, per_head)
-        full = int(step.q_lens.sum()) == num_tokens  # else the batch is padded, and padding gets zeros
+        full = int(step.q_lens.sum()) == num_tokens  # else padding gets zeros
         out = (query.new_empty if full else query.new_zeros)(num_tokens, num_heads, v_head_dim)
         if step.num_decodes:
             self._attend_decodes(query, cache, self._plan, shape, scores, out)
@@ -207,13 +206,13 @@ class TorchKernel:
         out.index_copy_(0, decodes.places, merged)
 
     def _plan_decodes(self, step: StepContext, shape: _Shape, device: torch.device) -> _Decodes:
-        """Sort the decode rows by what they see, and cut them into tiles."""
+        """Sort the decode rows by visible length, and cut them into tiles."""
         n, block_size = step.num_decodes, step.block_size
         ends = step.kv_lens[:n].astype(np.int64)
         starts = np.zeros_like(ends) if shape.window is None else np.maximum(ends - shape.window, 0)
         first_blocks = starts // block_size  # blocks before a window are not gathered
         starts -= first_blocks * block_size
-        stops = ends - first_blocks * block_size  # a row sees slots starts .. stops of the blocks gathered for it
+        stops = ends - first_blocks * block_size  # a row sees slots starts .. stops of its gathered blocks
         order = np.argsort(-stops, kind="stable")
         starts, stops, first_blocks = starts[order], stops[order], first_blocks[order]
         extents = stops + shape.sinks  # a sink takes the last slot
@@ -231,7 +230,7 @@ class TorchKernel:
         return _Decodes(torch.from_numpy(step.q_starts[:n][order].astype(np.int64)).to(device), tiles)
 
     def _cut(self, extents: Ints, shape: _Shape, block_size: int, device: torch.device) -> list[tuple[int, int]]:
-        """Rows of falling extent as tiles `low .. high`: within the bytes of a tile, with little padding."""
+        """Rows of descending extent as tiles `low .. high`, within a tile's bytes and with little padding."""
         limit = self._tile_bytes
         if limit is None:
             limit = CPU_TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE_BYTES
@@ -250,7 +249,7 @@ class TorchKernel:
     def _decode_buffers(
         self, bounds: list[tuple[int, int]], extents: Ints, shape: _Shape, block_size: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for K and V that hold the largest tile."""
+        """K and V buffers for the largest tile."""
         slots = max((high - low) * -(-int(extents[low]) // block_size) * block_size for low, high in bounds)
         return self._take_both(slots, shape, device)
 
@@ -258,13 +257,13 @@ class TorchKernel:
         self,
         chunk: int,
         query: torch.Tensor,  # [n, num_heads, head_dim]
-        own: tuple[torch.Tensor, torch.Tensor] | None,  # the chunk's K and V, unless it must read them from the arena
+        own: tuple[torch.Tensor, torch.Tensor] | None,  # the chunk's K and V; None: read them from the arena
         cache: LayerCache,
         plan: _TorchPlan,
         shape: _Shape,
         scores: _Scores,
     ) -> torch.Tensor:  # [n, num_heads, v_head_dim]
-        """One chunk of several tokens of one sequence."""
+        """Attend for one chunk of several tokens of one sequence."""
         n, end, window = len(query), int(plan.step.kv_lens[chunk]), shape.window
         start = end - n
         if start == 0 and own is not None:
@@ -299,7 +298,7 @@ class TorchKernel:
     def _gather_chunk(
         self, chunk: int, start: int, end: int, cache: LayerCache, step: StepContext, shape: _Shape
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """K and V [tokens, num_kv_heads, dim] of positions `base` .. `end` of a sequence, and `base`."""
+        """`base`, and K and V [tokens, num_kv_heads, dim] of positions `base` .. `end` of a sequence."""
         size = step.block_size
         first = 0 if shape.window is None else max(0, start - shape.window + 1) // size
         blocks = step.tables[cache.group][chunk, first : -(-end // size)]
@@ -317,12 +316,12 @@ class TorchKernel:
         return key, self._take("value", slots * shape.num_kv_heads * shape.v_head_dim, shape.dtype, device)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The first `numel` elements of the buffer called `name`, which grows if need be."""
+        """The first `numel` elements of buffer `name`, which grows as needed."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.dtype != dtype or buffer.device != device or buffer.numel() < numel:
-            self._buffers.pop(name, None)  # before its successor is there, so that the two are never held at once
+            self._buffers.pop(name, None)  # free it first, so that two are never held at once
             del buffer
-            with torch.inference_mode(False):  # such tensors may be written in either mode
+            with torch.inference_mode(False):  # such tensors can be written in either mode
                 buffer = self._buffers[name] = torch.empty(numel + numel // 4, dtype=dtype, device=device)
         return buffer[:numel]
 
@@ -330,7 +329,7 @@ class TorchKernel:
 def _gathered_blocks(
     step: StepContext, shape: _Shape, order: Ints, first_blocks: Ints, width: int, device: torch.device
 ) -> torch.Tensor:
-    """int64 [num_decodes, width]: the blocks that the rows, in the given order, have to gather; then block 0."""
+    """int64 [num_decodes, width]: the blocks to gather for the rows, in the given order, padded with block 0."""
     tables = step.tables[shape.group].index_select(0, torch.from_numpy(order).to(device))
     if not first_blocks.any():
         return F.pad(tables, (0, max(0, width - tables.shape[1])))
@@ -374,7 +373,7 @@ def _make_tile(
 
 
 def _query_tiles(n: int, num_keys: int, shape: _Shape) -> list[tuple[int, int]]:
-    """A chunk's queries as tiles `low .. high`, so that masks and scores keep within SCORE_BYTES."""
+    """A chunk's queries as tiles `low .. high`, so that masks and scores stay within SCORE_BYTES."""
     most = QUERY_TILE
     if shape.window is not None:
         most = min(most, max(shape.window, 64))
@@ -387,9 +386,9 @@ def _query_tiles(n: int, num_keys: int, shape: _Shape) -> list[tuple[int, int]]:
 def _mask(
     plan: _TorchPlan, offset: int, num_queries: int, num_keys: int, shape: _Shape, device: torch.device
 ) -> torch.Tensor | None:
-    """0 or -inf [queries, keys], both filled up, where query i stands at key `offset + i`; no sink is among the keys.
+    """0 or -inf [queries, keys], both padded, where query i is at key `offset + i`. Excludes a sink.
 
-    None where nothing is hidden.
+    None if nothing is masked.
     """
     keys = shape.filled_keys(num_keys + shape.sinks) - shape.sinks
     if num_queries == 1 and keys == num_keys:
@@ -399,7 +398,7 @@ def _mask(
     mask = plan.masks.get(name)
     if mask is None:
         query = torch.arange(offset, offset + shape.filled_queries(num_queries), device=device)[:, None]
-        query = query.clamp(max=num_keys - 1)  # what fills up sees what the last one does
+        query = query.clamp(max=num_keys - 1)  # padding sees what the last query sees
         key = torch.arange(keys, device=device)
         hidden = key > query if shape.window is None else (key > query) | (key <= query - shape.window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
@@ -410,18 +409,18 @@ def _mask(
 
 
 def _with_keys(count: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [span, Hk, dim] with zeros up to `count` keys."""
+    """K and V [span, Hk, dim], zero-padded to `count` keys."""
     more = count - len(key)
     return (F.pad(key, (0, 0, 0, 0, 0, more)), F.pad(value, (0, 0, 0, 0, 0, more))) if more else (key, value)
 
 
 def _with_queries(count: int, query: torch.Tensor) -> torch.Tensor:
-    """`query` [Hk, G, n, dim] with zeros up to `count` queries."""
+    """`query` [Hk, G, n, dim], zero-padded to `count` queries."""
     return F.pad(query, (0, 0, 0, count - query.shape[2])) if count > query.shape[2] else query
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """A mask [num_queries, num_keys - 1] as one per head, the last key's column holding the sinks' logits."""
+    """A mask [num_queries, num_keys - 1] expanded per head, with the sinks' logits in the last key's column."""
     if mask is None:
         wide = sinks.new_zeros(*sinks.shape, num_queries, num_keys)
     else:
@@ -431,7 +430,7 @@ def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, num_queries: int
 
 
 def _grouped(key: torch.Tensor, value: torch.Tensor, shape: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [span, Hk, dim] as [Hk, G, span, dim], the groups of stride 0."""
+    """K and V [span, Hk, dim] as [Hk, G, span, dim], with stride 0 over the group."""
     size = (-1, shape.group_size, -1, -1)
     return key.transpose(0, 1)[:, None].expand(size), value.transpose(0, 1)[:, None].expand(size)
 
@@ -444,7 +443,7 @@ def _fused(
     scaling: float,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Torch's attention over [B, H, tokens, dim]. Its fast kernels want K and V of one width: the narrower is padded.
+    """Torch's attention over [B, H, tokens, dim]. Its fast kernels need equal K and V widths: the narrower is padded.
 
     `mask` broadcasts to [B, H, queries, keys].
     """
@@ -464,7 +463,7 @@ def _explicit(
     mask: torch.Tensor | None,  # [n, span]
     scores: _Scores,
 ) -> torch.Tensor:  # [Hk, G, n, Dv]
-    """Attention with its scores in the open, in float32: for a softcap, which goes on the scores before the mask."""
+    """Attention with explicit scores in float32, because a softcap applies to scores before the mask."""
     assert scores.softcap is not None
     num_kv_heads, group_size, n, _ = query.shape
     q = (query.float() * scores.scaling).flatten(1, 2)  # [Hk, G * n, D]

@@ -1,6 +1,6 @@
-"""Tries a kernel before it serves: its results against the torch kernel's, and its time, over a small pool of its own.
+"""Tests a kernel before use: its results against the torch kernel's, and its time, over a small pool of its own.
 
-The pool is laid out as the arena: K and V are strided views with foreign bytes around them, all NaN where no token lies.
+The pool has the arena's layout: K and V are strided views between foreign bytes. Everything without a token is NaN.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from .backends import AttentionSpec
 from .context import AttentionKernel, LayerCache, StepContext, lengths_on
 from .torch_kernel import TorchKernel
 
-POOL_BYTES = 128 << 20  # of the pool over which kernels are timed: more than a device's caches hold
+POOL_BYTES = 128 << 20  # pool for timing kernels: more than a device's caches hold
 DECODES = 64
-CONTEXT = 1024  # tokens, where the pool holds so many
+CONTEXT = 1024  # tokens, if the pool holds them
 CHUNK = 512  # tokens
 REPEATS = 5
-AROUND = 64  # foreign elements before and behind a block's K and V
-TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # two roundings, of values of about 1
-# So that few tokens show whether they are heeded, whatever a model's own are.
+AROUND = 64  # foreign elements before and after a block's K and V
+TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # two roundings of values around 1
+# Small, so that a few tokens show whether they are applied, whatever the model's values.
 _WINDOW, _SOFTCAP = 5, 2.0
 _BITS = {2: torch.int16, 4: torch.int32}
 
-Chunks = Sequence[tuple[int, int]]  # (tokens of the batch, tokens with those before them) of each sequence
+Chunks = Sequence[tuple[int, int]]  # of each sequence: (tokens of the batch, all its tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """A step over one layer. What is the batch's own is still to be written."""
+    """A test step over one layer. The batch's own K and V are not written yet."""
 
     pool: torch.Tensor  # [num_blocks, items]
     cache: LayerCache
     step: StepContext
-    query: torch.Tensor  # [T, num_heads, head_dim], strided as models hand it over
+    query: torch.Tensor  # [T, num_heads, head_dim], strided as in models
     key: torch.Tensor
     value: torch.Tensor
     sinks: torch.Tensor | None
     call: AttentionSpec
 
     def attend(self, kernel: AttentionKernel) -> torch.Tensor:
-        """What the kernel makes of it."""
+        """The kernel's result."""
         call = self.call
         return kernel.attend(
             self.query, self.key, self.value, self.cache, self.step,
@@ -52,7 +52,7 @@ class Scratch:
 
 
 def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-    """Chunks of one token come first. Earlier tokens' K and V are random, all else of the pool is NaN."""
+    """Build a step; chunks of one token come first. Earlier tokens' K and V are random, the rest of the pool is NaN."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -107,9 +107,9 @@ def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dty
 def fault(
     kernel: AttentionKernel, calls: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with what the kernel writes or computes, as a clause; None if it does as the torch kernel does.
+    """How the kernel's writes or results differ from the torch kernel's, as a clause; None if they agree.
 
-    The calls' windows and softcaps are replaced by ones that few tokens show. Raises what the kernel raises.
+    The calls' windows and softcaps are replaced by small ones that few tokens show. Raises what the kernel raises.
     """
     b = block_size
     chunks = [(1, 1), (1, b), (1, b + 1), (1, 3 * b + 3), (5, 5), (19, b + 30)]
@@ -145,10 +145,10 @@ def seconds(
     device: torch.device,
     measure: Callable[[Callable[[], object]], float],
 ) -> list[float | Exception]:
-    """What each kernel takes for a layer's decodes of `DECODES` rows and one chunk of `CHUNK` tokens, or how it fails.
+    """Each kernel's seconds for a layer with decodes of `DECODES` rows and one chunk of `CHUNK` tokens, or its exception.
 
     Args:
-        measure: Seconds that a call takes.
+        measure: Times a call in seconds.
     """
     context = longest_context(call, block_size, dtype)
     steps = [build(call, [(1, context)] * DECODES, block_size, dtype, device)]
@@ -161,21 +161,21 @@ def seconds(
     for kernel in kernels:
         try:
             taken.append(sum(measure(lambda s=scratch, k=kernel: s.attend(k)) for scratch in steps))  # type: ignore[misc]
-        except Exception as error:  # of a library, which may raise anything
+        except Exception as error:  # a library may raise anything
             taken.append(error)
         kernel.release_buffers()
     return taken
 
 
 def longest_context(call: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Tokens of each of the timed decodes: CONTEXT, or what POOL_BYTES hold in whole blocks, one at least."""
+    """Tokens of each timed decode: CONTEXT, or what POOL_BYTES hold in whole blocks, at least one."""
     token_bytes = call.num_kv_heads * (call.head_dim + call.v_head_dim) * dtype.itemsize
     most = POOL_BYTES // (DECODES * token_bytes) // block_size * block_size
     return max(block_size, min(CONTEXT, most))
 
 
 def cuda_seconds(call: Callable[[], object]) -> float:
-    """The median of some calls, by events of the current stream. The first two compile and warm up, and do not count."""
+    """The median of several calls, by events of the current stream. Two warm-up calls, which compile, do not count."""
     for _ in range(2):
         call()
     taken = []

@@ -1,6 +1,6 @@
-"""What the Triton kernels share: Triton itself, their tiles in one table, and how scores are made.
+"""Shared parts of the Triton kernels: the import of Triton, tile sizes and score transforms.
 
-Nothing else imports Triton, so that pagetide works where it is not installed.
+Only this module imports Triton, and pagetide works without it.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ __all__ = (
     "triton",
 )  # fmt: skip
 
-LOG2_E = tl.constexpr(math.log2(math.e))  # weights are powers of two: so are logits in here
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # TRITON_INTERPRET=1 when this was imported
+LOG2_E = tl.constexpr(math.log2(math.e))  # logits are in base 2, weights are powers of two
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # TRITON_INTERPRET=1 at import time
 NO_WINDOW = 2**31 - 1  # longer than any sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel cuts its work, and what the compiler is told."""
+    """A kernel's tile sizes and compiler options."""
 
-    keys: int  # a loop's turn, a power of two from 16
-    rows: int  # of scores at once, a power of two from 16: queries times the query heads of a KV head
+    keys: int  # per loop iteration, a power of two from 16
+    rows: int  # rows of scores per tile, a power of two from 16: queries times query heads per KV head
     warps: int
-    stages: int  # of the software pipeline: turns whose K and V are on their way
+    stages: int  # of the software pipeline: iterations with K and V loads in flight
 
 
-# By bytes of an element, and for head dims up to so many (padded to a power of two). What compiling for sm_90 tells is used:
-# registers (only the widest prefill spills) and shared memory (three programs of the first entry on a multiprocessor). Speed is
-# unmeasured. Decode is bound by memory, and wants copies on their way; prefill by the matrix units, which want 64 rows at least
-# and do not take 4 bytes.
+# By element bytes, then by maximum head dim (padded to a power of two). Based on compiling for sm_90: registers (only the
+# widest prefill spills) and shared memory (three programs of the first entry per multiprocessor). Speed is unmeasured. Decode
+# is memory-bound and needs copies in flight. Prefill is bound by the tensor cores, which need 64 rows and do not take 4 bytes.
 DECODE_TILINGS: dict[int, dict[int, Tiling]] = {
     2: {128: Tiling(64, 16, 4, 3), 256: Tiling(32, 16, 4, 3), 512: Tiling(16, 16, 4, 3)},
     4: {128: Tiling(16, 16, 4, 3), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
@@ -69,17 +68,17 @@ PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {
     2: {128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2), 512: Tiling(16, 64, 8, 2)},
     4: {128: Tiling(16, 16, 4, 2), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
-PROGRAMS_PER_SM = 4  # decode programs that fill a multiprocessor's memory pipes: where there are fewer, rows are split
-LEAST_SPLIT_TILES = 4  # of keys: below that, writing and merging partial results costs more than it wins
-UNKNOWN_SPLITS = 8  # of rows that fill the card together, where nobody knows whether one of them is much longer ...
-UNKNOWN_SPLIT_KEYS = 2048  # ... for which shorter ones are not split
-DEFAULT_NUM_SMS = 132  # of what is no CUDA device; an H100 or H200 has as many
+PROGRAMS_PER_SM = 4  # decode programs that saturate a multiprocessor's memory; with fewer, rows are split
+LEAST_SPLIT_TILES = 4  # tiles of keys: with fewer, writing and merging partial results costs more than it saves
+UNKNOWN_SPLITS = 8  # splits of rows that fill the card, if lengths are unknown and one may be much longer ...
+UNKNOWN_SPLIT_KEYS = 2048  # ... while rows below this length are not split
+DEFAULT_NUM_SMS = 132  # if not a CUDA device; equals an H100 or H200
 MAX_DIM = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTransform:
-    """How scores become weights: `softcap * tanh(scaling * qk / softcap)`, and which keys are seen."""
+    """The transform from scores to weights, `softcap * tanh(scaling * qk / softcap)`, and the visible keys."""
 
     scaling: float
     softcap: float | None
@@ -88,22 +87,22 @@ class ScoreTransform:
 
     @property
     def inner(self) -> float:
-        """What the product of query and key is multiplied by: into base 2, or into what tanh gets."""
+        """The factor on the product of query and key: to base 2, or to tanh's argument."""
         return self.scaling * LOG2_E.value if self.softcap is None else self.scaling / self.softcap
 
     @property
     def outer(self) -> float:
-        """What tanh is multiplied by, into base 2. Not used without a softcap."""
+        """The factor on tanh, to base 2. Not used without a softcap."""
         return 0.0 if self.softcap is None else self.softcap * LOG2_E.value
 
     @property
     def reach(self) -> int:
-        """Keys that a query sees at most, its own among them."""
+        """The most keys visible to a query, including its own."""
         return NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
 
 
 def padded(size: int) -> int:
-    """The next power of two, and 16 at least: what `tl.dot` takes."""
+    """The next power of two, at least 16, as `tl.dot` requires."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -116,13 +115,13 @@ def tiling(table: dict[int, dict[int, Tiling]], itemsize: int, dim: int) -> Tili
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Launch on the tensor's device: Triton takes the current one."""
+    """Make the tensor's device current for a launch, because Triton uses the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, add: tl.tensor) -> tl.tensor:
-    """`a @ b + add`, in float32. The interpreter multiplies the bits of bfloat16: there they are widened, which is exact."""
+    """`a @ b + add` in float32. The interpreter multiplies the bits of bfloat16, so it gets widened inputs, which is exact."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -131,7 +130,7 @@ def product(a: tl.tensor, b: tl.tensor, add: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def logits(scores: tl.tensor, inner: tl.tensor, outer: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """Products of query and key as logits in base 2. See `ScoreTransform`."""
+    """Query-key products as logits in base 2. See `ScoreTransform`."""
     scores = scores * inner
     if SOFTCAP:
         shrunk = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))  # e ** -2|x|, which cannot overflow

@@ -1,9 +1,9 @@
-"""Paged attention of rows with one query each, split over the context where the batch alone does not fill the card.
+"""Paged attention of decode rows, split over the context if the batch alone does not fill the card.
 
-A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once. It walks
-over tiles of keys that are put together from blocks token by token, so a block may have any size. Splits leave partial
-results in float32, which a second kernel merges. Lengths are read on the device: what is launched follows from the number
-of rows and of splits alone, so a captured CUDA graph serves rows of any length. Rows of length 0, padding, get zeros.
+A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once. It iterates over
+tiles of keys, gathered from blocks token by token, so blocks may have any size. Splits store partial results in float32, which
+a second kernel merges. Lengths are read on the device, and launches depend only on the number of rows and splits, so a captured
+CUDA graph serves any lengths. Rows of length 0 are padding and get zeros.
 
     partials   float32   [rows, num_heads, splits, v_head_dim] divided by their sums | [rows, num_heads, splits] log2 of these
 """
@@ -35,14 +35,14 @@ MERGED_AT_ONCE = 16  # splits
 
 
 def partial_items(num_rows: int, num_heads: int, v_dim: int) -> int:
-    """Floats that the partial results of one split of all rows take."""
+    """Floats in the partial results of one split of all rows."""
     return num_rows * num_heads * (v_dim + 1)
 
 
 def choose_splits(seen: npt.NDArray[np.int64], num_kv_heads: int, tiling: Tiling, num_sms: int, most: int) -> int:
-    """How many parts rows that see so many keys each are split into: 1 where the batch fills the card, at most `most`.
+    """The number of splits for rows with these numbers of visible keys: 1 if the batch fills the card, at most `most`.
 
-    A part of the longest row takes as long as what each of the card's programs has to do.
+    A split of the longest row takes as long as each of the card's programs needs for its share.
     """
     share = max(int(seen.sum()) * num_kv_heads / (num_sms * PROGRAMS_PER_SM), LEAST_SPLIT_TILES * tiling.keys)
     return max(1, min(most, round(int(seen.max(initial=0)) / share)))
@@ -51,10 +51,10 @@ def choose_splits(seen: npt.NDArray[np.int64], num_kv_heads: int, tiling: Tiling
 def splits_of_unknown(
     num_rows: int, reach: int, num_kv_heads: int, tiling: Tiling, num_sms: int, most: int
 ) -> tuple[int, int]:
-    """(parts, tiles that a part has at least) of rows whose lengths nobody knows but that they see at most `reach` keys.
+    """(splits, minimum tiles per split) for rows of unknown lengths that see at most `reach` keys.
 
-    A batch that fills the card when all rows are alike is split a little, so that one long row among short ones does not keep
-    few programs busy for long; short rows stay whole.
+    A batch that fills the card with rows of equal length is still split a little, so that one long row among short ones does
+    not occupy few programs for long. Short rows stay whole.
     """
     alike = choose_splits(np.full(num_rows, reach), num_kv_heads, tiling, num_sms, most)
     if alike >= UNKNOWN_SPLITS or reach <= UNKNOWN_SPLIT_KEYS or most < UNKNOWN_SPLITS:
@@ -63,21 +63,21 @@ def splits_of_unknown(
 
 
 def num_warps(tiling: Tiling, group: int) -> int:
-    """Warps of a program; more than the table says where many query heads share a KV head, whose results lie in registers."""
+    """Warps per program: more than in the table if many query heads share a KV head, as their results are kept in registers."""
     return max(tiling.warps, padded(group) // 16)
 
 
 def decode(
-    query: torch.Tensor,  # [T, num_heads, head_dim]; row i's is token i
+    query: torch.Tensor,  # [T, num_heads, head_dim]; row i is token i
     cache: LayerCache,
     table: torch.Tensor,  # int64 [>= rows, W]
     lens: torch.Tensor,  # int32 [rows], on the device; 0 is padding
     out: torch.Tensor,  # [T, num_heads, v_head_dim], contiguous
-    partials: torch.Tensor | None,  # float32, `partial_items` for each split; None: no splits
+    partials: torch.Tensor | None,  # float32, `partial_items` per split; None: no splits
     num_splits: int,
     scores: ScoreTransform,
     tiling: Tiling,
-    least_tiles: int = 1,  # of a split
+    least_tiles: int = 1,  # per split
 ) -> None:
     """Fill the rows' places in `out`."""
     num_rows, num_heads = len(lens), query.shape[1]
@@ -108,7 +108,7 @@ def decode(
 def _keys_per_split(
     num_keys: tl.tensor, num_splits: tl.tensor, least_tiles: tl.tensor, KEYS: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Whole tiles: a short row has fewer splits than there are."""
+    """Keys per split, in whole tiles. Short rows use fewer than `num_splits` splits."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits), least_tiles) * KEYS
 
 
@@ -123,8 +123,8 @@ def _decode(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: one split of one row, for the query heads of one KV head. `sums` None: no splits, `out` is final."""
-    kv_head = tl.program_id(0)  # fastest: neighbours read the same blocks at the same time
+    """One program: one split of one row, for the query heads of one KV head. `sums` None: no splits, `out` is final."""
+    kv_head = tl.program_id(0)  # fastest dimension: neighbours read the same blocks concurrently
     row = tl.program_id(1).to(tl.int64)
     last = tl.load(lens + row)
     first = tl.maximum(last - reach, 0)
@@ -146,18 +146,18 @@ def _decode(
 
     highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
-    if sums is None and sinks is not None:  # a sink is a key whose logit is given and whose value is zero
+    if sums is None and sinks is not None:  # a sink is a key with a given logit and a value of zero
         highest = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros((GROUP_PAD, V_DIM_PAD), tl.float32)
-    # Block ids are loaded a turn ahead: the compiler has all its stages for K and V only where their addresses wait for no
-    # load of the same turn.
+    # Block ids are loaded one iteration ahead. The compiler pipelines K and V loads fully only if their addresses do not
+    # depend on a load of the same iteration.
     at = first + tl.arange(0, KEYS)
     next_blocks = tl.load(table + at // BLOCK_SIZE, mask=at < last, other=0)
     for start in range(first, last, KEYS):
         at = start + tl.arange(0, KEYS)
         seen = at < last
-        blocks = next_blocks  # int64: so is all that is added to a pointer
+        blocks = next_blocks  # int64, as are all pointer offsets
         next_blocks = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < last, other=0)
         slots = at % BLOCK_SIZE
         k = tl.load(
@@ -172,7 +172,7 @@ def _decode(
             mask=seen[:, None] & (v_dims < V_DIM)[None, :],
             other=0.0,
         )
-        new = tl.maximum(highest, tl.max(scores, 1))  # finite: each tile has a key that is seen
+        new = tl.maximum(highest, tl.max(scores, 1))  # finite: each tile has a visible key
         weights = tl.exp2(scores - new[:, None])
         shrink = tl.exp2(highest - new)
         total = total * shrink + tl.sum(weights, 1)
@@ -194,7 +194,7 @@ def _merge(
     num_splits: tl.tensor, least_tiles: tl.tensor, reach: tl.tensor,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: one head of one row. Reads the splits that were written, no others."""
+    """One program: one head of one row. Reads only the splits that were written."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     num_keys = tl.minimum(tl.load(lens + row), reach)

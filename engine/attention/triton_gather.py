@@ -1,7 +1,7 @@
-"""Copies of whole blocks from one strided pool to another, in one launch however many blocks they are.
+"""Copies of whole blocks between two strided pools, in one launch for any number of blocks.
 
-For swaps of blocks that are too small for a copy engine, which takes a command a copy. One of the pools may be pinned host
-memory: the device reads and writes it over the link, at the host's own addresses. Only what is copied has to be accessible.
+For swaps of blocks too small for a copy engine, which needs a command per copy. One pool may be pinned host memory: the device
+accesses it over the link, at the host's own addresses. Only the copied memory has to be accessible.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from .triton_base import on_device, tl, triton
 
-TILE_WORDS = 2048  # of 8 bytes: a turn of a program
-NUM_PROGRAMS = 64  # what fills a link to the host, and leaves the rest of the card to others
+TILE_WORDS = 2048  # of 8 bytes, per program iteration
+NUM_PROGRAMS = 64  # saturates a host link and leaves the rest of the card free
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes, widest first
 
@@ -22,14 +22,14 @@ def copy_blocks(
     """`target[ids[1, i], :num_bytes] = source[ids[0, i], :num_bytes]`, in the order of the device's current stream.
 
     Args:
-        source: uint8 [num_blocks, bytes], the bytes of a row neighbours, the rows strided. On the device, or of host memory
-            that is locked (cudaHostRegister) where blocks are copied, on a device that may use the host's pointers.
+        source: uint8 [num_blocks, bytes], with contiguous bytes in strided rows. On the device, or in host memory that is
+            locked (cudaHostRegister) at the copied blocks, for a device that can use host pointers.
         target: The same of another pool.
-        ids: int64 [2, n], contiguous, on the device, in range; no target twice. They are not checked.
+        ids: int64 [2, n], contiguous, on the device, in range, with unique targets. They are not checked.
         num_bytes: Of each row, from its beginning.
         num_programs: Programs that share the copy.
 
-    Raises ValueError where the shapes or types do not fit.
+    Raises ValueError if the shapes or types do not fit.
     """
     _check(source, target, ids, num_bytes)
     count = ids.shape[1]
@@ -63,8 +63,8 @@ def _copy_words(
     ids: tl.tensor, num_words: tl.tensor, count: tl.tensor, tiles: tl.tensor, turns: tl.tensor,
     WORD: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: every so-manieth tile of words. The pools are addresses: Triton takes no pointer to a host's first block that
-    has no memory.
+    """One program copies every `num_programs`-th tile of words. The pools are addresses, because Triton refuses a pointer to a
+    first host block without memory.
     """
     for turn in range(tl.program_id(0), turns, tl.num_programs(0)):
         index = turn // tiles

@@ -1,7 +1,7 @@
-"""Paged attention by Triton kernels: what a step's launches need is made on the device once, and layers share it.
+"""Paged attention by Triton kernels. Launch data is made once per step on the device, and shared by the layers.
 
-Needs the package triton (ImportError says how to get it) and a CUDA device; with TRITON_INTERPRET=1 in the environment before
-the first import it runs on a CPU, slowly, for tests.
+Needs the package triton (ImportError says how to install it) and a CUDA device. With TRITON_INTERPRET=1 in the environment
+before the first import it runs on a CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .triton_decode import choose_splits, decode, partial_items, splits_of_unkno
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
 
-PARTIAL_BYTES = 32 << 20  # of splits' results, at most
+PARTIAL_BYTES = 32 << 20  # the most for partial results of splits
 
 
 @dataclass(slots=True, eq=False)
 class _TritonPlan:
-    """What was made for one step so far. The kernel adds to it."""
+    """Cached data of one step. Mutated by the kernel."""
 
     step: StepContext
-    is_full: bool  # no padding behind the chunks
+    is_full: bool  # no padding after the chunks
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # by queries per tile: int32 [tiles, 4]
-    # By heads, KV heads, width of V and reach: parts, and tiles that one has at least.
+    # By heads, KV heads, width of V and reach: splits, and minimum tiles per split.
     splits: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class TritonKernel:
-    """`Kernel` by Triton, for blocks of any size, float16, bfloat16 and float32, and head dims up to 512.
+    """An `AttentionKernel` by Triton, for blocks of any size, float16, bfloat16 and float32, and head dims up to 512.
 
-    Keeps nothing between steps: partial results of decodes (up to 32 MiB) are taken of torch's cache in each call.
+    It keeps only the last step's launch data. Partial results of decodes (up to 32 MiB) come from torch's cache in each call.
 
     Args:
-        decode, prefill: Tiles in place of those of the tables in `triton_base.py`.
-        num_sms: Multiprocessors to fill; by default what the device has.
+        decode, prefill: Replace the tiles of the tables in `triton_base.py`.
+        num_sms: Multiprocessors to fill; by default all of the device.
     """
 
     name = "triton"
@@ -53,11 +53,11 @@ class TritonKernel:
         self._plan: _TritonPlan | None = None
 
     def release_buffers(self) -> None:
-        """Drop what was made for the last step."""
+        """Drop the last step's data."""
         self._plan = None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
-        """See `Kernel.write`. What would go to block 0 is padding, and is not written."""
+        """See `AttentionKernel.write`. Padding, which is for block 0, is not written."""
         write(key, value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets)
 
     def attend(
@@ -73,9 +73,9 @@ class TritonKernel:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Kernel.attend`. Raises ValueError for a window of less than one token, or for head dims above 512.
+        """See `AttentionKernel.attend`. Raises ValueError for a window below one token or head dims above 512.
 
-        K and V are read from the arena alone.
+        Reads K and V only from the arena.
         """
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
@@ -106,7 +106,7 @@ class TritonKernel:
         return out
 
     def _splits(self, plan: _TritonPlan, num_heads: int, cache: LayerCache, reach: int, cut: Tiling) -> tuple[int, int]:
-        """Parts that the rows' keys are cut into, for layers of this shape, and tiles that one has at least."""
+        """The number of splits for layers of this shape, and the minimum tiles per split."""
         num_kv_heads, v_dim = cache.value.shape[2:]
         shape = (num_heads, num_kv_heads, v_dim, reach)
         if shape not in plan.splits:
@@ -127,7 +127,7 @@ class TritonKernel:
 
 
 def _planned(step: StepContext) -> _TritonPlan:
-    """Raises ValueError where a decode's token does not stand at its row's place in the batch."""
+    """The plan of a step. Raises ValueError if a decode's token is not at its row's place in the batch."""
     n = step.num_decodes
     if not np.array_equal(step.q_starts[:n], np.arange(n)):
         raise ValueError(f"the first {n} tokens of a batch must be its decodes', in order")

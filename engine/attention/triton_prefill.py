@@ -1,8 +1,8 @@
-"""Paged attention of chunks of several tokens: variable lengths, causal behind what each sequence has already.
+"""Paged attention of chunks of several tokens, with variable lengths and causal masks over the cached tokens.
 
-A program attends with a tile of a chunk's queries, all query heads of one KV head together, to the keys that they see. All K
-and V, the chunk's own too, are read through the block table. Tiles are listed once a step, those with most keys first, so that
-no program idles and none begins late that takes long.
+A program attends with one tile of a chunk's queries, for all query heads of one KV head, to the keys they see. All K and V,
+including the chunk's own, are read through the block table. Tiles are listed once per step, longest first, so that no long tile
+starts late.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .triton_base import LOG2_E, ScoreTransform, Tiling, logits, on_device, padd
 
 
 def queries_per_tile(tiling: Tiling, group: int) -> int:
-    """Queries whose `group` heads fit the rows of a tile. A single one's always do: then there are more rows."""
+    """Queries per tile: their `group` heads fit its rows. At least one; then the tile has more rows."""
     return max(1, tiling.rows // group)
 
 
 def list_tiles(step: StepContext, size: int) -> torch.Tensor:
-    """int32 [tiles, 4] on the device: chunk, first token in the batch, its position in the sequence, queries (at most `size`).
+    """int32 [tiles, 4] on the device: chunk, first token in the batch, its position in the sequence, number of queries.
 
-    Made there of what the step has there; the host knows how many there are.
+    A tile has at most `size` queries. Computed from the step's device tensors; the host computes only the number of tiles.
     """
     low = step.num_decodes
     num_tiles = int((-(-np.asarray(step.q_lens[low:], np.int64) // size)).sum())
@@ -74,7 +74,7 @@ def _prefill(
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: one tile of queries, for the query heads of one KV head. Row r is query r // GROUP, head r % GROUP."""
+    """One program: one tile of queries, for the query heads of one KV head. Row r is query r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0)
     tiles += tl.program_id(1) * 4
     chunk = tl.load(tiles).to(tl.int64)
@@ -98,12 +98,12 @@ def _prefill(
 
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if sinks is not None:  # a sink is a key whose logit is given and whose value is zero
+    if sinks is not None:  # a sink is a key with a given logit and a value of zero
         highest = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros((ROWS, V_DIM_PAD), tl.float32)
 
-    # Keys first .. last are seen by some query, those of the whole tiles middle .. right by all: they need no mask.
+    # Some query sees keys first .. last. All queries see the whole tiles middle .. right, which need no mask.
     first = tl.maximum(position - reach + 1, 0)
     last = position + num_queries
     middle = first + tl.cdiv(tl.maximum(last - reach, 0) - first, KEYS) * KEYS
@@ -138,17 +138,17 @@ def _attend(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Attend to the tiles of keys from `start` to `stop`. Not MASKED: they are whole, and all rows see all of them."""
+    """Attend to the tiles of keys from `start` to `stop`. Without MASKED, tiles are whole and visible to all rows."""
     dims = tl.arange(0, DIM_PAD)
     v_dims = tl.arange(0, V_DIM_PAD)
     end = stop
     if MASKED:
         end = last
-    keys = start + tl.arange(0, KEYS)  # block ids are loaded a turn ahead: see triton_decode.py
+    keys = start + tl.arange(0, KEYS)  # block ids are loaded one iteration ahead: see triton_decode.py
     next_blocks = tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
     for tile in range(start, stop, KEYS):
         keys = tile + tl.arange(0, KEYS)
-        blocks = next_blocks  # int64: so is all that is added to a pointer
+        blocks = next_blocks  # int64, as are all pointer offsets
         next_blocks = tl.load(table + (keys + KEYS) // BLOCK_SIZE, mask=keys + KEYS < end, other=0)
         k_mask = (dims < DIM)[None, :]
         v_mask = (v_dims < V_DIM)[None, :]
@@ -167,7 +167,7 @@ def _attend(
         )
         new = tl.maximum(highest, tl.max(scores, 1))
         base = new
-        if MASKED:  # a row that has seen nothing yet
+        if MASKED:  # a row without a visible key so far
             base = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)

@@ -1,4 +1,4 @@
-"""Writing the K and V of a packed batch into the blocks of a strided arena, both in one launch."""
+"""Writes a packed batch's K and V into the blocks of a strided arena, in one launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from .triton_base import on_device, padded, tl, triton
 
-TILE_ITEMS = 4096  # elements of K that a program copies, and as many of V
+TILE_ITEMS = 4096  # elements of K per program, and as many of V
 
 
 def write(
@@ -17,7 +17,7 @@ def write(
     blocks: torch.Tensor,  # int64 [T]
     offsets: torch.Tensor,  # int64 [T]
 ) -> None:
-    """Token t goes to place `offsets[t]` of block `blocks[t]`. Tokens of block 0, padding, go nowhere: it stays zeros."""
+    """Write token t to place `offsets[t]` of block `blocks[t]`. Tokens for block 0 are padding and are not written."""
     num_tokens, num_heads, dim = key.shape
     v_dim = value.shape[-1]
     if not num_tokens:
@@ -43,7 +43,7 @@ def _write(
     num_heads: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program: HEADS heads of one token."""
+    """One program: HEADS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + token)
     offset = tl.load(offsets + token)

@@ -1,4 +1,4 @@
-"""Paged attention by torch's own `varlen_attn`, which takes block tables where a flash-attn 3 or 4 was activated in torch."""
+"""Paged attention by torch's `varlen_attn`, which takes block tables if flash-attn 3 or 4 is activated in torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .library_kernel import LibraryKernel, Scoring, SequenceGroup
 
 
 class VarlenKernel(LibraryKernel):
-    """torch.nn.attention.varlen. The implementation is the process's: whoever activated it chose it."""
+    """torch.nn.attention.varlen. The process's active flash-attn implementation applies."""
 
     name = "varlen"
 
     @staticmethod
     def load() -> Any:
-        """See `LibraryKernel.load`. Torch's own flash-attn 2 refuses block tables, so one must be active."""
+        """See `LibraryKernel.load`. Torch's own flash-attn 2 refuses block tables, so flash-attn 3 or 4 must be active."""
         found = library("torch.nn.attention.varlen", "varlen_attn")
         if "block_table" not in inspect.signature(found.varlen_attn).parameters:
             raise ImportError(f"the varlen_attn of torch {torch.__version__} takes no block tables", name="torch")
@@ -31,7 +31,7 @@ class VarlenKernel(LibraryKernel):
     def attend_part(
         self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
     ) -> torch.Tensor:
-        """See `LibraryKernel.attend_part`. A left bound of -1 is none; (-1, 0) is how causality is said."""
+        """See `LibraryKernel.attend_part`. A left bound of -1 means none; (-1, 0) means causal."""
         return self._library.varlen_attn(
             query, cache.key, cache.value, part.q_starts, None, part.max_q, part.max_kv,
             scale=scoring.scaling, window_size=(-1 if scoring.left is None else scoring.left, 0),

@@ -1,1 +1,1 @@
-"""Plans carried out on the device: batches, graphs, copies between device and host, swaps."""
+"""Execution of plans on the device: batches, CUDA graphs, device-host copies, swaps."""

@@ -1,7 +1,7 @@
-"""A step's chunks as one batch: what the host knows of it, what goes to the device, and what attention is told there.
+"""A step's chunks as one batch: its host-side description, the arrays to upload, and the attention inputs.
 
-The device keeps, per row, the block tables and the newest token that was sampled. So a step sends of a decode its row, its
-length and its token, and of a table only what changed; and a token that no host has seen yet can be the next step's input.
+The device keeps, per row, the block tables and the newest sampled token. A decode therefore uploads only its row, length and
+token, and a table only its changes. A sampled token can be the next step's input before it reaches the host.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ...scheduler.plan import Plan
 from ..attention.context import AttentionKernel, StepContext
 from .transfers import Array
 
-ON_ITS_WAY = -1  # in place of a token that was sampled and is not on the host yet
+ON_ITS_WAY = -1  # placeholder for a sampled token that is not on the host yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
-    """n chunks of T tokens, packed without padding; behind them, if it was asked for, chunks of one token that are nobody's.
+    """n chunks of T tokens, packed without padding, plus padding chunks of one token at the end if requested.
 
-    `arrays` go to the device, where `DeviceRows.context` takes them: ids int64 [T], ON_ITS_WAY where the row's newest one
-    stands; owners int64 [T], the chunk of each token; positions int64 [T]; rows int64 [n]; lengths with what came before
-    int32 [n]; where each chunk begins in the batch, and where the last one ends, int32 [n + 1].
+    `DeviceRows.context` takes the uploaded `arrays`: ids int64 [T], ON_ITS_WAY for the row's newest token; owners int64 [T],
+    the chunk of each token; positions int64 [T]; rows int64 [n]; lengths including the cached tokens, int32 [n]; chunk starts
+    in the batch and the end of the last chunk, int32 [n + 1].
     """
 
     arrays: tuple[Array, ...]
@@ -38,14 +38,14 @@ class InputBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Chunks of one token, which come first."""
+        """The number of chunks of one token, which come first."""
         return int(np.count_nonzero(self.q_lens == 1))
 
 
 def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int = 0) -> InputBatch:
-    """The batch of tokens `starts[i] .. starts[i] + lengths[i]` of `rows[i]`, whose tokens are `tokens[row]`.
+    """Pack tokens `starts[i] .. starts[i] + lengths[i]` of each `rows[i]` into a batch. `tokens[row]` are a row's tokens.
 
-    With `padded`, which only a batch of decodes may ask for, so many chunks: those too many have length 0, and no row.
+    `padded`, for batches of decodes only, is the number of chunks to pad to. Padding chunks have a KV length of 0 and no row.
     """
     missing = max(0, padded - len(rows))
     q_lens = np.append(lengths, np.ones(missing, np.int64))
@@ -61,8 +61,8 @@ def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int 
 
 
 class DeviceRows:
-    """What the device keeps of each row: block tables per group, int64 [num_rows + 1, slots], and the newest sampled token,
-    int64 [num_rows + 1]. The last row is nobody's: its table has the null block alone, and padding reads it.
+    """The device's state per row: block tables per group, int64 [num_rows + 1, slots], and the newest sampled token, int64
+    [num_rows + 1]. The last row is for padding: its table holds only the null block.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
@@ -75,11 +75,11 @@ class DeviceRows:
 
     @property
     def num_slots(self) -> int:
-        """Blocks of the longest table there can be."""
+        """Blocks of the longest possible table."""
         return self.tables[0].shape[1]
 
     def changes(self, plan: Plan) -> list[Array]:
-        """What `follow` needs on the device of a plan's new table entries."""
+        """The arrays that `follow` needs on the device for the plan's new table entries."""
         return [
             np.stack((update.rows, update.slots, update.blocks)).astype(np.int64, copy=False)
             for update in plan.tables
@@ -87,7 +87,7 @@ class DeviceRows:
         ]
 
     def follow(self, plan: Plan, changes: Sequence[torch.Tensor]) -> None:
-        """Take in the plan's new table entries."""
+        """Apply the plan's new table entries."""
         changed = [table for table, update in zip(self.tables, plan.tables, strict=False) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
             rows, slots, blocks = change.unbind(0)
@@ -102,13 +102,13 @@ class DeviceRows:
         kernel: AttentionKernel,
         bounded: bool = False,
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
-        """What attention is told, input ids [T] and positions [T], out of a batch whose arrays are `there`.
+        """The attention context, input ids [T] and positions [T] of a batch, from its uploaded arrays `there`.
 
-        Waits for nothing, and reads nothing of the host: so it can be captured. `width` is the slots of the longest chunk's
-        table, or more; `bounded` tells that the batch's lengths are bounds.
+        It does not wait and reads nothing from the host, so it can be captured. `width` is at least the slots of the longest
+        chunk's table; `bounded` says that the batch's lengths are upper bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
-        slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # others are stale
+        slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # other entries are stale
         tables = tuple(table[:, :width].index_select(0, rows) * slots for table in self.tables)
         step = StepContext(
             layers=layers,

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: the model's forward pass over a batch of decodes, captured once for each of a few sizes.
 
-A captured step reads its rows, lengths and tokens where the host puts them, and K and V at the arena's addresses, which never
-move: so it serves whatever rows decode, whatever extents came or went since. Steps of other sizes are padded to the next one.
+A captured step reads rows, lengths and tokens from the upload buffer, and K and V from the arena. Neither moves, so a graph
+serves any rows, whatever extents were mapped or unmapped since. Other batch sizes are padded to the next captured one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows; padding costs little: weights are read in any case
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of the largest logit
+# rows; padding costs little: the weights are read in any case
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # relative to the largest logit
 _WARM_UPS = 2
 _ASKS = (
     "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim", "unique_consecutive",
@@ -28,26 +29,26 @@ _ASKS = (
 _MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "lift_fresh")
 
-_failed: list[Any] = []  # captures: torch's allocator of pinned memory may still look at them
+_failed: list[Any] = []  # failed captures: torch's pinned-memory allocator may still read them
 
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # does some work, in a way that what is returned can do again
+Record = Callable[[Work], Work]  # runs the work and returns a callable that repeats it
 
 
 def sizes_for(seats: int) -> tuple[int, ...]:
-    """The sizes that so many rows can need; where there are more than the largest, some steps have none."""
+    """The sizes that `seats` rows can need. Batches larger than the largest size run without a graph."""
     below = tuple(size for size in SIZES if size < seats)
     return below + SIZES[len(below) : len(below) + 1]
 
 
 class CannotBeCaptured(RuntimeError):
-    """Some work asks the device for a value, or brings one from the host."""
+    """The work reads a value from the device, or copies between host and device."""
 
 
 class CaptureCheck(TorchDispatchMode):
     """Raises CannotBeCaptured for operations that no CUDA graph can hold.
 
-    A capture that fails leaves torch's allocator in a state in which it cannot be trimmed any more: so it is found out before.
+    Checking first is necessary: after a failed capture, torch's allocator can no longer be trimmed.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,12 +67,11 @@ class CaptureCheck(TorchDispatchMode):
 
 
 class DecodeGraphs:
-    """Decode steps of some sizes, recorded. Not thread-safe.
+    """Captured decode steps of some sizes. Not thread-safe.
 
     Args:
-        forward: The logits [size, vocab] of a batch of so many rows, whose inputs lie at addresses that never move. Reads
-            nothing of the host.
-        record: How work is recorded. Raises what the device or the model has against it.
+        forward: The logits [size, vocab] of a batch of this size, with inputs at fixed addresses. Reads nothing from the host.
+        record: Captures work. Raises the errors of the device or the model.
     """
 
     def __init__(self, forward: Callable[[int], torch.Tensor], record: Record) -> None:
@@ -82,33 +82,33 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
 
     def add(self, size: int) -> None:
-        """Record steps of `size` rows, out of the inputs that are in place. The largest first: the others share its memory.
+        """Capture steps of `size` rows from the current inputs. Add the largest size first: the others share its memory.
 
-        Raises CannotBeCaptured for a model that asks the device, and what `record` raises.
+        Raises CannotBeCaptured for a model that reads from the device, and what `record` raises.
         """
         if self._logits is None:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
                 CaptureCheck(),
-            ):  # in inference mode it would see no details
+            ):  # in inference mode the check does not see inner operations
                 self._logits = torch.empty_like(self._forward(size))
         logits = self._logits[:size]
         self._replays[size] = self._record(lambda: _fill(logits, self._forward(size)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that are recorded, in order."""
+        """The captured sizes, ascending."""
         return tuple(sorted(self._replays))
 
     def size_for(self, num_rows: int) -> int | None:
-        """The size that a batch of so many rows is to be padded to; None where there is none."""
+        """The captured size to pad `num_rows` rows to; None if there is none."""
         return min((size for size in self._replays if size >= num_rows), default=None)
 
     def logits(self, size: int, num_rows: int) -> torch.Tensor:
-        """[num_rows, vocab] of the batch of `size` whose inputs are in place. They stand until the next call.
+        """[num_rows, vocab]: the logits of the batch of `size` now in place, valid until the next call.
 
-        What a size gives first is held against the same work unrecorded; where they differ nothing recorded is used again.
+        The first result of each size is compared with an uncaptured run. If they differ, all graphs are dropped.
         """
         assert self._logits is not None
         found = self._logits[:num_rows]
@@ -116,7 +116,7 @@ class DecodeGraphs:
             self._replays[size]()
             return found
         right = self._forward(size)[:num_rows].clone()
-        found.fill_(nan)  # else what lay there, of another size or freed memory, could pass for what the graph gave
+        found.fill_(nan)  # old memory could pass for the graph's result
         self._replays[size]()
         if near(found, right):
             self._trusted.add(size)
@@ -134,7 +134,7 @@ def _is_mask(part: object) -> bool:
 
 
 def _waits_in_groups(x: torch.Tensor) -> bool:
-    """Whether torch's matrix product of groups, of experts say, reads their sizes on the host: it does but for one kernel."""
+    """Whether torch's grouped matrix product reads group sizes on the host. All its kernels but one do."""
     if not x.is_cuda:
         return False
     return x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
@@ -145,7 +145,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def near(found: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether logits are the same but for rounding; what is no finite number must be the same."""
+    """Whether logits are equal up to rounding. Finiteness must agree."""
     tolerance = _TOLERANCES[right.dtype]
     found, right = found.float(), right.float()
     finite = right.isfinite()
@@ -154,11 +154,11 @@ def near(found: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class CudaRecorder:
-    """Records by capture into CUDA graphs, which share their memory: what one left is gone when another one runs."""
+    """Captures CUDA graphs that share one memory pool: running a graph overwrites what another one left."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # libraries keep a workspace for each they have seen
+        self._stream = torch.cuda.Stream(device)  # one stream: libraries keep a workspace for each
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -167,15 +167,15 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS):  # kernels are compiled and libraries set up outside of a capture
+                for _ in range(_WARM_UPS):  # compile kernels and set up libraries outside the capture
                     work()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             collects = gc.isenabled()
             gc.collect()
-            gc.disable()  # what is collected in a capture may call the driver
+            gc.disable()  # a collection within a capture may call the driver
             try:
-                # Other threads, of the pool's extents say, may call what this one must not.
+                # Other threads, such as those of the pool's extents, may make calls that a capture forbids.
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     work()
             except BaseException:
@@ -188,8 +188,8 @@ class CudaRecorder:
         return graph.replay
 
     def _clean_up(self, current: torch.cuda.Stream) -> None:
-        """After a capture that failed, of which torch leaves the stream current and its allocator waiting for the end."""
+        """Clean up after a failed capture: torch leaves its stream current and its allocator waiting for the end."""
         torch.cuda.set_stream(current)
-        with suppress(Exception):  # it has ended already
+        with suppress(Exception):  # it has already ended
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             torch._C._cuda_releasePool(current.device_index, self._pool)

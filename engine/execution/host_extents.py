@@ -1,7 +1,7 @@
-"""The host tier's memory by extents: taken as slots are written, its pages locked for a CUDA device, one extent ahead of need.
+"""The host tier's memory by extents: allocated as slots are written, pinned for a CUDA device, one extent ahead of need.
 
-Taking an extent and locking its pages is slow (the kernel zeroes and pins page by page), and copies from and to memory that is
-not locked hold up the caller. So with a device a thread prepares the next extent whenever the one that is ready gets into use.
+Allocating and pinning an extent is slow (the kernel zeroes and pins page by page), and copies with unpinned memory block the
+caller. With a device, a thread therefore prepares the next extent whenever the ready one comes into use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...allocator.host_arena import HostArena
 
 log = logging.getLogger(__name__)
 
-_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels reach it too
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels access it too
 
 
 class HostExtents:
-    """`arena`, whose first byte is at `address`. What is prepared is prepared in `thread`. Not thread-safe."""
+    """The extents of `arena`, which begins at `address`. `thread` prepares them. Not thread-safe."""
 
     def __init__(self, arena: HostArena, address: int, thread: ThreadPoolExecutor) -> None:
         self._arena = arena
@@ -29,8 +29,8 @@ class HostExtents:
         self._thread = thread
         self._device: CudaDevice | None = None
         self._locked: set[int] = set()
-        self._ready: int | None = None  # an extent that nobody has used yet
-        self._preparing: Future[None] | None = None  # the ready one
+        self._ready: int | None = None  # a prepared extent, not used yet
+        self._preparing: Future[None] | None = None  # preparation of the ready extent
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -39,20 +39,20 @@ class HostExtents:
 
     @property
     def mapped_bytes(self) -> int:
-        """Host memory that is taken, what is ready included."""
+        """Host memory allocated, including the ready extent."""
         return self._arena.mapped_bytes
 
     @property
     def all_locked(self) -> bool:
-        """Whether the pages of all memory in use are locked. Does not wait for what is being prepared."""
+        """Whether all memory in use is pinned. Does not wait for an extent in preparation."""
         return self._arena.mapped_extents - {self._ready} <= self._locked
 
     def lock_for(self, device: CudaDevice) -> None:
-        """Lock the pages of what is taken from now on, by cuMemHostRegister, and keep an extent ready."""
+        """Pin extents taken from now on, by cuMemHostRegister, and keep one extent ready."""
         self._device = device
 
     def take(self, extents: Sequence[int]) -> None:
-        """Have memory behind `extents`. Raises OutOfDeviceMemory, with nothing taken, where the host has not so much."""
+        """Give memory to `extents`. Raises OutOfDeviceMemory, with nothing taken, if the host has too little."""
         missing = set(extents) - (self._arena.mapped_extents - {self._ready})
         if not missing:
             return
@@ -64,7 +64,7 @@ class HostExtents:
             self._prepare()
 
     def give_back(self, num_bytes: int) -> None:
-        """Give up to so much back, an extent at least, the highest first. Nothing may be copied there any more."""
+        """Free up to `num_bytes`, at least one extent, the highest first. No copy may use them any more."""
         self._settle()
         mapped = sorted(self._arena.mapped_extents)
         extents = mapped[-max(1, num_bytes // self._arena.extent_bytes) :]
@@ -74,7 +74,7 @@ class HostExtents:
             self._ready = None
 
     def close(self) -> None:
-        """Give everything back. Nothing may be copied any more. Idempotent."""
+        """Free everything. No copy may be running. Idempotent."""
         try:
             self._settle()
             self._unlock(sorted(self._locked))
@@ -82,14 +82,14 @@ class HostExtents:
             self._arena.close()
 
     def _prepare(self) -> None:
-        """Begin to take the lowest extent that has no memory: it is next, as fresh slots are given by number."""
+        """Begin to allocate the lowest unmapped extent, which is needed next: fresh slots are assigned in ascending order."""
         mapped = self._arena.mapped_extents
         self._ready = next((extent for extent in range(self._arena.num_extents) if extent not in mapped), None)
         if self._ready is not None:
             self._preparing = self._thread.submit(self._map, [self._ready])
 
     def _settle(self) -> None:
-        """Wait until nothing is being prepared. What went wrong there, whoever needs the memory meets again, and is told."""
+        """Wait for a preparation to end. An error is only logged: the next `take` that needs the memory raises it again."""
         if self._preparing is None:
             return
         futures.wait([self._preparing])

@@ -1,9 +1,9 @@
-"""The host tier's memory: blocks of the pool's layout in host memory, and the copies from and to the device.
+"""The host tier's memory: blocks of the pool's layout in host memory, and copies between them and the device.
 
-Slot i is block i of a second pool; block 0, the null block, is no slot. Memory is reserved at the start and taken extent by
-extent when a slot of it is first written, so an engine that never runs short takes none; it goes back when nobody has needed
-the tier for long, by `give_back`, and at `close`. Copies run beside the caller (`begin`): between host pools in a thread, from
-and to a CUDA device in a stream of their own, out of memory that is pinned, by the way that is the fastest (`swap_ways`).
+Slot i is block i of a second pool; block 0, the null block, is not a slot. Memory is reserved at the start and allocated per
+extent when a slot is first written, so an engine that never swaps allocates none. `give_back` (after long disuse) and `close`
+free it. Copies run concurrently with the caller (`begin`): between host pools in a thread; between host and CUDA device in a
+separate stream, with pinned memory, by the fastest method (`swap_methods.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MEASURED_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swapped:
-    """What became of some copies: slots for which the host had no memory, and how long `num_timed` copies took; 0, where
-    something else than the copies took the time.
+    """The result of some copies: slots for which the host had no memory, and the seconds that `num_timed` copies took. Both
+    numbers are 0 if the time would include more than copying.
     """
 
     lost_slots: Int32
@@ -48,31 +48,31 @@ class Swapped:
 
 
 class Copies(Protocol):
-    """Copies that have begun. They raise what went wrong from either call."""
+    """Copies that have begun. Either method raises their errors."""
 
     def fence(self) -> None:
-        """What is queued on the device's current stream from here on runs behind them. The host waits only on a CPU."""
+        """Order work queued on the device's current stream from here on after the copies. Blocks the host only on a CPU."""
         ...
 
     def wait(self) -> Swapped:
-        """Wait until they are done; a `fence` too."""
+        """Wait until the copies are done. Also acts as `fence`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cuda:
-    """What copies from and to a CUDA device go by."""
+    """State for copies to and from a CUDA device."""
 
     stream: torch.cuda.Stream
     fastest: FastestSwapMethod
-    device: CudaDevice | None  # whose context locks pages; None where its driver cannot be called
+    device: CudaDevice | None  # its context locks pages; None: the driver cannot be called
 
 
 class HostPool:
     """As many slots as whole extents of `geometry` fit into `num_bytes`, less the null block. Not thread-safe.
 
-    It serves one device: the one of its first copies. With CUDA and not `pins`, its memory is not pinned and copies are torch's
-    own, one by one. Raises ValueError where `num_bytes` hold no slot.
+    The pool serves one device: that of its first copies. On CUDA without `pins`, its memory is not pinned, and torch copies the
+    runs one by one. Raises ValueError if `num_bytes` hold no slot.
     """
 
     def __init__(self, geometry: Geometry, num_bytes: int, *, pins: bool = True) -> None:
@@ -84,35 +84,35 @@ class HostPool:
         arena = HostArena(num_bytes // geometry.extent_bytes, geometry.extent_bytes)
         self._storage = Storage(geometry, arena, "cpu")
         self._blocks_per_extent = geometry.blocks_per_extent
-        self._thread = ThreadPoolExecutor(1, "pagetide-swaps")  # which begins with the first copy
+        self._thread = ThreadPoolExecutor(1, "pagetide-swaps")  # starts with the first copy
         self._extents = HostExtents(arena, self._storage.blocks.data_ptr(), self._thread)
         self._cuda: _Cuda | None = None
         self._pins = pins
 
     @property
     def num_slots(self) -> int:
-        """Slots there are, with memory or without."""
+        """The number of slots, with or without memory."""
         return self._storage.num_blocks - 1
 
     @property
     def mapped_bytes(self) -> int:
-        """Host memory that is taken now."""
+        """Host memory allocated now."""
         return self._extents.mapped_bytes
 
     @property
     def storage(self) -> Storage:
-        """Where the slots lie: slot i is block i."""
+        """The storage of the slots: slot i is block i."""
         return self._storage
 
     @property
     def fastest(self) -> FastestSwapMethod | None:
-        """How copies from and to a CUDA device are made. None before the first of them, and on a CPU."""
+        """The method choice for copies to and from a CUDA device. None before the first copy, and on a CPU."""
         return None if self._cuda is None else self._cuda.fastest
 
     def swap(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32 = NONE, in_blocks: Int32 = NONE
     ) -> Swapped:  # fmt: skip
-        """Copy `out_blocks` of the device to `out_slots`, then `in_slots`, which were written before, to `in_blocks`. Waits."""
+        """Copy `out_blocks` of the device to `out_slots`, then `in_slots`, written before, to `in_blocks`. Waits."""
         if device.device.type == "cuda":
             return self.begin(device, out_blocks, out_slots, in_slots, in_blocks).wait()
         return _timed(partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks))
@@ -120,9 +120,9 @@ class HostPool:
     def begin(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
     ) -> Copies:  # fmt: skip
-        """Begin what `swap` does, behind what is queued on the device's current stream now, and without waiting for that.
+        """Begin the copies of `swap`, ordered after the work queued on the device's current stream, without waiting for it.
 
-        Until it is done nobody may touch these blocks, but behind a `fence`.
+        Until they are done, use these blocks only after a `fence`.
         """
         if device.device.type != "cuda":
             return _InThread(partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks), self._thread)
@@ -139,9 +139,9 @@ class HostPool:
         return _InStream(copy, cuda.stream, lost, int(np.count_nonzero(kept)) + len(in_slots))
 
     def measure(self, device: Storage, num_blocks: int) -> float | None:
-        """Bytes a second of copies from and to the device, whose first `num_blocks` blocks have memory and no content yet.
+        """Bytes per second of copies to and from the device. Blocks 1 to `num_blocks` must have memory and no content yet.
 
-        With CUDA it finds out which way is the fastest for how many. The tier is empty before and after. None where the host
+        On CUDA it also selects the fastest method per number of pieces. The tier is empty before and after. None if the host
         has no memory for it.
         """
         num_measured = min(num_blocks, self.num_slots, max(1, _MEASURED_BYTES // device.geometry.payload_bytes))
@@ -154,18 +154,16 @@ class HostPool:
             locked = self._extents.all_locked
             seconds = cuda.fastest.measure(device, self._storage, num_measured, locked, timer) / 2
         else:
-            seconds = self.swap(device, blocks, blocks).seconds  # what is touched first takes longer
+            seconds = self.swap(device, blocks, blocks).seconds  # the first touch takes longer
         self.give_back(self.mapped_bytes)
         return num_measured * device.geometry.payload_bytes / max(seconds, 1e-9)
 
     def give_back(self, num_bytes: int) -> None:
-        """Give up to so much memory back, an extent at least, the highest slots' first. Nothing may lie there any more, and
-        all copies must be done.
-        """
+        """Free up to `num_bytes`, at least one extent, the highest slots first. They must be unused, and all copies done."""
         self._extents.give_back(num_bytes)
 
     def close(self) -> None:
-        """Give the memory back; all copies must be done. Idempotent."""
+        """Free the memory. All copies must be done. Idempotent."""
         self._thread.shutdown()
         try:
             self._extents.close()
@@ -177,7 +175,7 @@ class HostPool:
     def _copy(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
     ) -> tuple[Int32, int]:  # fmt: skip
-        """Between hosts. Returns the slots that got no memory, and how many copies their time may be measured by."""
+        """Copy between host pools. Returns the slots without memory, and how many copies their time may be attributed to."""
         mapped_bytes = self.mapped_bytes
         lost = self._populate(out_slots)
         kept = ~np.isin(out_slots, lost)
@@ -187,7 +185,7 @@ class HostPool:
         return lost, num if self.mapped_bytes == mapped_bytes else 0
 
     def _populate(self, slots: Int32) -> Int32:
-        """Take memory for `slots`. Returns those that got none."""
+        """Allocate memory for `slots`. Returns the slots that got none."""
         extents = slots // self._blocks_per_extent
         try:
             self._extents.take(np.unique(extents).tolist())
@@ -197,7 +195,7 @@ class HostPool:
         return slots[:0]
 
     def _cuda_of(self, device: Storage) -> _Cuda:
-        """Made when it is first needed, as are stream and context."""
+        """The CUDA state, created with its stream and context at the first use."""
         if self._cuda is not None:
             return self._cuda
         where = device.device
@@ -226,7 +224,7 @@ def _timed(copy: Callable[[], tuple[Int32, int]]) -> Swapped:
 
 
 class _InThread:
-    """Copies between host pools, in a thread: they let go of the interpreter's lock."""
+    """Copies between host pools in a thread. They release the GIL."""
 
     def __init__(self, copy: Callable[[], tuple[Int32, int]], thread: ThreadPoolExecutor) -> None:
         self._future = thread.submit(_timed, copy)
@@ -238,7 +236,7 @@ class _InThread:
     def wait(self) -> Swapped:
         """See `Copies`."""
         interrupt: BaseException | None = None
-        while not self._future.done():  # whoever goes on before would give these blocks to others
+        while not self._future.done():  # returning earlier would let these blocks be reused
             try:
                 futures.wait([self._future])
             except BaseException as error:
@@ -249,7 +247,7 @@ class _InThread:
 
 
 class _InStream:
-    """Copies from and to a CUDA device, in a stream of their own, behind what the current one had to do when they began."""
+    """Copies to and from a CUDA device in a separate stream, ordered after the work queued on the current stream."""
 
     def __init__(self, copy: Callable[[], None], stream: torch.cuda.Stream, lost: Int32, num: int) -> None:
         self._stream = stream
@@ -262,7 +260,7 @@ class _InStream:
                 copy()
                 self._ended.record()
             except BaseException:
-                stream.synchronize()  # some may be on their way, to or from blocks that others are given now
+                stream.synchronize()  # some copies may still run, and these blocks are reused
                 raise
 
     def fence(self) -> None:
@@ -277,6 +275,6 @@ class _InStream:
 
 
 def _seconds_in(stream: torch.cuda.Stream, copy: Callable[[], None]) -> float:
-    """The best of three, as the device counts."""
+    """The shortest of three runs, in device time."""
     copies = (_InStream(copy, stream, NONE, 0) for _ in range(3))
     return min(one.wait().seconds for one in copies)

@@ -1,4 +1,4 @@
-"""What a plan does to the pool's memory before and beside its chunks: extents come and go, blocks are copied and swapped."""
+"""A plan's memory operations: mapping, unmapping, block copies and swaps, before or concurrent with its chunks."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .host_pool import Copies, HostPool, Swapped
 
 log = logging.getLogger(__name__)
 
-_TRIES = 2  # of a copy: it is the same however often it is done, as nothing changes its sources before it is over
+_TRIES = 2  # of a copy: it can be repeated, as its sources do not change before it is over
 
 
 class Swap:
-    """Copies to and from the host tier, which go on beside the caller. Copies that raise are begun again, once.
+    """Copies to and from the host tier, concurrent with the caller. Copies that raise are begun again, once.
 
-    `begin` begins them, to `slots` and to `blocks`.
+    `begin` begins the copies, to `slots` and to `blocks`.
     """
 
     def __init__(self, begin: Callable[[], Copies], slots: Int32, blocks: Int32) -> None:
         self.slots = slots
         self.blocks = blocks
         self._begin = begin
-        self._copies: Copies | None = None  # None: they could not be begun, or have raised
+        self._copies: Copies | None = None  # None: they could not begin, or have raised
         self._left = _TRIES
         self._ensure(lambda copies: None)
 
     def fence(self) -> None:
-        """What is queued on the device's current stream from here on runs behind the copies, unless they have failed."""
+        """Order work queued on the device's current stream from here on after the copies, unless they have failed."""
         self._ensure(lambda copies: copies.fence())
 
     def wait(self) -> Swapped | None:
-        """What became of the copies, once they are over; None where they have failed."""
+        """The result of the copies, once they are over; None if they failed."""
         found: list[Swapped] = []
         self._ensure(lambda copies: found.append(copies.wait()))
         return found[0] if found else None
@@ -63,22 +63,22 @@ class Swap:
 
 @dataclass(slots=True)
 class MemoryOperations:
-    """What became of a plan's part about memory, as far as it is known. Mutated until `done`."""
+    """The results of a plan's memory operations so far. Mutated until `done`."""
 
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)
     unmapped: Index = field(default_factory=lambda: NO_EXTENTS)
     refused: str | None = None
-    swaps: list[Swap] = field(default_factory=list)  # under way
-    failed_blocks: list[Int32] = field(default_factory=list)  # targets of copies that have failed
+    swaps: list[Swap] = field(default_factory=list)  # in progress
+    failed_blocks: list[Int32] = field(default_factory=list)  # targets of failed copies
     failed_slots: list[Int32] = field(default_factory=list)
 
     def fence(self) -> None:
-        """Put the swaps before whatever is queued on the device from here on."""
+        """Order device work queued from here on after the swaps."""
         for swap in self.swaps:
             swap.fence()
 
     def done(self) -> list[Swapped]:
-        """What became of the swaps. All of them are waited for, an interrupt notwithstanding."""
+        """Wait for all swaps and return their results. An interrupt is raised only after all of them."""
         swapped: list[Swapped] = []
         interrupt: BaseException | None = None
         for swap in self.swaps:
@@ -98,9 +98,9 @@ class MemoryOperations:
 
 
 class MemoryExecutor:
-    """Carries out what plans say about memory: extents mapped, blocks swapped out and copied, extents unmapped, in that order.
+    """Executes the memory operations of plans, in this order: map extents, swap out and copy blocks, unmap extents.
 
-    Without `arena`, what `storage` was built over, no plan may resize the pool; without `host` none may swap.
+    `arena` is the arena under `storage`; without it no plan may resize the pool. Without `host` no plan may swap.
     """
 
     def __init__(self, storage: Storage, arena: Arena | None, host: HostPool | None) -> None:
@@ -109,10 +109,10 @@ class MemoryExecutor:
         self._host = host
 
     def begin(self, plan: Plan, moves: MemoryOperations) -> None:
-        """Do what the plan's chunks depend on; begin the swaps that go beside them. What is done stands in `moves`, also where
+        """Do what the plan's chunks depend on, and begin the concurrent swaps. `moves` has the completed operations even if
         this raises.
 
-        The device is idle while extents change: under a kernel that runs, a mapping that comes or goes may be a fault.
+        The device is idle while extents change: a mapping that changes under a running kernel may fault.
         """
         resize, arena, swaps = plan.resize, self._arena, plan.swaps
         if resize and arena is None:
@@ -128,14 +128,14 @@ class MemoryExecutor:
         if plan.copies is not None:
             self._copy(plan.copies, moves)
         if arena is not None and len(resize.unmap):
-            self._wait_for_device()  # the copies read there
+            self._wait_for_device()  # the copies read from these extents
             moves.refused = _refusal(arena.unmap, resize.unmap) or moves.refused
             moves.unmapped = resize.unmap[~np.isin(resize.unmap, list(arena.mapped_extents))]
         if swaps is not None and swaps.any_beside:
             self._swap(swaps, slice(swaps.num_before, None), moves, swaps.in_slots, swaps.in_blocks)
 
     def _swap_before(self, swaps: Swaps, moves: MemoryOperations) -> None:
-        """Copy out what has to leave first, and what is wanted again already to its new place."""
+        """Swap out the blocks that must leave first, and copy those that are needed again to their new places."""
         if swaps.num_before:
             self._swap(swaps, slice(swaps.num_before), moves)
             moves.swaps[-1].fence()
@@ -166,10 +166,9 @@ class MemoryExecutor:
         moves.failed_blocks.append(copies.targets)
 
     def _wait_for_device(self) -> None:
-        """Until all is done that may touch the arena: what is queued on the current stream, swaps behind their fence. A CPU has
-        done it.
+        """Wait for all work that may touch the arena: the current stream, which includes fenced swaps. A CPU has none.
 
-        Not for the device as a whole: others may be at work there, and a capture that another engine makes would break.
+        It does not synchronize the whole device: other streams may be busy, and another engine's graph capture would break.
         """
         if self._storage.device.type == "cuda":
             torch.cuda.current_stream(self._storage.device).synchronize()
@@ -181,9 +180,9 @@ def joined(ids: Sequence[Int32]) -> Int32:
 
 
 def _refusal(change: Callable[[Sequence[int]], None], extents: Index) -> str | None:
-    """Let the arena map or unmap `extents`. Returns what the device said against it; None when it was done.
+    """Let the arena map or unmap `extents`. Returns the device's error as text; None on success.
 
-    Raises BlockMisuse: then the scheduler's books differ from what is mapped, and no step can be right.
+    Raises BlockMisuse: the scheduler's accounts differ from what is mapped, so no step can be right.
     """
     try:
         change(extents.tolist())

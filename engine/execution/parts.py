@@ -1,4 +1,4 @@
-"""Parts of a step: all chunks of a plan at first, and halves of them where computing them together raises."""
+"""Parts of a step: first all chunks of a plan; halves of them if computing them together raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkGroup:
     """Chunks of a plan that are computed together, or a piece of one chunk: tokens `starts[i] .. starts[i] + lengths[i]` of
-    `rows[i]` for chunk `chunks[i]` of the plan. Arrays of one length; a token is sampled behind those with `samples[i]`.
+    `rows[i]` for chunk `chunks[i]` of the plan. The arrays have equal lengths. With `samples[i]`, a token is sampled after
+    them.
     """
 
     chunks: Index
@@ -41,7 +42,7 @@ class ChunkGroup:
         )  # fmt: skip
 
     def halves(self) -> tuple[ChunkGroup, ...]:
-        """Two parts that together are this one, the first to be computed first; none for a single token."""
+        """Two halves of this part, in the order to compute them; none for a single token."""
         if len(self) > 1:
             half = len(self) // 2
             return self[:half], self[half:]
@@ -54,7 +55,7 @@ class ChunkGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingTokens:
-    """Tokens on their way from the device: those `at` of `rows`, sampled by the chunks at `places` of their part."""
+    """Tokens being copied from the device: those `at` of `rows`, sampled by the chunks at `places` of their part."""
 
     places: Index
     chunks: Index  # of the plan
@@ -65,18 +66,18 @@ class PendingTokens:
 
 @dataclass(slots=True)
 class Computed:
-    """What a part gave. Mutated while it is computed; chunks are named by their place in the plan."""
+    """The outputs of a part. Mutated while it is computed. Chunks are identified by their place in the plan."""
 
-    tokens: Int32  # one for each chunk of the part; 0 for a chunk without a sample
+    tokens: Int32  # one per chunk of the part; 0 without a sample
     failures: dict[int, str] = field(default_factory=dict)
-    deferred: set[int] = field(default_factory=set)  # not computed, and to be planned again
+    deferred: set[int] = field(default_factory=set)  # not computed; to be planned again
     scores: list[ChunkLogprobs] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)
     complete: list[int] = field(default_factory=list)
-    drawn: PendingTokens | None = None  # tokens that are yet to come
+    drawn: PendingTokens | None = None  # tokens not on the host yet
 
     def add(self, part: ChunkGroup, given: Computed) -> None:
-        """Take in what `part` gave, where this is what all chunks of the plan gave."""
+        """Add the outputs of `part`; this object covers all chunks of the plan."""
         self.tokens[part.chunks] = given.tokens
         self.failures |= given.failures
         self.scores += given.scores
@@ -84,5 +85,5 @@ class Computed:
         self.complete += given.complete
 
     def drop(self, chunk: int) -> None:
-        """Forget what the first pieces of `chunk` gave: its other pieces could not be computed."""
+        """Discard the outputs of the first pieces of `chunk`, because its other pieces could not be computed."""
         self.scores = [scores for scores in self.scores if scores.index != chunk]

@@ -1,11 +1,11 @@
-"""The runner: executes plans. It follows the scheduler's rows by what plans tell it, and answers with plain results.
+"""The model runner: executes plans.
 
-It keeps, per row, the tokens (from admissions and from its own samples) and, on the device, the block tables, packs the chunks
-of a plan into one batch without padding, runs the model over it and samples. What a plan says about the pool's memory is done
-before (`memory_operations.py`), and beside the chunks what they do not touch.
+It keeps each row's tokens (from admissions and its own samples) and, on the device, the block tables. For each plan it packs
+the chunks into one batch without padding, runs the model and samples. Memory operations run before the chunks, or concurrently
+with them on blocks that no chunk uses (`memory_operations.py`).
 
-On a device that works by itself a plan is queued (`begin`) and its result waited for later (`PendingStep.wait`): its tokens are
-drawn there, and stay there as inputs of the plan behind it.
+On an asynchronous device, `begin` queues a plan and `PendingStep.wait` waits for its result. Tokens are sampled on the device
+and stay there as inputs of the next plan.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UPLOAD_BYTES = 64  # of a token of the largest step: some eight numbers
+_UPLOAD_BYTES = 64  # per token of the largest step: about eight numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """A part of a plan as it is to be computed."""
+    """A part of a plan, prepared for computation."""
 
     part: ChunkGroup
     batch: InputBatch
-    sampling: Index  # places of those chunks that sample
-    at: Index  # where the tokens will stand that they sample
-    prompts: list[TokenSpan]  # to be scored
-    keep: Index  # tokens of the batch whose logits are wanted
-    settings: DrawSettings | None  # of draws that wait for nothing; None: somebody asks for more than those can do
-    graph: int | None  # the size of the recorded step that does it
+    sampling: Index  # places of the chunks that sample
+    at: Index  # positions of the tokens they sample
+    prompts: list[TokenSpan]  # prompt tokens to score
+    keep: Index  # tokens of the batch that need logits
+    settings: DrawSettings | None  # for draws without a wait; None: a row needs the slow path
+    graph: int | None  # size of the captured graph to use
 
     @property
     def arrays(self) -> list[Array]:
-        """What it needs on the device; the batch first, so that it lies where recorded steps read it."""
+        """The arrays to upload. The batch comes first, at the addresses that captured steps read."""
         draws = () if self.settings is None else self.settings.arrays
         return [*self.batch.arrays, self.keep, self.part.rows[self.sampling], *draws]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A plan that was begun."""
+    """A plan in execution."""
 
     _runner: ModelRunner
     _plan: Plan
@@ -77,9 +77,9 @@ class PendingStep:
     _watch: Stopwatch
 
     def wait(self) -> Result:
-        """Wait for the plan's result. Call it once; of several plans, in the order they were begun.
+        """Wait for the plan's result. Call it once per plan, in the order the plans were begun.
 
-        Chunks whose tokens cannot be had from the device are computed again, as in `ModelRunner.begin`.
+        If the tokens cannot be read from the device, all chunks are computed again, as in `ModelRunner.begin`.
         """
         plan, moves = self._plan, self._moves
         with self._runner.at_work():
@@ -112,13 +112,13 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One model on one device, with its rows. Not thread-safe; plans in the order they were made.
+    """One model on one device, with its rows. Not thread-safe. Plans must come in the order they were made.
 
     Args:
-        arena: What `storage` was built over; without it no plan may resize the pool.
-        host: Without it none may swap.
-        max_step_tokens: Of a step that is sent at once; larger ones take memory of their own.
-        overlaps: Whether tokens are drawn on the device and left there, so that a plan can be begun behind another one.
+        arena: The arena that `storage` was built over. Without it no plan may resize the pool.
+        host: Without it no plan may swap.
+        max_step_tokens: Sizes the upload buffer. Larger steps allocate memory of their own.
+        overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class ModelRunner:
         self.model = model
         self._memory_executor = MemoryExecutor(storage, arena, host)
         self._logprob_requests = LogprobRequests(num_rows)
-        self._steered = np.zeros(num_rows, np.bool_)  # whose tokens somebody else chooses
-        self._admitted: dict[int, Admission] = {}  # by row, the last one
-        self._broken: dict[int, str] = {}  # by row: why none of its chunks can be computed
-        self._unreleased: set[int] = set()  # rows that nobody runs in, and of which sampling keeps something still
-        self._struck: dict[int, int] = {}  # by row: the start of the chunk that was deferred, and not computed since
+        self._steered = np.zeros(num_rows, np.bool_)  # rows that return candidates to the scheduler (beam search)
+        self._admitted: dict[int, Admission] = {}  # by row: its latest admission
+        self._broken: dict[int, str] = {}  # by row: why its chunks cannot be computed
+        self._unreleased: set[int] = set()  # released rows for which sampling state remains
+        self._struck: dict[int, int] = {}  # by row: start of its deferred chunk, not computed since
         geometry = storage.geometry
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
@@ -146,23 +146,23 @@ class ModelRunner:
         self._threads = CpuThreads()
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
-        self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # memory only where rows reached
+        self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
         self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
 
     @property
     def model(self) -> Any:
-        """The callable that computes a step's logits. It may be replaced between steps, for example by a tool that measures
-        the engine without a model's own cost.
+        """The callable that computes a step's logits. It may be replaced between steps, for example by a tool that measures the
+        engine without a model's cost.
 
         A step calls it in inference mode as
 
             model(input_ids=ids, position_ids=positions, use_cache=False, step=step, logits_to_keep=keep).logits
 
         with ids and positions int64 [1, T] and a `StepContext`, which has the block tables and the pool's K and V. `keep` is
-        passed only to a model whose `forward` (or, without one, whose call) names `logits_to_keep`: an int64 tensor of places
-        among the T tokens, or 1 where no logits are needed. The logits are [1, len(keep), vocabulary], of a model without that
-        parameter [1, T, vocabulary]; the sampler overwrites them.
+        passed only to a model with a `logits_to_keep` parameter in its `forward` (or, without one, in its call): an int64
+        tensor of places among the T tokens, or 1 if no logits are needed. The logits are [1, len(keep), vocabulary], or [1, T,
+        vocabulary] without that parameter. The sampler overwrites them.
 
         A new model has no captured decode steps: `graphs` becomes None.
         """
@@ -181,15 +181,15 @@ class ModelRunner:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is queued on the device goes to the stream that the runner was made on, whichever is the caller's: so all steps
-        stand in one order. On a CPU torch uses as many threads as there are cores to spare.
+        """Run the body in inference mode. Device work goes to the stream on which the runner was made, whatever the caller's
+        stream, so that all steps are ordered. On a CPU, torch uses as many threads as there are spare cores.
         """
         on_device = self._threads.for_a_step() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), on_device:
             yield
 
     def record(self, sizes: Sequence[int], record: Record) -> None:
-        """Have decode steps of these sizes recorded. Raises what speaks against it; nothing is recorded then."""
+        """Capture decode steps of these sizes. If it raises, nothing is captured."""
         graphs = DecodeGraphs(self._decode, record)
         with self.at_work():
             for size in sorted(sizes, reverse=True):
@@ -198,12 +198,12 @@ class ModelRunner:
         self.graphs = graphs
 
     def begin(self, plan: Plan) -> PendingStep:
-        """Have `plan` executed. A chunk that cannot be computed is a failure in the result; the others have their tokens.
+        """Execute `plan`. A chunk that cannot be computed fails in the result; the other chunks still produce tokens.
 
-        A step that raises is repeated in halves, down to single tokens: what a chunk writes lies in its own sequence's blocks
-        and is the same however often it is written. A single token that raises is deferred, to be planned again; when that
-        raises too its chunk fails. Copies that raise are repeated once, and reported as failed if they raise again. An arena
-        that refuses to map or unmap stops nothing else. What still raises here is a fault of the bookkeeping, or an interrupt.
+        A step that raises is repeated in halves, down to single tokens. This is safe: a chunk writes only its own sequence's
+        blocks, with the same values each time. A single token that raises is deferred, to be planned again; if it raises again,
+        its chunk fails. Copies that raise are repeated once, then reported as failed. If the arena refuses to map or unmap, the
+        rest of the plan still runs. Other exceptions are bookkeeping errors or interrupts.
         """
         with self.at_work():
             self._follow(plan)
@@ -220,9 +220,7 @@ class ModelRunner:
         return PendingStep(self, plan, moves, computed, watch)
 
     def close(self) -> None:
-        """Let go of the model and of the views of the arena, give the host tier back. Nothing can be executed afterwards.
-        Idempotent.
-        """
+        """Release the model, the views of the arena and the host tier. Nothing can be executed afterwards. Idempotent."""
         if self._stream is not None:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
@@ -241,7 +239,7 @@ class ModelRunner:
             self.__dict__.pop(name, None)
 
     def _follow(self, plan: Plan) -> None:
-        """Take in what changed: rows left and taken, tokens given."""
+        """Apply the plan's changes: released and admitted rows, and given tokens."""
         if len(plan.released):
             self._release(plan.released)
         for new in plan.admitted:
@@ -262,7 +260,7 @@ class ModelRunner:
                     self._start_sampling(row, position + 1)
 
     def _release(self, rows: Index) -> None:
-        """Nobody runs in `rows`. What cannot be released now is released before the row is taken again."""
+        """Release `rows`. Sampling state that cannot be released now is released before the row is reused."""
         self._forget(rows.tolist())
         self._unreleased.update(rows.tolist())
         try:
@@ -278,7 +276,7 @@ class ModelRunner:
         self._unreleased.difference_update(rows.tolist())
 
     def _start_sampling(self, row: int, known: int) -> None:
-        """(Re)start what the sampler keeps of `row`, from its first `known` tokens. Where that raises twice its chunks fail."""
+        """(Re)start the sampling state of `row` from its first `known` tokens. If that raises twice, the row's chunks fail."""
         new = self._admitted[row]
         for _ in range(2):
             try:
@@ -295,14 +293,14 @@ class ModelRunner:
         self._broken[row] = failure
 
     def _forget(self, rows: list[int]) -> None:
-        """Nobody runs in `rows`: what went wrong there is over."""
+        """Clear the admissions and recorded errors of `rows`."""
         for row in rows:
             self._admitted.pop(row, None)
             self._broken.pop(row, None)
             self._struck.pop(row, None)
 
     def _computed(self, plan: Plan) -> Computed:
-        """What the chunks of `plan` give, some of it perhaps on its way still."""
+        """The outputs of the plan's chunks, perhaps still pending on the device."""
         whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         if self._broken or self._struck:
             return self._in_parts(plan, [whole])
@@ -320,7 +318,7 @@ class ModelRunner:
             return self._in_parts(plan, list(whole.halves()) or [whole])
 
     def _collected(self, plan: Plan, computed: Computed) -> Computed:
-        """`computed` with the tokens that were on their way. Where they cannot be had all chunks are computed again."""
+        """`computed` with its pending tokens. If they cannot be read, all chunks are computed again."""
         try:
             self._take_in(computed)
             return computed
@@ -330,7 +328,7 @@ class ModelRunner:
             log.exception(
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
-        newest = self._rows.newest.clone()  # of the step behind, which has begun
+        newest = self._rows.newest.clone()  # of the next step, which has begun
         whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         self._recover(whole)
         computed = self._in_parts(plan, [whole])
@@ -338,7 +336,7 @@ class ModelRunner:
         return computed
 
     def _in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
-        """What the chunks of `plan` give, part by part; a part that raises is divided further."""
+        """The outputs of the plan's chunks, computed part by part. A part that raises is divided further."""
         total = Computed(np.zeros(len(plan.rows), np.int32))
         self._follow_tables(plan)
         parts.reverse()
@@ -355,7 +353,7 @@ class ModelRunner:
             except BaseException as error:
                 if is_interrupt(error):
                     raise
-                self._rows.newest.copy_(newest)  # inputs of the repetition may still be on their way
+                self._rows.newest.copy_(newest)  # the repetition may need these inputs
                 self._recover(part)
                 if halves := part.halves():
                     parts += reversed(halves)
@@ -367,7 +365,7 @@ class ModelRunner:
         return total
 
     def _follow_tables(self, plan: Plan) -> None:
-        """Put the plan's new table entries on the device. Where that raises twice, chunks of their rows fail."""
+        """Upload the plan's new table entries. If that raises twice, the chunks of these rows fail."""
         for _ in range(2):
             try:
                 self._rows.follow(plan, self._upload.put(self._rows.changes(plan)))
@@ -381,8 +379,8 @@ class ModelRunner:
             self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
 
     def _sound(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
-        """`part` without chunks that have failed or are deferred. Chunks of broken rows fail now, and those that were planned
-        behind one that was deferred are deferred too.
+        """`part` without failed or deferred chunks. Chunks of broken rows fail now; those after a deferred chunk of their row
+        are deferred.
         """
         for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
             if row in self._broken:
@@ -393,7 +391,7 @@ class ModelRunner:
         return part[~np.array(given_up)] if any(given_up) else part
 
     def _give_up(self, plan: Plan, chunk: int, error: BaseException, total: Computed) -> None:
-        """A single token of `chunk` could not be computed: it is deferred the first time, and fails the second time."""
+        """Handle a single token of `chunk` that could not be computed: first defer the chunk, the second time fail it."""
         row = int(plan.rows[chunk])
         total.drop(chunk)
         if row in self._struck:
@@ -404,18 +402,18 @@ class ModelRunner:
             total.deferred.add(chunk)
 
     def _recover(self, part: ChunkGroup) -> None:
-        """Before `part` is computed again: free what can be had again, and undo what sampling has advanced."""
+        """Prepare for computing `part` again: free memory, and undo what sampling has advanced."""
         for free in (self.kernel.release_buffers, partial(trim, self._device)):
             try:
                 free()
-            except Exception:  # the repetition may do without
+            except Exception:  # the repetition may succeed without it
                 log.exception("memory could not be freed before a step is repeated")
         ends = part.starts + part.lengths
         for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
             self._start_sampling(row, known)
 
     def _work(self, part: ChunkGroup, recorded: bool = True) -> _Work:
-        """How `part` is computed as one batch; unless `recorded`, without graphs."""
+        """Prepare `part` as one batch. Without `recorded`, no graph is used."""
         rows, starts, lengths = part.rows, part.starts, part.lengths
         sampling = np.flatnonzero(part.samples)
         seated, at = rows[sampling], (starts + lengths)[sampling]
@@ -432,13 +430,13 @@ class ModelRunner:
         return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
 
     def _plain(self, rows: Index, at: Index) -> bool:
-        """Whether the tokens `at` of `rows`, one at least, can be drawn and left on the device."""
+        """Whether the tokens `at` of `rows` can be sampled and left on the device. False for no rows."""
         if not len(rows) or self._steered[rows].any() or self._logprob_requests.of_samples(rows, at):
             return False
         return self.sampler.plain(rows, at)
 
     def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> Computed:
-        """Run a batch whose arrays are `there` on the device."""
+        """Run a batch, with its uploaded arrays `there`."""
         part, computed = work.part, Computed(np.zeros(len(work.part), np.int32))
         if not len(part):
             return computed
@@ -462,18 +460,18 @@ class ModelRunner:
         return computed
 
     def _draw(self, computed: Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
-        """Have tokens drawn on the device, and wait for none of them. `there` are the rows, and what the draws need."""
+        """Queue the sampling on the device without waiting. `there` holds the rows, then the sampler's arrays."""
         assert work.settings is not None
         rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
         seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
         computed.drawn = PendingTokens(work.sampling, chunks, seated, work.at, Download(found.packed))
-        # Last: what raised before it is computed again, with these as inputs.
+        # Last: if anything before raises, the step is computed again with the old tokens as inputs.
         self._rows.newest.index_copy_(0, rows, found.tokens)
         self._tokens[seated, work.at] = ON_ITS_WAY
 
     def _take_in(self, computed: Computed) -> None:
-        """Wait for tokens that are on their way."""
+        """Wait for the pending tokens and record them."""
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
             return
@@ -484,7 +482,7 @@ class ModelRunner:
             computed.failures.setdefault(int(drawn.chunks[i]), why)
 
     def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
-        """Draw the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, which may be overwritten, and score it."""
+        """Sample the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, and its logprobs. May overwrite the logits."""
         chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
         steered = self._steered[rows[sampling]]
         if np.count_nonzero(steered):
@@ -512,7 +510,7 @@ class ModelRunner:
     def _tell(
         self, computed: Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
     ) -> None:
-        """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, out of `logits[i]`."""
+        """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, from `logits[i]`."""
         whole = self.sampler.complete(rows[sampling])
         for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
             chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
@@ -526,7 +524,7 @@ class ModelRunner:
     def _score(
         self, computed: Computed, chunks: Index, stretches: list[TokenSpan], logits: torch.Tensor, tokens: Int32
     ) -> None:
-        """Add the scores of `tokens`, which are those of the stretches one behind the other, like `logits`."""
+        """Add the logprobs of `tokens`. `tokens` and `logits` hold the spans one after the other."""
         scored = score(logits, tokens, max(s.k for s in stretches))
         end = 0
         for s in stretches:
@@ -541,7 +539,7 @@ class ModelRunner:
     def _forward(
         self, step: StepContext, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [len(keep), vocab] behind the batch's tokens `keep`; None: behind the last one, which nobody wants."""
+        """Logits [len(keep), vocab] after the batch's tokens `keep`. With None, the logits are not needed."""
         with running(step):
             output = self.model(
                 input_ids=input_ids[None],
@@ -554,12 +552,12 @@ class ModelRunner:
         return logits if self._keeps or keep is None else logits[keep]
 
     def _padding(self, size: int) -> InputBatch:
-        """A batch of decodes that are nobody's."""
+        """A batch of padding decodes only."""
         none = np.empty(0, np.int64)
         return pack(self._tokens, none, none, none, size)
 
     def _decode(self, size: int) -> torch.Tensor:
-        """Logits [size, vocab] of the batch of decodes that was put on the device last, whatever rows and lengths it has."""
+        """Logits [size, vocab] of the batch of decodes that was uploaded last, whatever its rows and lengths."""
         batch = self._padding(size)
         there = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds

@@ -1,10 +1,10 @@
-"""The ways in which blocks go between a CUDA device and pinned host memory, and which is the fastest for how many.
+"""Methods that copy blocks between a CUDA device and pinned host memory. The fastest is chosen for each number of pieces.
 
-    runs     a copy of torch's for each run of neighbours       always there
-    batch    cuMemcpyBatchAsync, one call for all runs          drivers from CUDA 12.8 on
-    kernel   one launch that reads or writes the host's memory  with Triton, where kernels take the host's own addresses
+    runs     one torch copy per contiguous run               always available
+    batch    cuMemcpyBatchAsync, one call for all runs       drivers from CUDA 12.8 on
+    kernel   one launch that reads or writes host memory     with Triton, where kernels use the host's own addresses
 
-Each is tried and timed at the start, in both directions. See docs/decisions/0026-ways-to-swap.md.
+Each is tested and timed at the start, in both directions. See docs/decisions/0026-ways-to-swap.md.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ...cache.storage import BlockIds, Pieces, Storage
 
 log = logging.getLogger(__name__)
 
-Timer = Callable[[Callable[[], None]], float]  # runs a copy to its end, maybe more than once; seconds
+Timer = Callable[[Callable[[], None]], float]  # runs a copy to completion, perhaps repeatedly; returns seconds
 
 
 class SwapMethod(Protocol):
-    """One of the ways above."""
+    """One of the methods above."""
 
     @property
     def name(self) -> str: ...
 
     def copy(self, target: Storage, source: Storage, pieces: Pieces) -> None:
-        """Copy what `target.pieces_from(source, ...)` gave, in the order of the device's current stream, beside the caller."""
+        """Copy `pieces`, from `target.pieces_from(source, ...)`, asynchronously in the order of the device's current stream."""
         ...
 
 
-Chosen = tuple[tuple[int, SwapMethod], ...]  # from how many pieces on, which way; by number, from 1
+Chosen = tuple[tuple[int, SwapMethod], ...]  # (minimum number of pieces, method), ascending from 1
 
 
 class ContiguousCopies:
-    """A copy for each run of neighbours."""
+    """One copy per contiguous run."""
 
     name = "runs"
 
@@ -50,9 +50,9 @@ class ContiguousCopies:
 
 
 class BatchedCopies:
-    """One call of the driver for all runs: cuMemcpyBatchAsync. `stream()` is the current stream's handle.
+    """One driver call for all runs: cuMemcpyBatchAsync. `stream()` is the current stream's handle.
 
-    The device's context must be current; all of the host's memory that is copied, locked.
+    The device's context must be current, and all copied host memory must be locked.
     """
 
     name = "batch"
@@ -62,7 +62,7 @@ class BatchedCopies:
         self._stream = stream
 
     def copy(self, target: Storage, source: Storage, pieces: Pieces) -> None:
-        """Raises DriverError, also where the driver has no such call."""
+        """Raises DriverError, also if the driver lacks this call."""
         writes = pieces.writes + target.blocks.data_ptr()
         reads = pieces.reads + source.blocks.data_ptr()
         addresses = (array.ctypes.data for array in (writes, reads, pieces.sizes))
@@ -70,9 +70,9 @@ class BatchedCopies:
 
 
 class CopyKernel:
-    """One launch for all blocks: see `triton_gather`. `device` is where it runs.
+    """One kernel launch for all blocks: see `triton_gather`. `device` is where it runs.
 
-    Raises ImportError where Triton is missing.
+    Raises ImportError if Triton is missing.
     """
 
     name = "kernel"
@@ -92,7 +92,7 @@ class CopyKernel:
 
 
 def ways_on(driver: CudaDriver, device: torch.device, index: int) -> list[SwapMethod]:
-    """All that may work on a CUDA device, `index` as torch counts; what it cannot do shows when it is tried."""
+    """All methods that may work on a CUDA device with torch's `index`. Unsupported ones are found by trying them."""
     ways: list[SwapMethod] = [
         ContiguousCopies(),
         BatchedCopies(driver, lambda: torch.cuda.current_stream(device).cuda_stream),
@@ -108,10 +108,10 @@ def ways_on(driver: CudaDriver, device: torch.device, index: int) -> list[SwapMe
 
 
 class FastestSwapMethod:
-    """Copies by the way that was the fastest for as many pieces when it was measured; by the first one before.
+    """Copies by the method measured as the fastest for the number of pieces; by the first method before any measurement.
 
-    `ways` are those to choose from. The first needs no locked memory, and what it raises is raised; another one that raises is
-    left out from then on, and the first does its copies. Not thread-safe.
+    `ways` are the candidates. The first needs no locked memory, and its exceptions propagate. Another method that raises is
+    dropped from then on, and the first one repeats its copies. Not thread-safe.
     """
 
     def __init__(self, ways: Sequence[SwapMethod]) -> None:
@@ -120,7 +120,7 @@ class FastestSwapMethod:
         self.back: Chosen = self.out
 
     def copy_out(self, host: Storage, device: Storage, pieces: Pieces, locked: bool) -> None:
-        """Copy to the host. `locked` says whether all of its memory is."""
+        """Copy to the host. `locked` says whether all of its memory is locked."""
         self._copy(self.out, host, device, pieces, locked)
 
     def copy_back(self, device: Storage, host: Storage, pieces: Pieces, locked: bool) -> None:
@@ -128,11 +128,11 @@ class FastestSwapMethod:
         self._copy(self.back, device, host, pieces, locked)
 
     def measure(self, device: Storage, host: Storage, num_blocks: int, locked: bool, timer: Timer) -> float:
-        """Time every way with the blocks 1 to `num_blocks` of both pools, in an order that leaves no neighbours.
+        """Time every method on blocks 1 to `num_blocks` of both pools, in an order without contiguous runs.
 
-        What lies there is lost, and zero on the device. A way that raises, or gives other bytes, is left out, and where the
-        host's memory is not `locked` all but the first. Returns the seconds that all blocks take out and back by the fastest.
-        Raises what the first way does.
+        Their contents are lost, and zero on the device. A method that raises or copies wrong bytes is dropped; without
+        `locked`, only the first is tried. Returns the seconds to copy all blocks out and back by the fastest methods. Raises
+        what the first raises.
         """
         blocks = np.arange(1, num_blocks + 1)
         counts = [n for n in (8**k for k in range(10)) if n < num_blocks] + [num_blocks]
@@ -171,11 +171,11 @@ class FastestSwapMethod:
                 tuple((least, first if other is way else other) for least, other in those)
                 for those in (self.out, self.back)
             )
-            first.copy(target, source, pieces)  # again what the way may have copied: the same bytes
+            first.copy(target, source, pieces)  # may repeat copies: the bytes are the same
 
 
 def thresholds(counts: Sequence[int], seconds: Mapping[SwapMethod, Sequence[float]]) -> Chosen:
-    """From how many on which way is the fastest. `seconds[way][i]` is for `counts[i]`; where two are equal the first wins."""
+    """The fastest method from each number of pieces on. `seconds[way][i]` is for `counts[i]`; the first of equals wins."""
     found: list[tuple[int, SwapMethod]] = []
     for i in range(len(counts)):
         way = min(seconds, key=lambda way: seconds[way][i])
@@ -191,7 +191,7 @@ def _copying(
 
 
 def _check(way: SwapMethod, device: Storage, host: Storage, blocks: BlockIds, timer: Timer) -> None:
-    """Raises ValueError unless the way gives the right bytes, out and back."""
+    """Raises ValueError unless the method copies the right bytes, out and back."""
     payload = device.geometry.payload_bytes
     pattern = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (len(blocks), payload), dtype=np.uint8))
     ours, theirs = (pool.blocks[1 : len(blocks) + 1, :payload] for pool in (device, host))

@@ -1,4 +1,4 @@
-"""What goes to and from the device beside a step: all that it needs of the host by one copy, and what it gave by another."""
+"""Transfers of a step: one copy uploads all its inputs, and one copy downloads its results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 16  # bytes: what any type of item, and vector loads of it, may begin at
-_NUM_STAGES = 3  # host buffers: two steps may be queued while a third is written
-_MOST_VIEWS = 4096  # kept; steps of ever the same sizes need some dozens
+_ALIGNMENT = 16  # bytes: suits every item type, and vector loads
+_NUM_STAGES = 3  # host buffers: two steps may be queued while the third is written
+_MOST_VIEWS = 4096  # views kept; recurring step sizes need some dozens
 
 _DTYPES = {
     np.dtype(ours): theirs
@@ -26,14 +26,14 @@ _DTYPES = {
 
 
 class Upload:
-    """A buffer on a device that arrays are put into, one behind the other. Not thread-safe.
+    """A device buffer into which arrays are put one after the other. Not thread-safe.
 
-    Arrays of the same shapes lie at the same addresses each time, as do those that come first, whatever follows them: a CUDA
-    graph can read them. What was put there stands until the next `put`, in the order of the device's current stream. On
-    CUDA the host's side is pinned, and `put` waits for nothing but what was put three times before.
+    Arrays of the same shapes get the same addresses each time, and so do leading arrays, whatever follows them. A CUDA graph
+    can therefore read them. The content is valid until the next `put`, in the order of the device's current stream. On CUDA the
+    host side is pinned, and `put` waits only for the transfer of three puts before.
 
     Args:
-        num_bytes: Of the buffer. Arrays that do not fit any more, behind those that do, go into memory of their own.
+        num_bytes: Size of the buffer. Trailing arrays that do not fit get memory of their own.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -71,9 +71,9 @@ class Upload:
         return there + self._apart(rest) if rest else there
 
     def like(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """The views that `put` gives of arrays of these shapes, whatever follows them. Nothing is put there.
+        """The views that `put` returns for arrays of these shapes, whatever follows them. Uploads nothing.
 
-        Raises ValueError where they do not fit the buffer.
+        Raises ValueError if they do not fit the buffer.
         """
         places, end = _places(arrays)
         if end > len(self._there):
@@ -98,7 +98,7 @@ class Upload:
 
 
 class Download:
-    """A small tensor on its way to the host: begun here, without a wait, in the order of the device's current stream."""
+    """A small tensor being copied to the host, begun here without a wait, in the order of the device's current stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here = tensor
@@ -110,7 +110,7 @@ class Download:
             self._done.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Array:
-        """The values. What failed on the device before they were there raises here."""
+        """The values. Raises earlier errors of the device."""
         if self._done is not None:
             self._done.synchronize()
         values: Array = self._here.numpy()
@@ -118,7 +118,7 @@ class Download:
 
 
 class Stopwatch:
-    """The time between two points in the work of a device, from when it is made to `stop`."""
+    """The time between two points in a device's work: construction and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,11 +126,11 @@ class Stopwatch:
         self._ended: Any = None
 
     def stop(self) -> None:
-        """The second point is here: behind all that is queued."""
+        """Set the second point, after all queued work."""
         self._ended = self._mark()
 
     def seconds(self) -> float:
-        """The time; 0 where it was not stopped. On CUDA this waits for the second point."""
+        """The time; 0 if it was not stopped. On CUDA this waits for the second point."""
         if self._ended is None:
             return 0.0
         if self._device.type != "cuda":
@@ -147,7 +147,7 @@ class Stopwatch:
 
 
 def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """The bytes at which the arrays begin, and where the last one ends."""
+    """The byte offsets of the arrays, and the end of the last one."""
     places, end = [], 0
     for array in arrays:
         places.append(end)

@@ -1,1 +1,1 @@
-"""Model names, checkpoints and weights: what is loaded, how its layers are prepared, and what it needs."""
+"""Model names, checkpoints and weights: finding, checking and loading models."""

@@ -1,4 +1,4 @@
-"""What a model's files say about it, weights unread: shape, sizes, end ids, sampling defaults, context."""
+"""A model's metadata from its files, without reading weights: shape, sizes, end ids, sampling defaults, context length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .weight_files import StoredTensor, WeightFiles, find_weights
 
 log = logging.getLogger(__name__)
 
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # what loading converts; integers and 8-bit floats stay
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that loading converts; integers and 8-bit floats stay
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 _CONTEXT_KEYS = (
@@ -35,14 +35,14 @@ _SAMPLING_KEYS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
 _WHEN_SAMPLING = ("top_k", "top_p", "min_p")
-# Settings that would change the output and that the engine has not; with the value that means "off".
+# Settings that change the output and are not supported, with the value that means "off".
 _NOT_SERVED: Mapping[str, Any] = {
     "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": None,
     "exponential_decay_length_penalty": None, "watermarking_config": None,
 }  # fmt: skip
-# Those that it has, and that a request has to ask for: a model that always searched with beams could tell no
-# log-probabilities, and one with processors of its own could hand no request over.
+# Supported settings that a request must set itself: a model that always used beam search could give no log-probabilities,
+# and one with processors of its own could export no request.
 _WHEN_ASKED: Mapping[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "sequence_bias": None, "stop_strings": None,
 }  # fmt: skip
@@ -50,22 +50,22 @@ _WHEN_ASKED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A model on disk: everything comes from its JSON files and from the headers of its weight files. Or a loaded one."""
+    """A model on disk, described by its JSON files and the headers of its weight files; or a loaded model."""
 
     spec: ModelSpec
     config: PreTrainedConfig
     weights: WeightFiles
-    tensors: tuple[StoredTensor, ...]  # empty where the weights are no safetensors
-    generation: Mapping[str, Any]  # generation_config.json as it stands there, {} without one
+    tensors: tuple[StoredTensor, ...]  # empty if the weights are not safetensors
+    generation: Mapping[str, Any]  # generation_config.json as written, {} without one
 
     @classmethod
     def open(cls, spec: ModelSpec) -> Checkpoint:
-        """Read what the files of `spec` say.
+        """Read the files of `spec`.
 
         Raises:
             ModelNotFound: weights are missing.
-            CheckpointError: a file cannot be read, or is cut off; says which.
-            UnsupportedModel: not a decoder-only language model, or one that this transformers does not know.
+            CheckpointError: a file cannot be read or is cut off; names the file.
+            UnsupportedModel: not a decoder-only language model, or unknown to this transformers.
             ConfigError: its code would have to be trusted, and is not.
         """
         if spec.loaded is not None:
@@ -87,8 +87,8 @@ class Checkpoint:
         return cls(spec, loaded.config, WeightFiles((), safetensors=True), loaded.tensors, generation)._checked(where)
 
     def _checked(self, where: object) -> Checkpoint:
-        """Itself, once what `where` says of generation makes sense. Says what of it is not served."""
-        _ = self.eos_token_ids, self.default_sampling  # so that their errors come now
+        """This checkpoint, after validating the generation settings from `where` and warning about unsupported ones."""
+        _ = self.eos_token_ids, self.default_sampling  # raises their errors now
         if not_served := self._asks_for(_NOT_SERVED):
             log.warning("%s asks for %s, which this engine does not serve", where, not_served)
         served = {"sequence_bias"} if self._logit_bias() else set()
@@ -101,7 +101,7 @@ class Checkpoint:
         return self
 
     def _refuse_more_layers_than_tensors(self) -> None:
-        """Raises CheckpointError before modules are made for layers that have no weights, which would take long to fail."""
+        """Raises CheckpointError if there are more layers than tensors, before slowly building modules without weights."""
         layers = getattr(self.text_config, "num_hidden_layers", None)
         if self.tensors and isinstance(layers, int) and layers > len(self.tensors):
             raise CheckpointError(
@@ -110,13 +110,13 @@ class Checkpoint:
             )
 
     def _asks_for(self, settings: Mapping[str, Any]) -> str:
-        """Which of `settings`, given with what means "off", the generation config sets, in words."""
+        """The `settings`, given with their "off" values, that the generation config sets, as text."""
         asked = ((key, self.generation.get(key, off), off) for key, off in settings.items())
         return ", ".join(f"{key}={value}" for key, value, off in asked if value not in (off, None))
 
     @property
     def text_config(self) -> Any:
-        """The configuration of the language model; the whole one, unless that has other parts too."""
+        """The language model's configuration: the whole one, unless the model has other parts too."""
         return self.config.get_text_config()
 
     @property
@@ -126,12 +126,12 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are stored in a quantised form."""
+        """Whether the weights are stored quantized."""
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
     def dtype(self) -> str:
-        """The type the checkpoint is meant to run in, by name: what its configuration says, else most of its bytes."""
+        """The checkpoint's intended type, by name: from its configuration, else the type of most bytes."""
         said = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None)
         if said is not None:
             return str(said).removeprefix("torch.")
@@ -141,10 +141,10 @@ class Checkpoint:
         return _NAMES.get(stored.most_common(1)[0][0], "float32") if stored else "float32"
 
     def weights_bytes(self, dtype: torch.dtype | str) -> int:
-        """Bytes of the weights once loaded as `dtype`: exact for safetensors, else a KiB a tensor too many.
+        """Bytes of the weights once loaded as `dtype`: exact for safetensors, else a KiB per tensor too many.
 
-        Tied weights count once, also where the checkpoint holds both. (transformers ties two that are equal; should
-        they differ it keeps both, which only reading them can tell.)
+        Tied weights count once, even if the checkpoint stores both. (transformers ties them if they are equal and keeps both if
+        they differ, which only reading them can tell.)
         """
         itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
         if not self.tensors:
@@ -164,7 +164,7 @@ class Checkpoint:
         return not self.quantized and stored != {name}
 
     def _stored_twice(self) -> StoredTensor | None:
-        """The output head, where it is tied to the embedding and stored beside it."""
+        """The output head, if it is tied to the embedding and stored as well."""
         if not getattr(self.text_config, "tie_word_embeddings", False):
             return None
         heads = [tensor for tensor in self.tensors if tensor.name.endswith(_OUTPUT_HEADS)]
@@ -173,16 +173,15 @@ class Checkpoint:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of a sequence, or None where the model sets no limit. Sliding windows are none.
+        """The most tokens of a sequence, or None without a limit. Sliding windows are no limit.
 
-        It is the smallest limit that the configuration names, times what rotary scaling adds as transformers does it:
+        It is the smallest limit in the configuration, extended by rotary scaling as in transformers:
 
         - yarn: the longer of that and `original_max_position_embeddings * factor`;
-        - linear: times `factor` (positions are divided by it), unless it is set per layer type (gemma3), where the
-          limit has it already;
-        - dynamic, longrope: the *unscaled* length. Beyond it their frequencies follow the longest sequence of the
-          batch, so that a neighbour would change a request's tokens and cached keys would no longer match;
-        - all others (llama3, ...): the limit has it already.
+        - linear: times `factor` (positions are divided by it), unless set per layer type (gemma3), where the limit includes it;
+        - dynamic, longrope: the *unscaled* length. Beyond it their frequencies depend on the longest sequence of the batch, so
+          a neighbour would change a request's tokens, and cached keys would no longer match;
+        - all others (llama3, ...): the limit includes it.
         """
         text = self.text_config
         limits = [value for key in _CONTEXT_KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
@@ -203,7 +202,7 @@ class Checkpoint:
                 return limit
 
     def _above_zero(self, rope: Mapping[str, Any], key: str, default: float) -> float:
-        """A number of the rotary scaling; `default` where there is none."""
+        """A positive number of the rotary scaling; `default` if missing."""
         value = rope.get(key)
         if value is None:
             return default
@@ -216,7 +215,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a text: the generation config's, or the configuration's where that names none."""
+        """All end ids: the generation config's, else the configuration's."""
         return self._ids("eos_token_id")
 
     @property
@@ -226,7 +225,7 @@ class Checkpoint:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The id of padding, if there is one. The engine itself never pads."""
+        """The padding id, if there is one. The engine itself never pads."""
         return next(iter(self._ids("pad_token_id")), None)
 
     def _ids(self, key: str) -> tuple[int, ...]:
@@ -235,7 +234,7 @@ class Checkpoint:
             if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
                 raise CheckpointError(f"{self.spec.path}: {key} must be an id or a list of ids, got {value!r}")
             if ids:
-                # Some write -1 for "none"; an id that no token has can never come.
+                # Some write -1 for "none"; ids outside the vocabulary cannot occur.
                 return tuple(dict.fromkeys(token for token in ids if 0 <= token < self.vocab_size))
         return ()
 
@@ -243,9 +242,9 @@ class Checkpoint:
     def default_sampling(self) -> SamplingParams:
         """The models file's sampling defaults over those of `generation_config.json`.
 
-        Without `do_sample` that is greedy, and its `top_k`, `top_p` and `min_p` mean nothing. What the file does not
-        say stays unsaid: transformers' own default of `top_k=50` is not applied. `max_length` is not a setting here.
-        `suppress_tokens` are bad words of one token, and a `sequence_bias` of single tokens is a logit bias.
+        Without `do_sample` sampling is greedy, and `top_k`, `top_p` and `min_p` are ignored. Settings that the file omits stay
+        unset: transformers' default of `top_k=50` is not applied. `max_length` is not a setting here. `suppress_tokens` become
+        bad words of one token, and a `sequence_bias` of single tokens becomes a logit bias.
         """
         samples = bool(self.generation.get("do_sample"))
         given = {key: self.generation.get(key) for key in _SAMPLING_KEYS if samples or key not in _WHEN_SAMPLING}
@@ -254,18 +253,18 @@ class Checkpoint:
         try:
             given |= {"bad_words_ids": self._bad_words() or None, "logit_bias": self._logit_bias() or None}
             own = SamplingParams(**given)  # type: ignore[arg-type]  # it checks them
-        except (ValueError, TypeError) as error:  # TypeError: a number where a list should be, and the like
+        except (ValueError, TypeError) as error:  # TypeError: for example, a number instead of a list
             raise CheckpointError(f"{self.spec.path / 'generation_config.json'}: {error}; correct it there") from error
         return self.spec.sampling.over(own)
 
     def _bad_words(self) -> list[list[int]]:
-        """Lists of ids not to be generated. One with an id that no token has can never come."""
+        """Lists of ids that must not be generated, without those that contain an id outside the vocabulary."""
         words = [list(ids) for ids in self.generation.get("bad_words_ids") or ()]
         words += [[token] for token in self.generation.get("suppress_tokens") or ()]
         return [ids for ids in words if all(token < self.vocab_size for token in ids)]
 
     def _logit_bias(self) -> dict[int, float]:
-        """The `sequence_bias`, where it is one of single tokens and finite; else nothing."""
+        """The `sequence_bias`, if all its sequences are single tokens and its values finite; else empty."""
         given = self.generation.get("sequence_bias") or {}
         pairs = [(list(ids), float(bias)) for ids, bias in (given.items() if isinstance(given, Mapping) else given)]
         if any(len(ids) != 1 or not math.isfinite(bias) for ids, bias in pairs):
@@ -302,7 +301,7 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code
             )
-    except Exception as error:  # transformers raises whatever its own check or the folder's code does; none is lost
+    except Exception as error:  # transformers raises whatever its checks or the folder's code raise
         raise CheckpointError(f"{file} is no configuration that transformers can read: {error}") from error
     _refuse_other_kinds(config, code)
     return config

@@ -1,6 +1,6 @@
-"""transformers' generation settings: laid over one another as its pipeline does it, and said as `SamplingParams`.
+"""transformers' generation settings, merged as its pipeline does, and converted to `SamplingParams`.
 
-    what the caller gives  >  the `generation_config` that the caller gives  >  the models file's sampling
+    the caller's arguments  >  the caller's `generation_config`  >  the models file's sampling
     >  the model's own generation_config  >  the pipeline's defaults  >  those of `generate`
 
 (transformers, `Pipeline._prepare_generate_kwargs` and `GenerationMixin._prepare_generation_config`.)
@@ -31,17 +31,17 @@ from .models import ModelSpec
 log = logging.getLogger(__name__)
 
 PIPELINE_DEFAULTS: Mapping[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
-_TOP_K = 50  # `generate` samples among so many where nobody says anything
-_NEW_TOKENS = 20  # and makes so many
+_TOP_K = 50  # default top_k of `generate`
+_NEW_TOKENS = 20  # and its default number of new tokens
 
-# What a caller may give, besides `generation_config` itself. `seed` is ours.
+# Supported settings. `seed` is pagetide's own.
 SERVED = frozenset({
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "sequence_bias", "num_beams",
     "length_penalty", "early_stopping", "num_return_sequences", "stop_strings", "bos_token_id", "eos_token_id",
     "pad_token_id", "logits_processor", "prefix_allowed_tokens_fn", "generation_config", "seed",
 })  # fmt: skip
-# How transformers itself is to compute: this engine computes in its own way, with the same result.
+# Settings of how transformers computes: ignored, since the result is the same.
 HARMLESS = frozenset({
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
     "prefill_chunk_size", "continuous_batching_config", "low_memory", "transformers_version", "num_assistant_tokens",
@@ -52,7 +52,7 @@ _NO_ASSISTANT = "the engine has no assisted generation, and needs no second mode
 _NO_SCORES = "a pipeline gives text or token ids; LLM.generate with logprobs gives log-probabilities"
 _NO_SEARCH = "the engine has greedy search, sampling and beam search"
 _ENDS = "say when to end by max_new_tokens, eos_token_id or stop_strings"
-# What the engine has not: why, and the values besides None and False that leave it off.
+# Unsupported settings: the reason, and the values besides None and False that mean "off".
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (_NO_TREATMENT, (1,))),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "encoder_no_repeat_ngram_size"), (_NO_TREATMENT, (0,))),
@@ -86,7 +86,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelDefaults:
-    """What a model says about generation, as transformers reads it. `generation_config` is looked at anew by each call."""
+    """A model's generation defaults, as transformers reads them. Each call reads `generation_config` again."""
 
     generation_config: GenerationConfig
     models_file: SamplingParams
@@ -95,7 +95,7 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
-        """Of a model that can be served. Reads its JSON files."""
+        """The defaults of a supported model, from its JSON files."""
         if spec.loaded is not None:
             config, own = spec.loaded.config, spec.loaded.generation_config
         else:
@@ -113,9 +113,9 @@ class ModelDefaults:
         return cls(own, spec.sampling, int(text.vocab_size), getattr(config, "max_position_embeddings", None))
 
     def resolve(self, given: Mapping[str, Any], pad_token_id: int | None) -> GenerationSettings:
-        """The settings of a call that was given `given`; `pad_token_id` is the tokenizer's.
+        """The settings of a call with arguments `given`; `pad_token_id` is the tokenizer's.
 
-        Raises ValueError for what the engine does not do, and for settings that contradict each other.
+        Raises ValueError for unsupported or contradictory settings.
         """
         own = self.generation_config.to_diff_dict()
         for name, value in own.items():
@@ -123,7 +123,7 @@ class ModelDefaults:
                 _tell_once(name, repr(value), REFUSED[name][0])
         values = own | _from_models_file(self.models_file) | asked_for(given)
         for name, value in PIPELINE_DEFAULTS.items():
-            if not (name == "max_new_tokens" and "max_length" in values):  # that one says it too
+            if not (name == "max_new_tokens" and "max_length" in values):  # `max_length` sets it too
                 values.setdefault(name, value)
         values.setdefault("pad_token_id", pad_token_id)
         values.setdefault("top_k", _TOP_K)
@@ -132,13 +132,13 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationSettings:
-    """The resolved settings of one call, by transformers' names. None is off, or the default of `generate`."""
+    """The resolved settings of one call, by transformers' names. None means off, or the default of `generate`."""
 
     values: Mapping[str, Any]
     model: ModelDefaults
 
     def checked(self) -> Self:
-        """Itself. Raises ValueError for settings that contradict each other; `SamplingParams` checks each alone."""
+        """These settings. Raises ValueError for contradictory ones; `SamplingParams` checks each alone."""
         if self.num_sequences > 1 and self.num_beams == 1 and not self.samples:
             raise ValueError(
                 f"num_return_sequences {self.num_sequences} would be so many times the same: greedy search gives one; "
@@ -150,7 +150,7 @@ class GenerationSettings:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are sampled."""
         return bool(self._get("do_sample", False))
 
     @property
@@ -160,30 +160,30 @@ class GenerationSettings:
 
     @property
     def num_beams(self) -> int:
-        """1 is no beam search."""
+        """The number of beams; 1 is no beam search."""
         return int(self._get("num_beams", 1))
 
     @property
     def bos_token_id(self) -> int | None:
-        """What an empty prompt starts from."""
+        """The first token of an empty prompt."""
         return next(iter(_ids(self._get("bos_token_id", None))), None)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """What ends a text. An id that no token has can never come."""
+        """The end ids, without ids outside the vocabulary."""
         return tuple(i for i in _ids(self._get("eos_token_id", None)) if 0 <= i < self.model.vocab_size)
 
     @property
     def pad_token_id(self) -> int | None:
-        """What fills up the shorter ones of several continuations. Beam search takes a padding id of 0 for none."""
+        """The id that pads shorter continuations. Beam search treats a padding id of 0 as none."""
         pad = next(iter(_ids(self._get("pad_token_id", None))), None)
         missing = pad is None or (pad == 0 and self.num_beams > 1)
         return next(iter(self.eos_token_ids), pad) if missing else pad
 
     def num_new_tokens(self, prompt_length: int, prefix_length: int = 0) -> tuple[int, int]:
-        """Least and most tokens to generate. `max_length` and `min_length` count the prompt too, but not its prefix.
+        """The least and most tokens to generate. `max_length` and `min_length` include the prompt, but not its prefix.
 
-        Raises ValueError for a prompt that leaves no room below `max_length`.
+        Raises ValueError if the prompt leaves no room below `max_length`.
         """
         most, total = self._get("max_new_tokens", None), self._get("max_length", None)
         if most is None:
@@ -203,9 +203,9 @@ class GenerationSettings:
         return min(least, most), most
 
     def sampling_params(self, prompt_length: int, prefix_length: int = 0) -> SamplingParams:
-        """How to continue a prompt of so many tokens. Everything is said, so that nothing else of the model's own applies.
+        """The sampling parameters for a prompt of this length. All are set, so that no default of the model applies.
 
-        Without a `seed` one is drawn from torch's generator, so that `transformers.set_seed` has its effect here too.
+        Without a `seed` one is drawn from torch's generator, so that `transformers.set_seed` has an effect.
         """
         least, most = self.num_new_tokens(prompt_length, prefix_length)
         drawn = self.samples
@@ -223,11 +223,11 @@ class GenerationSettings:
             repetition_penalty=self._get("repetition_penalty", 1.0),
             stop=self._get("stop_strings", None),
             stop_token_ids=(*self.eos_token_ids, *more_stops),
-            ignore_eos=True,  # the engine's own; those that apply are said
+            ignore_eos=True,  # the engine's defaults; `stop_token_ids` has all that apply
             seed=int(torch.randint(2**63 - 1, ())) if drawn and seed is None else seed,
             n=self.num_sequences,
             **self._beams(),
-            bad_words_ids=self._bad_words(),  # none at all too: None would be what the model's own settings say
+            bad_words_ids=self._bad_words(),  # also if empty: None would mean the model's settings
             logit_bias={ids[0]: value for ids, value in bias.items()} if short else {},
             logits_processors=self._processors({} if short else bias) or None,
         )
@@ -246,7 +246,7 @@ class GenerationSettings:
         }
 
     def _bad_words(self) -> list[list[int]]:
-        """Lists of ids; those of a single end id are not bad words, as transformers has it."""
+        """Lists of ids; single end ids do not count, as in transformers."""
         ends = [[i] for i in self.eos_token_ids]
         bad = [list(ids) for ids in self._get("bad_words_ids", [])]
         return [ids for ids in bad if ids not in ends] + [[i] for i in _ids(self._get("suppress_tokens", None))]
@@ -257,14 +257,14 @@ class GenerationSettings:
         return {tuple(ids): float(value) for ids, value in pairs}
 
     def _processors(self, bias: Mapping[tuple[int, ...], float]) -> tuple[LogitsProcessor, ...]:
-        """transformers' own for what the engine has not, in its order, and the caller's behind them."""
+        """transformers' processors for what the engine lacks, in its order, then the caller's."""
         processors: list[Any] = []
         if bias:
             processors.append(SequenceBiasLogitsProcessor(sequence_bias=dict(bias)))
         if size := self._get("no_repeat_ngram_size", 0):
             processors.append(NoRepeatNGramLogitsProcessor(size))
         if allowed := self._get("prefix_allowed_tokens_fn", None):
-            processors.append(PrefixConstrainedLogitsProcessor(allowed, num_beams=1))  # it sees a sequence at a time
+            processors.append(PrefixConstrainedLogitsProcessor(allowed, num_beams=1))  # it sees one sequence at a time
         given = self._get("logits_processor", ())
         if not isinstance(given, Iterable):
             raise ValueError(f"logits_processor must be a list of processors, got {type(given).__name__}")
@@ -272,9 +272,9 @@ class GenerationSettings:
 
 
 def asked_for(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a caller gives, laid over what stands in the `generation_config` among it.
+    """The caller's arguments, over those of a `generation_config` among them.
 
-    Raises ValueError for the first setting that asks for something the engine does not do.
+    Raises ValueError for the first unsupported setting.
     """
     asked: dict[str, Any] = {}
     theirs = given.get("generation_config")
@@ -282,7 +282,7 @@ def asked_for(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(theirs, GenerationConfig):
             raise ValueError(f"generation_config must be transformers' GenerationConfig, got {type(theirs).__name__}")
         asked = theirs.to_diff_dict()
-    # An iterator is read once here, and is there for every prompt.
+    # Read an iterator once, so that every prompt has its items.
     lists = {name: list(value) if isinstance(value, Iterator) else value for name, value in given.items()}
     asked |= {name: value for name, value in lists.items() if name != "generation_config"}
     for name, value in asked.items():
@@ -295,7 +295,7 @@ def asked_for(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks(value: Any, off: Sequence[Any]) -> bool:
-    """Whether a setting's value asks for anything; `off` are those that do not, besides False."""
+    """Whether a setting's value has an effect. `off` are the values without one, besides False."""
     return value is not False and not any(value is not True and value == one for one in off)
 
 
@@ -305,12 +305,12 @@ def _tell_once(name: str, value: str, why: str) -> None:
 
 
 def known_to_transformers() -> frozenset[str]:
-    """The names of all generation settings of the transformers that is installed."""
+    """The names of all generation settings of the installed transformers."""
     return frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 
 
 def _from_models_file(sampling: SamplingParams) -> dict[str, Any]:
-    """The models file's defaults by transformers' names. What has none there, such as `bad_words`, the engine applies."""
+    """The models file's defaults by transformers' names. The engine applies those without such a name, such as `bad_words`."""
     names = (
         "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty",
         "early_stopping", "bad_words_ids",
@@ -330,7 +330,7 @@ def _from_models_file(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> Sequence[int]:
-    """One id, several, a tensor of them, or None for none, as a list."""
+    """A list of ids from one id, several, a tensor, or None."""
     if value is None:
         return []
     value = value.tolist() if hasattr(value, "tolist") else value

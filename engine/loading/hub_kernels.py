@@ -12,11 +12,11 @@ from ..errors import UnsupportedModel
 
 @contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """A context in which transformers, in this thread, cannot load a kernel from the hub: it gets an UnsupportedModel instead.
+    """A context in which transformers, in this thread, gets an UnsupportedModel instead of a kernel from the hub.
 
-    The `kernels` package downloads compiled code by the name of a repository. transformers calls it for what a model's
-    configuration asks for: attention, experts, some kinds of quantization. Without the package this does nothing. The
-    function that is replaced belongs to the process; calls from other threads are passed on.
+    The `kernels` package downloads compiled code by repository name. transformers calls it for attention, experts and some
+    quantizations if the model's configuration names them. Without the package this does nothing. The replaced function is
+    process-wide; calls from other threads are passed on.
     """
     from transformers.integrations import hub_kernels
 

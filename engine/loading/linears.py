@@ -1,13 +1,13 @@
-"""Faster linear layers on the CPU: weights laid out once as oneDNN wants them, and products of a few sizes alone.
+"""Faster linear layers on the CPU: weights packed once in oneDNN's layout, and products of a few fixed sizes.
 
-A decode step multiplies few rows with large weights, and a plain `F.linear` lays the weight out anew each time: packed
-layers are 1.2 to 1.6 times as fast on 16 rows here, 4 times on some machines. One packing serves every number of rows.
-Which layers are packed follows from their size alone, never from a measurement, so that the same model computes the same
-sums every time it is loaded. A packed weight replaces the plain one; one tied to the embedding is then held twice.
+A decode step multiplies few rows with large weights, and a plain `F.linear` reorders the weight each time: packed layers are
+1.2 to 1.6 times as fast on 16 rows here, and 4 times on some machines. One packing serves any number of rows. Layers are
+selected by size alone, never by measurement, so that a model computes the same sums each time it is loaded. A packed weight
+replaces the plain one; if it is tied to the embedding, both are kept.
 
-oneDNN compiles a primitive for each shape of a product and keeps it: 0.05 to 0.65 MiB, by the instructions that the CPU has.
-The steps of an engine have every number of tokens sooner or later, which came to hundreds of MiB. So a packed layer divides
-its rows into pieces of 13 sizes, the last of them padded, and all primitives of a model are there once it is loaded.
+oneDNN compiles and keeps a primitive for each shape of a product: 0.05 to 0.65 MiB, depending on the CPU's instructions. An
+engine's steps eventually have every number of tokens, which came to hundreds of MiB. A packed layer therefore splits its rows
+into pieces of 13 sizes, the last one padded, and all primitives exist once the model is loaded.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 16  # below, the call costs more than the product
 SIZES = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)  # rows of a product; 512 are about as fast as more
-_CALL_ROWS = 16  # that a product of few rows takes as long as: reading the weights
-_MOST_OUTPUTS = 1 << 24  # of a product: fewer rows of an output head, which are as fast
-_MOST_PRIMITIVES = 512  # that oneDNN keeps in a process, those of other products included
+_CALL_ROWS = 16  # a product of few rows costs as much as these: reading the weights
+_MOST_OUTPUTS = 1 << 24  # of a product: output heads get fewer rows, which are as fast
+_MOST_PRIMITIVES = 512  # kept by oneDNN per process, including other products
 _CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-_PRIMITIVE_BYTES = 640 * 1024  # at most: 50 to 200 KiB on older CPUs
+_PRIMITIVE_BYTES = 640 * 1024  # at most; 50 to 200 KiB on older CPUs
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` over a packed weight. Its `weight` has shape and type for who asks, but no memory."""
+    """`nn.Linear` with a packed weight. Its `weight` has the shape and type, but no memory."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PackedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def make_primitives(self) -> None:
-        """Have oneDNN make all primitives of this layer now: those made between steps would keep the heap from shrinking."""
+        """Create all oneDNN primitives of this layer now. Created between steps, they would keep the heap from shrinking."""
         for size in self._sizes:
             self._product(torch.zeros((size, self.in_features), dtype=self.weight.dtype))
 
@@ -66,25 +66,24 @@ class PackedLinear(nn.Module):
 
 
 def divided(count: int, sizes: tuple[int, ...] = SIZES) -> tuple[int, ...]:
-    """Which of `sizes`, largest first, make products of `count` rows in the least time; their sum is `count` or more."""
+    """The piece sizes, largest first, that multiply `count` rows in the least time. Their sum is at least `count`."""
     whole, rest = divmod(count, sizes[-1])
     return (sizes[-1],) * whole + (_divided(rest, sizes) if rest or not whole else ())
 
 
 @functools.cache
 def _divided(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of no more rows than the largest size."""
+    """`divided` for at most as many rows as the largest size."""
     covering = next(size for size in sizes if size >= count)
     ways = [(size, *_divided(count - size, sizes)) for size in reversed(sizes) if size < count]
     return min([(covering,), *ways], key=lambda way: sum(way) + _CALL_ROWS * len(way))
 
 
 def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
-    """Pack the large linear layers of `model` that lie on a CPU, and have all their primitives made. Mutates the model;
-    returns how many layers were packed.
+    """Pack the large linear layers of `model` on a CPU, and create their primitives. Mutates the model; returns how many.
 
-    Only exact `nn.Linear` layers are: a subclass may mean something else by its weight. In half precision, where plain
-    layers are products by oneDNN too, small ones are packed as well.
+    Only exact `nn.Linear` layers are packed, since a subclass may interpret its weight differently. In half precision, if
+    oneDNN computes plain layers too, small ones are also packed.
     """
     packed: list[PackedLinear] = []
     for module in list(model.modules()):
@@ -100,7 +99,7 @@ def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
 
 
 def _make_primitives(layers: list[PackedLinear]) -> None:
-    """Of each shape of layer, for the numbers of threads that steps use."""
+    """Create the primitives of each layer shape, for the thread counts that steps use."""
     before, counts = torch.get_num_threads(), thread_counts(own_threads())
     shapes = {(one.weight.shape, one.weight.dtype, one.bias is None): one for one in layers}
     try:
@@ -119,9 +118,9 @@ def _make_primitives(layers: list[PackedLinear]) -> None:
 
 
 def bound_primitives() -> None:
-    """Have oneDNN keep fewer primitives than the 1,024 of its default, unless the environment says how many.
+    """Limit oneDNN's cache to fewer primitives than its default of 1,024, unless the environment sets it.
 
-    oneDNN reads the bound once, when it makes the first primitive of the process.
+    oneDNN reads the limit once, at the first primitive of the process.
     """
     os.environ.setdefault(_CAPACITY, str(_MOST_PRIMITIVES))
 
@@ -134,20 +133,20 @@ def _capacity() -> int:
 
 
 def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:
-    """Bytes that `pack_linears` adds to a model of this configuration: an output head tied to the embedding."""
+    """Bytes that `pack_linears` adds to such a model: an output head tied to the embedding."""
     rows, width = int(text_config.vocab_size), int(getattr(text_config, "hidden_size", 0) or 0)
     tied = bool(getattr(text_config, "tie_word_embeddings", False))
     return rows * width * dtype.itemsize if tied and packs(rows * width, dtype) else 0
 
 
 def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
-    """Bytes that oneDNN's primitives for a model of this configuration take, at most."""
+    """The most bytes that oneDNN's primitives take for such a model."""
     hidden = int(getattr(text_config, "hidden_size", 0) or 0)
     heads = int(getattr(text_config, "num_attention_heads", 0) or 1)
     head_dim = int(getattr(text_config, "head_dim", None) or hidden // heads)
     kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
-    # Those of queries and of the output may differ in nothing but their bias, which makes other primitives.
+    # Query and output projections may differ only in their bias, which makes other primitives.
     shapes = {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {("out", heads * head_dim, hidden)}
     for width in inner if isinstance(inner, (list, tuple)) else [inner]:
         shapes |= {("in", hidden, width), ("out", width, hidden)}
@@ -157,7 +156,7 @@ def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
 
 
 def available() -> bool:
-    """Whether this torch has oneDNN with the operators for packed weights, which are those of its own compiler."""
+    """Whether this torch has oneDNN with the operators for packed weights, which belong to its compiler."""
     operators: Any = torch.ops.mkldnn
     return (
         torch.backends.mkldnn.is_available()
@@ -167,7 +166,7 @@ def available() -> bool:
 
 
 def packs(num_weights: int, dtype: torch.dtype, least_weights: int = LEAST_WEIGHTS) -> bool:
-    """Whether linear layers with so many weights are packed on this CPU."""
+    """Whether linear layers with this many weights are packed on this CPU."""
     if not available():
         return False
     if dtype == torch.float32:
@@ -176,7 +175,7 @@ def packs(num_weights: int, dtype: torch.dtype, least_weights: int = LEAST_WEIGH
 
 
 def _by_onednn(dtype: torch.dtype) -> bool:
-    """Whether products in this half precision are oneDNN's on this CPU."""
+    """Whether oneDNN computes products in this half precision on this CPU."""
     operators: Any = torch.ops.mkldnn
     asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     return asked is not None and hasattr(operators, asked) and bool(getattr(operators, asked)())

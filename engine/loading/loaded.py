@@ -1,4 +1,4 @@
-"""A model that the user has loaded already: served from the same tensors, and left as it is."""
+"""A model that the user has already loaded: the engine shares its tensors and does not modify it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What an engine needs to know of a loaded model. The model itself is its owner's: nothing here keeps it alive."""
+    """An engine's view of a loaded model. It does not keep the model alive."""
 
     config: PreTrainedConfig
     generation_config: GenerationConfig
@@ -30,9 +30,9 @@ class Loaded:
 
     @classmethod
     def of(cls, model: object) -> Self:
-        """Of a transformers model that is whole on one device.
+        """Wrap a transformers model that is entirely on one device.
 
-        Raises ConfigError for anything else, UnsupportedModel for a model that does not continue text.
+        Raises ConfigError for anything else, UnsupportedModel for a model that does not generate text.
         """
         if not isinstance(model, PreTrainedModel):
             peft = "; merge the adapter first: model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
@@ -51,7 +51,7 @@ class Loaded:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model. Raises ConfigError once its owner has let go of it."""
+        """The model. Raises ConfigError if it has been freed."""
         model = self.reference()
         if model is None:
             raise ConfigError("the loaded model is gone: keep it until the engine is made of it")
@@ -59,17 +59,17 @@ class Loaded:
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """Its parameters as a weight file would list them; shared ones once."""
+        """The parameters in the form of a weight file's listing; shared ones once."""
         return tuple(
             StoredTensor(name, _STORED.get(tensor.dtype, "other"), tuple(tensor.shape), tensor.nbytes)
             for name, tensor in self.model.named_parameters()
         )
 
     def added_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """What an engine takes on `device` besides the model's own tensors: none of what it shares with the model.
+        """Bytes that an engine takes on `device` besides the tensors shared with the model.
 
-        Converted weights need room of their own; on a CPU so do those of linear layers, which are packed there (`linears`).
-        One that is tied to the embedding is not among them: `planning` counts it.
+        They are the converted weights and, on a CPU, those of packed linear layers (`linears`), except one tied to the
+        embedding: `planning` counts that one.
         """
         model, dtype_to = self.model, self._dtype_to(dtype)
         layers = [m.weight for m in model.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
@@ -82,10 +82,10 @@ class Loaded:
         )
 
     def copied(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """A model of its own over the same tensors, in evaluation mode; those of another device or type are converted.
+        """A copy of the model over the same tensors, in evaluation mode. Tensors of another device or type are converted.
 
-        Everything else is copied: configuration, modules, settings. What is done to the copy, such as another attention or
-        packed layers, is not seen in the original.
+        Everything else is copied: configuration, modules, settings. Changes to the copy, such as another attention or packed
+        layers, do not affect the original.
         """
         shared: dict[int, Any] = {}
         dtype_to = self._dtype_to(dtype)
@@ -93,13 +93,13 @@ class Loaded:
             tensor = parameter.detach()
             if _changes(parameter, device, dtype_to):
                 tensor = tensor.to(device, dtype_to if tensor.is_floating_point() else None)
-            plain = type(parameter) is nn.Parameter  # those of quantised layers know more than their numbers
+            plain = type(parameter) is nn.Parameter  # quantized parameters hold more than numbers
             shared[id(parameter)] = nn.Parameter(tensor, requires_grad=False) if plain else parameter
         for buffer in self.model.buffers():
-            shared[id(buffer)] = buffer.to(device)  # of their own type: rotary frequencies stay float32
+            shared[id(buffer)] = buffer.to(device)  # keep their types: rotary frequencies stay float32
         try:
             made: PreTrainedModel = copy.deepcopy(self.model, shared)
-        except Exception as error:  # whatever the model's own parts raise; none is lost
+        except Exception as error:  # the model's parts may raise anything
             raise UnsupportedModel(
                 f"the loaded {type(self.model).__name__} cannot be copied ({type(error).__name__}: {error}); give its name "
                 f"or folder instead"
@@ -107,12 +107,12 @@ class Loaded:
         return made.eval()
 
     def _dtype_to(self, dtype: torch.dtype) -> torch.dtype | None:
-        """What floating-point weights become; None for those of a quantised model, which mean what they are."""
+        """The target type of floating-point weights; None for a quantized model, which is never converted."""
         return None if getattr(self.config, "quantization_config", None) is not None else dtype
 
 
 def loaded_spec(model: object) -> ModelSpec:
-    """Where a loaded model is found, as `resolve_model` says it of one on disk. Device and type are the model's.
+    """The `ModelSpec` of a loaded model, with the model's device and type.
 
     Raises what `Loaded.of` raises.
     """
@@ -122,7 +122,7 @@ def loaded_spec(model: object) -> ModelSpec:
     try:
         tokenizer = resolve_tokenizer(Path(origin) if Path(origin).exists() else origin) if origin else None
     except ModelNotFound:
-        tokenizer = None  # so nobody has said which is the model's
+        tokenizer = None  # the model's tokenizer is unknown
     return ModelSpec(
         name=origin or type(own).__name__,
         path=Path(origin or type(own).__name__),
@@ -135,7 +135,7 @@ def loaded_spec(model: object) -> ModelSpec:
 
 
 def checked_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:
-    """Itself. Raises ConfigError for what is no tokenizer of transformers."""
+    """The tokenizer itself. Raises ConfigError if it is not a transformers tokenizer."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
             f"tokenizer must be a name, a folder, a hub id or a loaded transformers tokenizer, got {tokenizer!r:.80}"

@@ -1,6 +1,6 @@
-"""Loads models and tokenizers from local files, onto the device and in the type that are decided here.
+"""Loads models and tokenizers from local files, and chooses their device and type.
 
-Nothing of torch's or transformers' global settings is different after a call.
+Global settings of torch and transformers are unchanged after a call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
-    """The device to run on: "cpu", "cuda" (torch's current one), "cuda:1"; "auto" is CUDA where there is a device.
+    """The device to run on: "cpu", "cuda" (torch's current one) or "cuda:1". "auto" is CUDA if there is such a device.
 
-    Raises ConfigError for another kind of device, NoSuchDevice (one of its kinds) for one that is not on this machine.
+    Raises ConfigError for another kind of device, and DeviceNotFound for one that this machine lacks.
     """
     name = check_device(device)
     count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
@@ -51,8 +51,8 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
 def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """The type of weights and KV cache. Raises ConfigError for an unknown one.
 
-    "auto" is the checkpoint's own, except that float16 becomes float32 on a CPU, whose float16 arithmetic is slow and
-    poor (sums overflow), and that a type which is not served (float64, 8-bit floats) becomes float32.
+    "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU (where float16 is slow and overflows in
+    sums), and that an unsupported type (float64, 8-bit floats) becomes float32.
     """
     name = check_dtype(dtype)
     if name == "auto":
@@ -69,14 +69,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can take on `device` now. On CUDA this makes the context, if there is none yet."""
+    """Bytes that this process can allocate on `device` now. On CUDA this creates the context if needed."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes that `device` has, whoever holds them now."""
+    """The total memory of `device`, used or free."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return host_memory().total_bytes or free_host_bytes()
@@ -85,10 +85,10 @@ def total_bytes(device: torch.device) -> int:
 def check_weights_fit(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, free: Callable[[torch.device], int] = free_bytes
 ) -> int:
-    """The bytes of the weights. Raises NotEnoughMemory where the device, by `free`, has not so many. Reads headers.
+    """The bytes of the weights, from their headers. Raises NotEnoughMemory if `free` reports too little memory.
 
-    Weights for CUDA that have to be converted are converted on the host, which must have room for them too. Those of a model
-    that is loaded already count as far as they are needed once more.
+    Weights to be converted for CUDA are converted on the host, which must have room for them too. For a loaded model only the
+    additional bytes count.
     """
     loaded = checkpoint.spec.loaded
     asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
@@ -110,30 +110,29 @@ def load_model(
     *,
     free: Callable[[torch.device], int] = free_bytes,
 ) -> PreTrainedModel:
-    """The model, in evaluation mode, without gradients, with every weight as the checkpoint has it.
+    """The model with exactly the checkpoint's weights, in evaluation mode, without gradients.
 
-    On a CPU, weights that need no conversion stay mapped from their files: they are read when first used, and belong to
-    the page cache, so that free memory falls by less than their size. Whoever sizes something by what is left takes the
-    free bytes before loading and subtracts `weights_bytes`, as `planning` does.
+    On a CPU, weights that need no conversion stay mapped from their files. They are read on first use and belong to the page
+    cache, so free memory falls by less than their size. To size something by the remaining memory, take the free bytes before
+    loading and subtract `weights_bytes`, as `planning` does.
 
     Raises:
         NotEnoughMemory: the weights do not fit; nothing was read.
-        CheckpointError: a file is broken, or the weights are not the whole model; says what is missing. (transformers
-            by itself would fill in random numbers.)
+        CheckpointError: a file is broken, or weights are missing; says which. (transformers alone would use random numbers.)
     """
     check_weights_fit(checkpoint, device, dtype, free)
     loaded = checkpoint.spec.loaded
     try:
         module = _read(checkpoint, dtype) if loaded is None else loaded.copied(device, dtype)
         return cast(PreTrainedModel, module.to(device))
-    except torch.OutOfMemoryError as error:  # someone else took the bytes since they were counted
+    except torch.OutOfMemoryError as error:  # another process took the memory since
         asked = checkpoint.weights_bytes(dtype)
         what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of the checkpoint's files, on the host."""
+    """The model from the checkpoint's files, on the host."""
     with quiet_transformers() as said, torch.device("cpu"):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -144,15 +143,15 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
                 trust_remote_code=checkpoint.spec.trust_remote_code,
                 use_safetensors=checkpoint.weights.safetensors,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                # The configuration may name others, which transformers may download from the hub: repositories, but also
-                # "flash_attention_2" where that package is not installed. The engine replaces both anyway.
+                ignore_mismatched_sizes=True,  # refused below, by name
+                # The configuration may name others, which transformers may download from the hub: repositories, or
+                # "flash_attention_2" if that package is not installed. The engine replaces both anyway.
                 attn_implementation="eager",
                 experts_implementation=None,
             )
         except (MemoryError, EngineError):
             raise
-        except Exception as error:  # of safetensors, pickle, torch, transformers, the folder's own code; none is lost
+        except Exception as error:  # safetensors, pickle, torch, transformers or the folder's code
             details = "; ".join([f"{type(error).__name__}: {error}", *said])
             raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
     _refuse_holes(checkpoint, loaded[1])
@@ -177,10 +176,10 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None where the folder has none; or the one that
-    `spec.tokenizer_from` names or is.
+    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None if there is none. `spec.tokenizer_from` takes
+    precedence: a folder, or the tokenizer itself.
 
-    Raises CheckpointError when there is one that cannot be loaded.
+    Raises CheckpointError if the tokenizer cannot be loaded.
     """
     given = spec.tokenizer_from
     if given is not None and not isinstance(given, Path):
@@ -200,9 +199,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
                 str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
             )
             usable = len(tokenizer) > len(tokenizer.all_special_tokens)
-    except (
-        Exception
-    ) as error:  # of the tokenizers library, sentencepiece, transformers, the folder's code; none is lost
+    except Exception as error:  # tokenizers, sentencepiece, transformers or the folder's code
         raise CheckpointError(_broken_tokenizer(folder, options, found, f"{type(error).__name__}: {error}")) from error
     if not usable:
         raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))

@@ -1,4 +1,4 @@
-"""Keeps transformers' log lines and progress bars back for a while, and puts everything as it was afterwards."""
+"""Temporarily suppresses transformers' log lines and progress bars."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def quiet_transformers() -> Iterator[list[str]]:
-    """Within, nothing of transformers is printed. Gives the list that its warnings go to meanwhile.
+    """A context in which transformers prints nothing. Yields the list that collects its warnings.
 
-    Process-wide while it lasts: another thread's transformers is quiet too.
+    The suppression is process-wide: it also affects other threads.
     """
     logger = logging.getLogger("transformers")
     collector = _Collector()

@@ -1,7 +1,7 @@
 """Checks of a model's JSON files before transformers reads them: sizes, counts, and names of code on the hub.
 
-transformers builds lists of the lengths that `config.json` gives before it compares anything with the weights, and downloads
-the kernels that the file names. So both are checked here first.
+transformers builds lists of the lengths in `config.json` before it compares them with the weights, and downloads kernels that
+the file names. Both are therefore checked first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from ...cache.geometry import MOST_LAYERS
 from ..errors import CheckpointError, UnsupportedModel
 
-MOST_JSON_BYTES = 16 << 20  # of a configuration; those of real models have some kilobytes
+MOST_JSON_BYTES = 16 << 20  # of a configuration; real ones have some kilobytes
 MOST_LABELS = 100_000  # transformers makes a dictionary of them
 MOST_EXPERTS = 65_536
 
-# Counts by the ends of their names, at any depth. Numbers inside of lists count too: GPT-Neo's `attention_types`.
+# Counts by name suffix, at any depth. Numbers inside lists count too: GPT-Neo's `attention_types`.
 _COUNTS = (
     (re.compile(r"(?:^|_)(?:layers?|attention_types)$"), MOST_LAYERS),
     (re.compile(r"(?:^|_)labels$"), MOST_LABELS),
@@ -31,7 +31,7 @@ _IMPLEMENTATION = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError."""
+    """The object in a JSON file. Raises CheckpointError."""
     with file.open("rb") as opened:
         raw = opened.read(MOST_JSON_BYTES + 1)
     if len(raw) > MOST_JSON_BYTES:
@@ -46,8 +46,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_counts(file: Path, written: dict[str, Any]) -> None:
-    """Raises CheckpointError where `config.json` has a `model_type` that is no text, a size that is not finite, or a count
-    beyond that of any model.
+    """Raises CheckpointError if `config.json` has a `model_type` that is not text, a non-finite size, or a count beyond any
+    model's.
     """
     kind = written.get("model_type")
     if kind is not None and not isinstance(kind, str):
@@ -63,7 +63,7 @@ def check_counts(file: Path, written: dict[str, Any]) -> None:
 
 
 def check_implementations(file: Path, written: dict[str, Any]) -> None:
-    """Raises UnsupportedModel where `config.json` names a kernel on the hub for attention or for experts."""
+    """Raises UnsupportedModel if `config.json` names a hub kernel for attention or experts."""
     for key, value in _fields(written):
         if _IMPLEMENTATION.fullmatch(key) and (named := _hub_code(value)) is not None:
             raise UnsupportedModel(
@@ -73,7 +73,7 @@ def check_implementations(file: Path, written: dict[str, Any]) -> None:
 
 
 def _fields(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, value) of all objects in `content`, the outer ones first."""
+    """(key, value) of all objects in `content`, outer ones first."""
     todo: list[Any] = [content]
     while todo:
         value = todo.pop()
@@ -100,5 +100,5 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _hub_code(value: Any) -> str | None:
-    """The first name of a repository in `value`, a text or a mapping by part of the model. Such names have a slash."""
+    """The first repository name in `value`, a text or a mapping by part of the model. Such names contain a slash."""
     return next((one for one in _leaves(value) if isinstance(one, str) and "/" in one), None)

@@ -1,7 +1,7 @@
-"""From a model's name to its folder: the models file, a path, or a hub id in the local cache. Never the network.
+"""Resolves a model's name to its folder: the models file, a path, or a hub id in the local cache. Never uses the network.
 
-A models file is YAML, `name: path` or `name: {path: ..., dtype: ..., ...}` an entry (`configs/models.yaml` shows both).
-The file that PAGETIDE_CONFIG names is laid over the built-in one, entry by entry, so `demo` is always there.
+A models file is YAML with entries `name: path` or `name: {path: ..., dtype: ..., ...}` (see `configs/models.yaml`). Entries of
+the file that PAGETIDE_CONFIG names override built-in ones, so `demo` is always available.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE = "PAGETIDE_CONFIG"
 BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
 
-# One of these says that a folder has a tokenizer; which of them belong together is the tokenizer's affair.
+# Any of these marks a folder as having a tokenizer; the tokenizer checks which ones it needs.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
-# What SamplingParams cannot tell from "not given", or what belongs to one request, is no default of a model.
+# Not a model default: fields without an "unset" value, or that belong to one request.
 _SAMPLING_KEYS = tuple(
     f.name for f in fields(SamplingParams) if f.name not in ("ignore_eos", "seed", "add_special_tokens")
 )
@@ -48,16 +48,16 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Where a model lies and how it wants to be loaded. None means: as the checkpoint or the machine says.
+    """A model's location and loading options. None means: as the checkpoint or the machine determines.
 
-    A model that is loaded already is `loaded`, and `path` only what it says of its origin. `tokenizer_from` is another place
-    of the tokenizer, or the tokenizer itself. `sampling` holds the models file's defaults only; those of
-    `generation_config.json` are in `Checkpoint`.
+    For an already loaded model, `loaded` is set and `path` is only its stated origin. `tokenizer_from` is another folder of the
+    tokenizer, or the tokenizer itself. `sampling` holds only the models file's defaults; those of `generation_config.json` are
+    in `Checkpoint`.
     """
 
-    name: str  # as the user asked for it
+    name: str  # as requested by the user
     path: Path  # a folder with a configuration and weights
-    source: str  # who says so: "configs/models.yaml:3", "a folder", "the local hub cache"
+    source: str  # origin: "configs/models.yaml:3", "a folder", "the local hub cache"
     dtype: str | None = None
     device: str | None = None
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One entry of a models file, checked but not looked up: its folder need not exist."""
+    """One validated entry of a models file. Its folder need not exist."""
 
     name: str
     path: str  # as written
@@ -84,7 +84,7 @@ class ModelEntry:
         return f"{self.file}:{self.line}"
 
     def resolve(self, cache_dir: Path | None = None) -> ModelSpec:
-        """The entry's model. Raises ModelNotFound when its folder, or the hub id it names, is not on this machine."""
+        """The entry's model. Raises ModelNotFound if its folder or hub id is not on this machine."""
         written = os.path.expanduser(os.path.expandvars(self.path))
         try:
             folder, there = _looked_for(os.path.normpath(self.file.parent / written))
@@ -104,14 +104,14 @@ class ModelEntry:
 
 
 def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> ModelSpec:
-    """The model that `reference` means: a name of the models files, else a folder, else a hub id in the local cache.
+    """The model for `reference`: a name of the models files, else a folder, else a hub id in the local cache.
 
-    A `Path`, and a text that starts like one (`/`, `./`, `~`), is a folder and nothing else. `cache_dir` stands in for
-    the hub cache that HF_HOME and HF_HUB_CACHE name.
+    A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder. `cache_dir` replaces the default hub
+    cache (HF_HOME, HF_HUB_CACHE).
 
     Raises:
-        ModelNotFound: nothing of that name is here; says which names are known, and the command that would fetch it.
-        ConfigError: a models file is wrong.
+        ModelNotFound: nothing of that name is here; lists the known names and the command to fetch it.
+        ConfigError: a models file is invalid.
         CheckpointError: an index of weights cannot be read.
     """
     text = os.fspath(reference)
@@ -141,9 +141,9 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
 
 
 def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
-    """The folder of the tokenizer that `reference` means, which is looked for as `resolve_model` looks for a model.
+    """The folder of the tokenizer for `reference`, found as `resolve_model` finds a model.
 
-    Raises ModelNotFound when there is none of that name; ConfigError, CheckpointError as `resolve_model` does.
+    Raises ModelNotFound if there is none; ConfigError, CheckpointError as `resolve_model` does.
     """
     text = os.fspath(reference)
     path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
@@ -160,9 +160,9 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
 
 
 def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
-    """All named models: the built-in ones, and over them those of `file` (default: the one PAGETIDE_CONFIG names).
+    """All named models: the built-in ones, overridden by those of `file` (default: the file that PAGETIDE_CONFIG names).
 
-    Raises ConfigError, which names file and line, for anything that is not as the file's form demands.
+    Raises ConfigError with file and line for invalid content.
     """
     entries = _read_file(BUILT_IN_FILE)
     own = file or os.environ.get(CONFIG_VARIABLE)
@@ -176,11 +176,11 @@ def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEn
 
 
 def _looked_for(text: str) -> tuple[Path, bool]:
-    """`text` as a path, and whether it exists. Raises ModelNotFound where the system cannot tell."""
+    """`text` as a path, and whether it exists. Raises ModelNotFound if the system cannot tell."""
     try:
         folder = Path(text).expanduser()
         return folder, folder.exists()
-    except (OSError, RuntimeError) as error:  # too long, not allowed; the home of a user that does not exist
+    except (OSError, RuntimeError) as error:  # too long, not allowed, or the home of an unknown user
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFound(
             f"{text!r:.200} cannot be looked for as a folder: {why}; name a known model, a folder or a hub id"
@@ -201,15 +201,15 @@ def check_folder(folder: Path) -> None:
 
 
 def fetch_command(hub_id: str) -> str:
-    """What a user would type to fetch `hub_id` into the local cache (the `hf` of huggingface_hub >= 0.34)."""
+    """The command that fetches `hub_id` into the local cache (the `hf` of huggingface_hub >= 0.34)."""
     return f"hf download {hub_id}"
 
 
 def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
-    """The snapshot of `hub_id`'s main branch in the hub cache, or None. Looks at files only.
+    """The snapshot of `hub_id`'s main branch in the hub cache, or None. Reads only local files.
 
-    `snapshot_download(local_files_only=True)` would do too, but calls a snapshot incomplete that lacks a README.
-    Raises ModelNotFound when it is there without its weights.
+    `snapshot_download(local_files_only=True)` would reject a snapshot without a README. Raises ModelNotFound if the weights are
+    missing.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -232,7 +232,7 @@ def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
 
 
 def _cached_tokenizer(hub_id: str, cache_dir: Path | None) -> Path | None:
-    """The snapshot of `hub_id`'s main branch that has a tokenizer, or None. Looks at files only."""
+    """The snapshot of `hub_id`'s main branch that has a tokenizer, or None. Reads only local files."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -265,9 +265,9 @@ def _read_file(file: Path) -> dict[str, ModelEntry]:
 
 
 def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
-    """The keys of a mapping and their lines; here and below all must be text, and none be there twice.
+    """The keys of a mapping and their lines. Here and below, keys must be unique text.
 
-    YAML readers take the last of two equal keys and say nothing.
+    YAML readers silently take the last of two equal keys.
     """
     keys: dict[str, int] = {}
     for key, value in node.value:
@@ -337,7 +337,7 @@ def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str)
 
 
 def check_dtype(dtype: object) -> str:
-    """The name of `dtype`, a name or a torch dtype. Raises ConfigError for one that is not served."""
+    """The name of `dtype`, a name or a torch dtype. Raises ConfigError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
@@ -345,14 +345,14 @@ def check_dtype(dtype: object) -> str:
 
 
 def check_attention(attention: object) -> str:
-    """The name of an attention backend, or "auto". Raises ConfigError for one that is not known."""
+    """The name of an attention backend, or "auto". Raises ConfigError for an unknown one."""
     if attention not in ATTENTION:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r:.80}")
     return str(attention)
 
 
 def check_device(device: object) -> str:
-    """The name of `device`, a name or a torch device. Raises ConfigError for one that no machine has."""
+    """The name of `device`, a name or a torch device. Raises ConfigError for an invalid name."""
     name = str(device)
     if not _DEVICE.fullmatch(name):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N (cuda:0, cuda:1, ...), got {device!r:.80}")

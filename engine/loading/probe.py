@@ -1,15 +1,18 @@
-"""Whether a model can be served out of paged blocks, found by watching it at load and not by a list of names.
+"""Determines at load whether a model can be served from paged blocks, by observing it instead of by a list of names.
 
-Four looks, each over a few random tokens:
+Four tests, each on a few random tokens:
 
-1. the plain model with transformers' own eager attention: what is right;
-2. the same while attention and mask functions are replaced by ones that write down each call. Does every layer with K
-   and V call once, with the shapes of the geometry, causally, and without wishes that paged attention does not know? A
-   mask comes with the rule it was made by, so the rule is held against causality and the `sliding_window` keyword, at
-   positions far beyond the few tokens. Attention answers zero here, which shows how much it matters;
-3. our attention over blocks full of NaN, in chunks, packed with a second sequence: are the logits the same? What a
-   layer remembers by other means than K and V, or takes from a token's place in the batch, shows here;
-4. the same with the second sequence at the far end of the context: do its positions change the first one's logits?
+1. The plain model with transformers' own eager attention gives the reference logits.
+
+2. The same run, with attention and mask functions replaced by recording ones. Every layer with K and V must call once, with the
+geometry's shapes, causally, and without features that paged attention lacks. A mask comes with its rule, which is compared with
+causality and the `sliding_window` keyword at positions far beyond the few tokens. Attention returns zeros here, to show its
+effect on the logits.
+
+3. pagetide's attention over blocks full of NaN, in chunks, packed with a second sequence, must give the same logits. This
+reveals state other than K and V, and dependence on a token's place in the batch.
+
+4. The same with the second sequence at the far end of the context: its positions must not change the first one's logits.
 """
 
 from __future__ import annotations
@@ -35,48 +38,48 @@ from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
 from .log_suppression import quiet_transformers
 
-# Two sequences over a few steps, as (sequence, tokens) per chunk. Sequence 0 is the one whose logits are compared; its
-# parts are judged one by one: from nothing, on top of earlier blocks, and as decodes.
+# Two sequences over a few steps, as (sequence, tokens) per chunk. The logits of sequence 0 are compared, in three parts:
+# from nothing, on top of earlier blocks, and as decodes.
 STEPS = (((0, 10), (1, 5)), ((1, 1), (0, 6)), ((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 1),))
 PARTS = (slice(0, 10), slice(10, 16), slice(16, 19))
 NUM_TOKENS, OTHER_TOKENS = 19, 8
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
-FARTHEST = 1 << 20  # how far mask rules are compared in a model that names no limit
+FARTHEST = 1 << 20  # range of the mask comparison without a model limit
 
-# Bounds on an error: relative to what attention contributes to the logits, plus relative to the logits.
+# Bounds on an error: relative to attention's contribution to the logits, plus relative to the logits.
 TOLERANCES = {torch.float32: (1e-2, 2e-5), torch.float16: (0.1, 1e-2), torch.bfloat16: (0.2, 4e-2)}
 
-# Keywords that attention functions are handed and that change nothing about causal attention.
+# Keywords of attention functions that do not affect causal attention.
 HARMLESS = {"cache_position", "layer_idx", "output_attentions", "output_hidden_states", "output_router_logits"}
 HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values"}
 
-_registries = threading.Lock()  # transformers' are the process's
+_registries = threading.Lock()  # transformers' registries are process-wide
 
 
 def probe(
     model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: AttentionKernel | None = None
 ) -> None:
-    """Return if `model` gives the same logits out of paged blocks as by itself.
+    """Return if `model` gives the same logits from paged blocks as by itself.
 
-    Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. The
-    model's attention implementation is put back as it was.
+    Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. Restores
+    the model's attention implementation.
 
     Args:
         model: A causal language model of transformers, in eval mode, on its device.
-        geometry: What the engine takes it for. Only its layers and its dtype matter here.
-        max_length: Most tokens of a sequence; what the model does beyond is of no matter. None: its own limit.
-        kernel: What attends, in blocks of 4 tokens. None: a new TorchKernel.
+        geometry: The engine's geometry for it. Only its layers and its dtype matter here.
+        max_length: Most tokens of a sequence; behaviour beyond it is ignored. None: the model's limit.
+        kernel: The kernel to test, in blocks of 4 tokens. None: a new TorchKernel.
 
     Raises:
-        UnsupportedModel: it does not, or nobody can tell; the reason names the model, the layer and what to do.
+        UnsupportedModel: it does not, or this cannot be determined; names the model, the layer and what to do.
     """
     with quiet_transformers(), _registries, _implementation_kept(model), torch.inference_mode():
         _Probe(model, geometry, max_length, kernel or TorchKernel()).run()
 
 
 class _Probe:
-    """One probing of one model."""
+    """One probe of one model."""
 
     def __init__(self, model: Any, geometry: Geometry, max_length: int | None, kernel: AttentionKernel) -> None:
         self.model = model
@@ -122,10 +125,10 @@ class _Probe:
         remedy = "Use transformers' generate for this model, or serve another"
         return UnsupportedModel(f"{kind} cannot be served out of paged blocks: {why}. {remedy}")
 
-    # --- looks
+    # --- tests
 
     def plain(self, implementation: str) -> torch.Tensor:
-        """float32 [19, vocabulary]: the first sequence's logits without us."""
+        """float32 [19, vocabulary]: the first sequence's logits without pagetide."""
         try:
             self.model.set_attn_implementation(implementation)
             return _logits(self.model(input_ids=self.tokens[None, :NUM_TOKENS], use_cache=False))
@@ -133,10 +136,10 @@ class _Probe:
             raise self.refusal(f"a plain forward pass of it fails ({type(error).__name__}: {error})") from error
 
     def watch(self) -> tuple[list[_Call], torch.Tensor]:
-        """The calls of a forward pass, and its logits with every attention answering zero.
+        """The calls of a forward pass, and its logits if all attention returns zeros.
 
-        Models may do things of their own under eager attention (sparse masks), so that is what is watched; code that
-        does not ask the interface for "eager" is watched under another name.
+        Models may have special code under eager attention (sparse masks), so "eager" is observed first. Code that does not look
+        up "eager" in the interface is observed under another name.
         """
         for name in ("eager", "pagetide_watch"):
             watch = _Watch()
@@ -149,7 +152,7 @@ class _Probe:
     def paged(self, shift: int = 0, num_steps: int = len(STEPS)) -> torch.Tensor:
         """float32 [tokens, vocabulary]: the first sequence's logits by paged attention.
 
-        The second sequence's positions are `shift` further on.
+        The second sequence's positions are increased by `shift`.
         """
         self.storage.blocks.view(self.storage.layer(0).key.dtype).fill_(math.nan)
         self.storage.clear([0])
@@ -205,7 +208,7 @@ class _Probe:
     # --- judging
 
     def judge(self, calls: list[_Call]) -> None:
-        """Raises UnsupportedModel for the first call that paged attention could not honour, and for missing ones."""
+        """Raises UnsupportedModel for the first call that paged attention does not support, and for missing calls."""
         if not calls:
             raise self.refusal("its attention is code of its own that never calls transformers' attention interface")
         types = getattr(self.config, "layer_types", None) or ()
@@ -229,7 +232,7 @@ class _Probe:
                 raise self.refusal(f"layer {call.layer} ({call.name}) {why}")
         floor_scale = getattr(self.config, "floor_scale", None)
         if getattr(self.config, "attn_temperature_tuning", False) and floor_scale and self.limit > floor_scale:
-            raise self.refusal(  # of what llama 4 does, only this cannot be seen on few tokens
+            raise self.refusal(  # of llama 4's features, only this is invisible on few tokens
                 "it scales queries by their place in the batch, as if that were their position; set max_model_len to"
                 f" at most {floor_scale:,}, where the scale is 1"
             )
@@ -253,7 +256,7 @@ class _Probe:
         return self.mask_complaint(call)
 
     def mask_complaint(self, call: _Call) -> str | None:
-        """Where the layer's mask differs from causality and the sliding window that the layer names."""
+        """The first difference between the layer's mask and causality with its sliding window."""
         assert call.rule is not None
         query, key = _position_pairs(self.limit, call.sliding_window, self.device)
         ours = (key <= query) if call.sliding_window is None else (key <= query) & (key > query - call.sliding_window)
@@ -273,7 +276,7 @@ class _Probe:
         )
 
     def unscaled_length(self) -> str:
-        """How long sequences may be before rotary embeddings scale, as far as the config tells."""
+        """The sequence length beyond which rotary embeddings scale, if the config gives it."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         known = rope.get("original_max_position_embeddings") or getattr(
             self.config, "original_max_position_embeddings", None
@@ -283,7 +286,7 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What a layer handed to its attention function."""
+    """A layer's call of its attention function."""
 
     layer: int | None
     name: str  # of its class
@@ -292,14 +295,14 @@ class _Call:
     num_queries: int
     is_causal: bool
     sliding_window: int | None
-    unknown: tuple[str, ...]  # keywords with a value that paged attention does not know
+    unknown: tuple[str, ...]  # keywords with a value that paged attention lacks
     mask: torch.Tensor | None
     rule: Callable[..., Any] | None  # (batch, head, query position, key position) -> visible; None if unknown
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Stands in for attention and mask functions in one thread, and writes down what they are given."""
+    """Replaces attention and mask functions in one thread, and records their arguments."""
 
     calls: list[_Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
@@ -307,7 +310,7 @@ class _Watch:
 
     @contextmanager
     def installed(self, name: str) -> Iterator[None]:
-        """Within, models whose attention implementation is `name` attend through this watch."""
+        """A context in which models with attention implementation `name` use this watch."""
         registries = (
             (AttentionInterface._global_mapping, self.attend),
             (AttentionMaskInterface._global_mapping, self.make_mask),
@@ -325,7 +328,7 @@ class _Watch:
                     mapping[name] = function
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """transformers' eager mask, remembered with its rule."""
+        """transformers' eager mask, recorded with its rule."""
         mask: torch.Tensor = eager_mask(*args, **kwargs)
         padding = kwargs.get("attention_mask")
         if threading.get_ident() == self.owner and "mask_function" in kwargs and (padding is None or padding.all()):
@@ -341,7 +344,7 @@ class _Watch:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Zeros. A call from another thread, of an eager model that is none of our business, gets the real thing."""
+        """Record the call and return zeros. Calls of eager models from other threads get the real function."""
         if threading.get_ident() != self.owner:
             eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
             return eager(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -371,7 +374,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _implementation_kept(model: Any) -> Iterator[None]:
-    """Puts the attention implementation of the model and all its parts back as it was."""
+    """Restores the attention implementation of the model and all its parts."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     todo = list(configs.values())
     while todo:
@@ -392,7 +395,7 @@ def _implementation_kept(model: Any) -> Iterator[None]:
 
 
 def _random_tokens(config: Any, count: int) -> torch.Tensor:
-    """int64 [count], without those that the config names (padding, images) as far as the vocabulary allows."""
+    """int64 [count], without ids named in the config (padding, images) if the vocabulary allows."""
     named = {v for k, v in vars(config).items() if k.endswith(("_id", "_index", "_ids")) and isinstance(v, int)}
     usual = [t for t in range(config.vocab_size) if t not in named] or list(range(config.vocab_size))
     return torch.from_numpy(np.random.default_rng(1).choice(usual, count).astype(np.int64))
@@ -407,8 +410,8 @@ def _logits(output: Any) -> torch.Tensor:
 def _worst(right: torch.Tensor, without: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> tuple[int, float]:
     """(part, excess): the worst part of PARTS, and its error over the tolerance.
 
-    All [tokens, vocabulary]. Excess is infinite for NaN. In 16-bit types a part's median token counts, since a mixture
-    of experts may send one token elsewhere for a rounding error; in float32 its worst.
+    All arguments are [tokens, vocabulary]. Excess is infinite for NaN. In 16-bit types a part's median token counts, because
+    rounding may route one token of a mixture of experts elsewhere; in float32 its worst token counts.
     """
     share, noise = TOLERANCES[dtype]
     bound = share * (right - without[: len(right)]).norm(dim=-1) + noise * right.norm(dim=-1)
@@ -422,7 +425,7 @@ def _worst(right: torch.Tensor, without: torch.Tensor, got: torch.Tensor, dtype:
 def _position_pairs(limit: int, window: int | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [pairs] each: query and key positions below `limit`, near and far apart, around powers of two and windows.
 
-    Whatever the size of a chunk or a window, some pair is as far apart and some is not.
+    For any chunk or window size, some pairs are that far apart and some are not.
     """
     random = np.random.default_rng(2)
     powers = 2 ** np.arange(0, limit.bit_length())

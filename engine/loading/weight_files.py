@@ -1,10 +1,10 @@
-"""The files that hold a model's weights: which ones they are, whether all are there, and what their headers say.
+"""The files of a model's weights: which they are, whether all are present, and what their headers contain.
 
-Nothing here reads a weight. A safetensors file is
+This module never reads weights. A safetensors file is
 
     8 bytes, little endian: n | n bytes of JSON: {name: {dtype, shape, data_offsets: [begin, end]}} | the tensors' bytes
 
-(https://github.com/huggingface/safetensors, "Format"), so shapes and a truncated file show in its first kilobytes.
+(https://github.com/huggingface/safetensors, "Format"), so the first kilobytes show shapes and reveal a truncated file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ModelNotFound
 
-# In the order in which transformers looks for them; (file, is it an index of shards).
+# In transformers' search order; (file, is it an index of shards).
 _CANDIDATES = (
     ("model.safetensors", False),
     ("model.safetensors.index.json", True),
@@ -30,7 +30,7 @@ _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file; `dtype` as the format spells it: F32, BF16, I64, ..."""
+    """One tensor of a safetensors file. `dtype` is spelled as in the format: F32, BF16, I64, ..."""
 
     name: str
     dtype: str
@@ -45,27 +45,27 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weights of one model: a single file, or all shards of its index. Every one of them exists."""
+    """The weights of one model: a single file, or all shards of its index. All files exist."""
 
     paths: tuple[Path, ...]
     safetensors: bool
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of the files."""
         return sum(path.stat().st_size for path in self.paths)
 
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """What the headers list. Read-only; safetensors only. Raises CheckpointError naming a broken file."""
+        """The tensors listed in the headers. Read-only; safetensors only. Raises CheckpointError naming a broken file."""
         found = {tensor.name: tensor for path in self.paths for tensor in read_header(path)}
         return tuple(found.values())
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """The weight files that transformers would load from `folder`; safetensors go first.
+    """The weight files that transformers would load from `folder`; safetensors come first.
 
     Raises:
-        ModelNotFound: there are none, or shards that the index names are missing.
+        ModelNotFound: there are none, or shards of the index are missing.
         CheckpointError: the index cannot be read.
     """
     for name, is_index in _CANDIDATES:
@@ -80,7 +80,7 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, from its header. Raises CheckpointError when the file cannot be whole."""
+    """The tensors of a safetensors file, from its header. Raises CheckpointError if the file is incomplete."""
     file_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:

@@ -1,1 +1,1 @@
-"""The engine's memory: the plan at the start, the lease, and the size of the pool while it runs."""
+"""The engine's memory: the plan at startup, the lease, and the pool size at run time."""

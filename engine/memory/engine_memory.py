@@ -1,20 +1,20 @@
-"""The engine's memory between steps: the pool grows ahead of need, gives back when idle, and serves what the lease recalls.
+"""The engine's memory between steps: grows the pool ahead of need, gives back idle memory and serves the lease's recalls.
 
     before a step   lease granted? recalled? limited?  ->  scheduler.grow / give_back: the resize part of the next plan
     the step        maps, copies, unmaps (runner), each counted in the lease's record (LeasedArena)
-    beside it       the arena makes extents for the next slice, and gives back those that are unmapped: decision 0027
-    after it        what is held is reported, recalls are answered
+    concurrently    the arena prepares extents for the next slice and frees unmapped ones: decision 0027
+    after it        held bytes are reported, recalls are answered
 
-What a lease grants covers all bytes of the engine: `base` is what it holds besides KV (weights, libraries, workspaces), and
-the pool may have what is left. What its process holds beyond what was promised for it, as a program that keeps data of its own
-does, is not the engine's: others see it as a stranger's memory, and it takes nothing from the pool.
+The lease's grant covers all bytes of the engine. `base` is what it holds besides KV (weights, libraries, workspaces); the pool
+may use the rest. `base` counts up to the lease's initial max less the largest pool. What the process holds beyond that, such as
+a program's own data, is not the engine's: other engines see it as an external process's memory, and the pool does not shrink
+for it.
 
-Bytes go back in this order: what is held ready, what libraries keep for later, the host tier where it lies in the same
-memory, free extents, compaction, then somebody is preempted (victims.py), and that only for a recall. While requests run, all
-of it happens in slices, one a step, so that no step takes long. The host tier's memory goes back too, with what lies there,
-when there has been no request for long.
+Memory goes back in this order: prepared extents, caches of libraries, the host tier if it is in the same memory, free extents,
+compaction, and for a recall only, preemption (victims.py). While requests run this happens in slices, one per step, so that
+steps stay short. The host tier's memory, with its contents, also goes back after a long time without requests.
 
-Without a lease (nobody to share with, or no broker) the pool does the same between its own bounds.
+Without a lease (`share` is off, or there is no broker) the pool does the same between its own bounds.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from ...monitor.units import GIB, MIB, format_bytes
 from ...scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ..execution.host_pool import HostPool  # which loads torch
+    from ..execution.host_pool import HostPool  # imports torch
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 16 * MIB  # mapped, or moved, in the first step that does so while requests run; see `Slice` for the next
-UNMAP_SLICE_BYTES = GIB  # unmapped besides: milliseconds
-READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held and not mapped: all of such a slice is given back beside the step
-_LOOK_S = 0.02  # how often demand is worked out while blocks are short
-_FREE_S = 0.1  # how often it is worked out, while requests run, what could go
-_ASK_S = 0.25  # how often an ask is repeated; it expires after four of these
-_BASE_S = 0.5  # how often the process is measured
-_REFUSED_S = 0.5  # how long nothing is mapped, or made ready, after the device said no
-_ALONE_S = 0.05  # no step for so long: nobody waits for the next one
-_TRIM_S = 2.0  # how often caches are emptied, at most, since the process has outgrown its grant
-_TIDY_S = 0.5  # how often the heap is tidied, at most, while there is work,
-_TIDY_BYTES = 4 * MIB  # and by how much the process has to have grown since
+SLICE_BYTES = 16 * MIB  # initial slice to map, or to move, in a step while requests run; `Slice` adapts it
+UNMAP_SLICE_BYTES = GIB  # unmapped in a step besides; takes milliseconds
+READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
+_LOOK_S = 0.02  # interval of demand forecasts while blocks are short
+_FREE_S = 0.1  # interval of free-memory forecasts while requests run
+_ASK_S = 0.25  # interval of repeated asks; each expires after four intervals
+_BASE_S = 0.5  # interval of process memory measurements
+_REFUSED_S = 0.5  # pause of mapping, or preparing, after the device refused memory
+_ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
+_TRIM_S = 2.0  # minimum interval of emptying caches while the process exceeds its grant
+_TIDY_S = 0.5  # minimum interval of tidying the heap while there is work,
+_TIDY_BYTES = 4 * MIB  # and the growth of the process that triggers it
 
 
 @dataclass(slots=True)
 class MemoryStats:
-    """Counters and bytes since the start. Changed by `EngineMemory` alone."""
+    """Counters and bytes since the start. Changed by `EngineMemory` only."""
 
     recalls: int = 0
     recalled_bytes: int = 0
@@ -68,20 +68,20 @@ class MemoryStats:
 
 
 class Slice:
-    """Bytes that one step may copy, or map, while requests run: as many as take the time that a step takes without.
+    """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
 
-    So a step takes twice as long for them, and what is done in slices takes twice as long as at once, whatever a step and a
-    copy take on this machine. It learns from steps that had most of a slice to do.
+    So such steps take twice as long, and sliced work takes twice as long as unsliced work, on any machine. The size is learned
+    from steps that had at least half a slice to do.
     """
 
-    SHARE = 1.0  # of a step's own time
+    SHARE = 1.0  # of the time of a plain step
 
     def __init__(self, least_bytes: int) -> None:
         self.num_bytes = SLICE_BYTES
         self._least_bytes = least_bytes
 
     def took(self, num_bytes: int, step_s: float, plain_s: float) -> None:
-        """A step with so much to do took `step_s`, where one without takes `plain_s`."""
+        """Record that a step with `num_bytes` of work took `step_s`; one without takes `plain_s`."""
         if num_bytes < self.num_bytes // 2:
             return
         aim = num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8, 1e-6)
@@ -92,19 +92,19 @@ class EngineMemory:
     """Keeps one engine's pool within its lease. Used by one thread at a time, between steps.
 
     Args:
-        scheduler: Gives the scheduler; another one after a fault.
-        arena: What the runner maps and unmaps. Leased, if there is a lease. From now on it works in the background too, so
-            CUDA graphs are captured before.
-        min_extents: Given back to nobody but by a recall.
+        scheduler: Returns the current scheduler; a fault replaces it.
+        arena: Of the pool; leased if there is a lease. It also works in the background from now on, so CUDA graphs must be
+            captured before.
+        min_extents: Extents that only a recall may take.
         base_bytes: Measures what the process holds besides KV.
-        reserve_bytes: What a step may take besides, in workspaces.
-        weights_bytes: Of what it holds, the weights; for people.
-        trim: Gives back what libraries, and the attention kernel, keep for later.
-        tidy: Gives back what lies free in the heap, where the device is the host; None elsewhere.
+        reserve_bytes: Additional workspaces of a step.
+        weights_bytes: Of the weights, for the report by class.
+        trim: Empties caches of libraries and of the attention kernel.
+        tidy: Returns free heap memory to the system if the device is the host; else None.
         lease: None without a broker.
-        idle_s: How long extents stay that nobody needs, and the host tier's memory without a request.
+        idle_s: Time after which unneeded extents, and without requests the host tier's memory, are given back.
         host: The host tier's memory; None without one.
-        host_is_device: The pool lies in host memory too.
+        host_is_device: The pool is in host memory too.
         clock: Seconds, monotonic.
     """
 
@@ -141,31 +141,33 @@ class EngineMemory:
         self._host_is_device = host_is_device
         self._clock = clock
         self._measured_bytes = base_bytes()
-        self._unmeasured = False  # the last time
+        self._unmeasured = False  # the last measurement failed
         self._planned_bytes = self._measured_bytes + reserve_bytes
         self._base_bytes = self._planned_bytes
         self._mapped_bytes = arena.mapped_bytes
         self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
-        self._trim_at = self._tidy_at = -math.inf  # when these are due again for what has grown
-        self._least_bytes: float = math.inf  # measured since either
-        self._asked = 0  # extents, in the last ask; 0 when it was taken back
-        self._told_free = 0  # extents that were reported free
-        self._told_held = arena.held  # of the arena, when it was reported
-        self._needed_at = self._used_at = clock()  # when all that is mapped was needed last; when a request was here
-        self._in_use = False  # by a request, in the step that is prepared
-        self._relieving = False  # in the next plan
+        self._trim_at = self._tidy_at = -math.inf  # earliest times of the next trim and tidy
+        self._least_bytes: float = math.inf  # smallest measurement since the last of these
+        self._asked = 0  # extents in the last ask; 0 after it was withdrawn
+        self._told_free = 0  # extents last reported as free
+        self._told_held = arena.held  # as last reported
+        # The last times that all mapped extents were needed, and that a request was here.
+        self._needed_at = self._used_at = clock()
+        self._in_use = False  # a request is here in the step that is being prepared
+        self._relieving = False  # the next plan gives back what no request needs now
         self._began_at = self._settled_at = -math.inf  # of the last step
-        self._alone = True  # nobody made steps before the one that is prepared
-        self._plain_s: deque[float] = deque(maxlen=16)  # what the last steps took that had nothing to copy or map
-        self._moved_blocks = 0  # of the scheduler's counter, after the last step
+        self._alone = True  # no steps ran recently before the one that is being prepared
+        self._plain_s: deque[float] = deque(maxlen=16)  # durations of the last steps without copies or maps
+        self._moved_blocks = 0  # the scheduler's counter after the last step
         self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
         self._mapping = Slice(arena.extent_bytes)
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
-        self._recall_from: tuple[float, int, tuple[int, int]] | None = None  # when it came, what was held, `_counted`
+        # Of the running recall: its time, the bytes held then, `_counted`.
+        self._recall_from: tuple[float, int, tuple[int, int]] | None = None
         pool_bytes = arena.num_extents * self._extent_bytes
         most = None if lease is None else lease.max_bytes
         self._most_base_bytes = math.inf if most is None else max(self._planned_bytes, most - pool_bytes)
-        if lease is not None:  # the promise covered what loading might have taken
+        if lease is not None:  # its min covered what loading might have taken
             least = self._planned_bytes + min_extents * self._extent_bytes
             lease.lower_min(min(lease.min_bytes, least))
         self._report()
@@ -173,7 +175,7 @@ class EngineMemory:
     # ---- before a step --------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Decide what the next plan maps and unmaps."""
+        """Decide what the next plan maps and unmaps. Call it before the step is scheduled."""
         now = self._began_at = self._clock()
         self._alone = now - self._settled_at >= _ALONE_S
         self._listen()
@@ -201,12 +203,12 @@ class EngineMemory:
             self._rest(scheduler, now)
 
     def relieve(self) -> None:
-        """A step could not be computed, perhaps for want of memory: the next plan gives back what no request needs now."""
+        """Give back with the next plan what no request needs now: a step deferred chunks, perhaps for lack of memory."""
         self._relieving = True
 
     @property
     def wants_turn(self) -> bool:
-        """Whether `prepare` has something to do before another step is planned. Takes in what the broker says."""
+        """Whether `prepare` must run before another step is planned. Handles the broker's messages."""
         self._listen()
         scheduler, now = self._scheduler(), self._clock()
         self._limit(scheduler)
@@ -221,7 +223,7 @@ class EngineMemory:
 
     @property
     def due(self) -> bool:
-        """Whether a step is to be made for memory's sake though no request needs one. Takes in what the broker says."""
+        """Whether memory work needs a step although no request does. Handles the broker's messages."""
         self._listen()
         scheduler = self._scheduler()
         self._limit(scheduler)
@@ -230,7 +232,7 @@ class EngineMemory:
             self._tell()
         if self._over_recall(scheduler) > 0:
             return True
-        self._answer()  # a recall of what was granted and never mapped needs no step
+        self._answer()  # a recall of granted but unmapped memory needs no step
         if self._excess(scheduler) > 0 and scheduler.idle_extents:
             return True
         if self._host_idle(scheduler):
@@ -239,14 +241,14 @@ class EngineMemory:
         return may_rest and scheduler.idle_extents > 0
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the broker to say something, but no longer. From any thread. Raises LeaseClosed."""
+        """Wait up to `timeout_s` for a message of the broker. Thread-safe. Raises LeaseClosed."""
         if self.lease is None:
             self._closed.wait(timeout_s)
         else:
             self._take_in(self.lease.wait(timeout_s))
 
     def close(self) -> None:
-        """Wake whoever waits, to find the engine closed. A lease does that itself when it is closed."""
+        """Wake the threads in `wait` if there is no lease. A lease wakes them itself when it is closed."""
         self._closed.set()
 
     def _listen(self) -> None:
@@ -254,7 +256,7 @@ class EngineMemory:
             self._take_in(self.lease.poll())
 
     def _take_in(self, events: tuple[Event, ...]) -> None:
-        """Log and count what the broker said; what it means stands in the lease."""
+        """Log and count the broker's messages. The lease has applied them."""
         assert self.lease is not None
         name = self.lease.name
         for event in events:
@@ -267,7 +269,7 @@ class EngineMemory:
                     format_bytes(self.lease.granted_bytes), format_bytes(self.lease.held_bytes),
                 )  # fmt: skip
             elif isinstance(event, Granted):
-                self._look_at = 0.0  # what somebody waits for is here
+                self._look_at = 0.0  # the next `prepare` may grow the pool
                 log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Withdrawn):
                 log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
@@ -284,7 +286,7 @@ class EngineMemory:
                 log.info("%s: the broker refused: %s", name, event.error)
 
     def _allowed_extents(self) -> int:
-        """Extents that the lease allows now; all there are without one. The null block's stays always."""
+        """Extents that the lease allows now; without one, all. At least one, for the null block."""
         if self.lease is None:
             return self._arena.num_extents
         recall = self.lease.recall
@@ -292,11 +294,11 @@ class EngineMemory:
         return self._extents_in(allowed)
 
     def _extents_in(self, total_bytes: int) -> int:
-        """Extents of a pool with which the process holds at most so much."""
+        """Extents of the largest pool with which the engine holds at most `total_bytes`, at least one."""
         return min(self._arena.num_extents, max(1, (total_bytes - self._base_bytes) // self._extent_bytes))
 
     def _limit(self, scheduler: Scheduler) -> None:
-        """Let the scheduler admit nothing beyond what the lease may ever come to."""
+        """Limit the scheduler's admissions to the lease's max."""
         most = None if self.lease is None else self.lease.max_bytes
         extents = self._arena.num_extents if most is None else self._extents_in(most)
         blocks = min(scheduler.cache.capacity, extents * scheduler.cache.blocks_per_extent - 1)
@@ -304,38 +306,38 @@ class EngineMemory:
             scheduler.limit_blocks = blocks
 
     def _over_recall(self, scheduler: Scheduler) -> int:
-        """Extents that a recall is after; 0 or less without one, or when they are on their way out."""
+        """Extents to give back for a recall; 0 or less if there is none, or if they are already being given back."""
         recall = None if self.lease is None else self.lease.recall
         return 0 if recall is None else scheduler.num_extents - self._extents_in(recall.target_bytes)
 
     def _recalled(self, scheduler: Scheduler) -> bool:
-        """Serve a recall: a slice of it while requests run. Returns whether there is one to serve."""
+        """Serve a recall, one slice while requests run. Returns whether the pool is above its target."""
         over = self._over_recall(scheduler)
         if over <= 0:
             return False
         assert self.lease is not None and self.lease.recall is not None
-        if self._trimmed_for != self.lease.recall.target_bytes:  # first what nobody notices
+        if self._trimmed_for != self.lease.recall.target_bytes:  # caches first: that costs no request
             self._trimmed_for = self.lease.recall.target_bytes
             self._trim()
             self._report()
             over = self._over_recall(scheduler)
-            if over <= 0:  # that was enough
+            if over <= 0:
                 return False
         if self._host is not None and self._host_is_device and self._host.mapped_bytes:
-            self._rest_host(scheduler)  # it lies in the memory that somebody needs
+            self._rest_host(scheduler)  # the host tier is in the recalled memory
         scheduler.make_idle(over)
         scheduler.give_back(min(over, self._unmap_slice(scheduler)))
         return True
 
     def _shed_excess(self, scheduler: Scheduler) -> bool:
-        """Above a limit: what is idle goes, nobody is preempted, and the rest goes as requests end."""
+        """Give back idle extents above a limit, without preemption; the rest follows as requests end."""
         over = self._excess(scheduler)
         return over > 0 and scheduler.give_back(min(over, self._unmap_slice(scheduler))) > 0
 
     def _excess(self, scheduler: Scheduler) -> int:
-        """Extents above a limit, or above the grant, where the process has outgrown it by whole extents beside its pool.
+        """Extents above a limit, or above the grant if the process has outgrown it by whole extents.
 
-        Those that requests which run are going to need are none of them: they would be preempted for want of these.
+        Excludes extents that running requests are forecast to need: without these they would be preempted.
         """
         excess = scheduler.excess_extents
         if self.lease is not None and self.lease.connected:
@@ -346,19 +348,19 @@ class EngineMemory:
         return excess
 
     def _spare(self, scheduler: Scheduler) -> int:
-        """Extents that requests which run are not forecast to need; below 0 where they need more than there are."""
+        """Extents that running requests are not forecast to need; negative if they need more than there are."""
         return scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks())
 
     def _map_slice(self, scheduler: Scheduler) -> int:
-        """Extents that may be mapped in the next step: all, where nobody waits for its end."""
+        """Extents that may be mapped in the next step: a slice while requests run, else all."""
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
         return max(1, self._mapping.num_bytes // self._extent_bytes)
 
     def _unmap_slice(self, scheduler: Scheduler) -> int:
-        """Extents, of those that nobody needs, that may go in the next step: so many that about a slice has to move.
+        """Unneeded extents that may be given back in the next step: as many as require about a slice of block moves.
 
-        An extent goes as a whole, so it is up to half a slice more: a slice that is never filled would take ever more steps.
+        Extents are indivisible, so up to half a slice more may move: slices that are never filled would take many more steps.
         """
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
@@ -367,15 +369,15 @@ class EngineMemory:
         most = max(1, 3 * self._copying.num_bytes * cache.blocks_per_extent // (2 * self._extent_bytes))
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
-        too_far = plan.moves[most] // cache.blocks_per_extent  # moves stand in the order of the extents
+        too_far = plan.moves[most] // cache.blocks_per_extent  # moves are ordered by extent
         return max(1, plan.extents.tolist().index(too_far))
 
     def _short(self, scheduler: Scheduler) -> bool:
-        """Whether blocks may soon be short: somebody waits, or fewer are free than there are sequences."""
+        """Whether blocks may soon be short: a request waits, or fewer blocks are free than sequences run."""
         return bool(scheduler.num_waiting or scheduler.cache.num_free < scheduler.num_running)
 
     def _grow(self, scheduler: Scheduler, now: float) -> None:
-        """Map what is forecast to be needed, as far as it is granted; ask for the rest."""
+        """Map what is forecast to be needed, within the grant. Ask the broker for the rest."""
         wanted = self._wanted_extents(scheduler)
         missing = wanted - scheduler.num_extents
         if missing >= 0:
@@ -384,7 +386,7 @@ class EngineMemory:
         coming = max(0, min(missing, room)) if now >= self._grow_at else 0
         mapping = min(coming, self._map_slice(scheduler))
         grown = scheduler.grow(mapping)
-        following = min(coming - grown, mapping) if grown == mapping else 0  # else there is a limit
+        following = min(coming - grown, mapping) if grown == mapping else 0  # fewer: a limit applies
         self._make_ready(grown + following if now >= self._ready_at else 0)
         if self.lease is None:
             return
@@ -396,28 +398,28 @@ class EngineMemory:
             self._take_back_ask()
 
     def _take_back_ask(self) -> None:
-        """Nobody waits for more than there is any longer."""
+        """Withdraw the last ask: no request needs more than is held."""
         assert self.lease is not None
         self._asked = 0
         self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)
 
     def _make_ready(self, num_extents: int) -> None:
-        """Let the arena make the memory of the next extents to be mapped beside the step, and of no others."""
+        """Have the arena prepare memory for the next `num_extents` to map, in the background; it frees any surplus."""
         if not num_extents and self._arena.held.upper_bytes == self._arena.mapped_bytes:
             return
         try:
             self._arena.prepare(num_extents)
-        except (DriverError, GrantExceeded) as error:  # of a grant that ended with its broker this moment
+        except (DriverError, GrantExceeded) as error:  # GrantExceeded: the broker has just gone
             self._ready_at = self._clock() + _REFUSED_S
             log.info("KV pool: nothing is made ready: %s", error)
 
     def _let_go(self) -> None:
-        """Keep nothing ready that a recall is after, or that nobody waits for."""
+        """Free prepared extents during a recall, or if blocks are not short. Log the arena's background failures."""
         if self._arena.held.upper_bytes > self._arena.mapped_bytes:
             if self.lease is not None and self.lease.recall is not None:
                 try:
                     self._arena.trim()
-                except DriverError as error:  # what it keeps is counted, and tried again
+                except DriverError as error:  # the rest stays counted and is tried again
                     log.warning("KV pool: not all of what was unmapped went back: %s", error)
             elif not self._short(self._scheduler()):
                 self._make_ready(0)
@@ -426,47 +428,47 @@ class EngineMemory:
             log.warning("KV pool: in the background %s", failure)
 
     def _rest(self, scheduler: Scheduler, now: float) -> None:
-        """Give back what nobody has needed for long."""
+        """Give back extents that no request has needed for `idle_s`."""
         wanted = max(self._min_extents, self._wanted_extents(scheduler))
         spare = scheduler.num_extents - wanted
         if spare <= 0:
             self._needed_at = now
         elif not scheduler.give_back(min(spare, self._unmap_slice(scheduler))):
-            self._needed_at = now  # nothing of it is idle: look again after another while
+            self._needed_at = now  # none of them is idle: try again after another `idle_s`
 
     def _host_idle(self, scheduler: Scheduler) -> bool:
-        """Whether the host tier has memory, and nobody has been here to need it for long."""
+        """Whether the host tier has memory and there has been no request for `idle_s`."""
         if self._host is None or not self._host.mapped_bytes or _in_use(scheduler):
             return False
         return self._clock() - self._used_at >= self._idle_s
 
     def _rest_host(self, scheduler: Scheduler) -> None:
-        """Give back a slice of the host tier's memory; what lies there is forgotten, as prefixes on the device are."""
+        """Give back a slice of the host tier's memory. The tier's contents are dropped, like cached prefixes on the device."""
         assert self._host is not None
         scheduler.cache.rest()
         self._host.give_back(UNMAP_SLICE_BYTES)
 
     def _wanted_extents(self, scheduler: Scheduler) -> int:
-        """Extents for what is forecast, and one ahead of it."""
+        """Extents for the forecast demand, plus one."""
         wanted = scheduler.wanted_blocks()
         extents = self._extents_for(scheduler, wanted) + 1 if wanted else self._min_extents
         return min(extents, self._arena.num_extents)
 
     def _extents_for(self, scheduler: Scheduler, blocks: int) -> int:
-        """Extents that hold so many blocks; the null block has a place too."""
+        """Extents for `blocks` and the null block."""
         return -(-(blocks + 1) // scheduler.cache.blocks_per_extent)
 
     # ---- after a step ---------------------------------------------------------------------------
 
     def settle(self, waited_for: bool = True) -> None:
-        """Take in what a step did to the pool: report it, answer a recall.
+        """Account for what a step did to the pool: report it and answer a recall.
 
-        Whoever takes in a step that nobody has `waited_for` does not count as one who makes steps.
+        A step that no caller has `waited_for` does not count as caller activity (`_alone`).
         """
         self._let_go()
         mapped = self._arena.mapped_bytes
         now = self._clock()
-        step_s = now - max(self._began_at, self._settled_at)  # one that was planned ahead was not prepared for
+        step_s = now - max(self._began_at, self._settled_at)  # a step launched ahead has no `prepare`
         if waited_for:
             self._settled_at = now
         if self._in_use:
@@ -509,12 +511,12 @@ class EngineMemory:
         )  # fmt: skip
 
     def _counted(self) -> tuple[int, int]:
-        """What a recall costs: preemptions, and blocks that moved."""
+        """The counters of a recall's costs: preemptions and moved blocks."""
         stats = self._scheduler().stats
         return stats.preemptions, stats.moved_blocks
 
     def _tell_outcome(self, what: str) -> None:
-        """Say what became of a recall, or of several that came one after the other."""
+        """Log the outcome of a recall, or of several consecutive ones."""
         if self._recall_from is None or self.lease is None:
             return
         began, held, before = self._recall_from
@@ -527,14 +529,14 @@ class EngineMemory:
         )  # fmt: skip
 
     def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
-        """What the step's copying and mapping cost, for the size of the next slices."""
+        """Learn the sizes of the next slices from the time that the step's copies and maps took."""
         moved = self._scheduler().stats.moved_blocks - self._moved_blocks
         self._moved_blocks += moved
         if self._alone:
             return
         if not changed and not moved:
             self._plain_s.append(step_s)
-        elif self._plain_s:  # else nobody knows yet what a step takes
+        elif self._plain_s:  # else the time of a plain step is not known yet
             plain_s = statistics.median(self._plain_s)
             if moved:
                 moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
@@ -543,15 +545,15 @@ class EngineMemory:
                 self._mapping.took(grown_bytes, step_s, plain_s)
 
     def _free_extents(self) -> int:
-        """Extents that no request here is forecast to need; blocks in use may have to be moved out of them."""
+        """Extents that no request is forecast to need; blocks in use may have to move out of them first."""
         scheduler = self._scheduler()
         needed = max(self._min_extents, self._extents_for(scheduler, scheduler.wanted_blocks()))
         return max(0, scheduler.num_extents - needed)
 
     def _report(self) -> None:
-        """Measure what is held, and tell the broker. What has grown is first made as little as it can be.
+        """Measure what is held and report it to the broker. If it has grown, tidy the heap and empty caches first.
 
-        The heap keeps what steps have freed, and temporaries of ever other sizes leave ever more holes in it.
+        The heap keeps what steps have freed, and temporaries of varying sizes fragment it.
         """
         lease, now = self.lease, self._clock()
         measured = self._measure()
@@ -571,7 +573,7 @@ class EngineMemory:
         self._tell()
 
     def _measure(self) -> int:
-        """What is held beside the pool; as it was measured last where it cannot be, as without a free file descriptor."""
+        """Bytes held besides the pool. If measuring fails, as without a free file descriptor, the last measurement."""
         try:
             self._measured_bytes, self._unmeasured = self._base_bytes_now(), False
         except Exception:
@@ -581,7 +583,7 @@ class EngineMemory:
         return self._measured_bytes
 
     def _rests_untidy(self) -> bool:
-        """Whether the work is done, and the last step left more in the heap than is to stay there."""
+        """Whether there is no work, and the heap has grown by more than _TIDY_BYTES."""
         if self._tidy is None or self._scheduler().has_work:
             return False
         return self._measure() > self._least_bytes + _TIDY_BYTES
@@ -590,7 +592,7 @@ class EngineMemory:
         return int(min(max(self._planned_bytes, measured_bytes), self._most_base_bytes))
 
     def _tell(self) -> None:
-        """Tell the broker what is held, by class, and how much of it could go without touching a request."""
+        """Report to the broker what is held, by class, and how much of it can be freed without touching a request."""
         held_kv = self._told_held = self._arena.held
         if self.lease is None:
             return
@@ -599,11 +601,11 @@ class EngineMemory:
         weights = min(self._weights_bytes, self._base_bytes)
         held = {"weights": weights, "other": self._base_bytes - weights, "kv": held_kv.upper_bytes}
         self.lease.report(held, free, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
-        if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew in other ways than by KV
+        if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
             self.lease.ask(total, expires_s=4 * _ASK_S)
 
     def _answer(self) -> None:
-        """Say what is not held any more: what a recall or a limit is after, or what nobody has needed for long."""
+        """Return to the broker granted bytes that are not held: for a recall, for a limit, or when idle for `idle_s`."""
         if self.lease is None:
             return
         held, granted = self.lease.held_bytes, self.lease.granted_bytes
@@ -626,7 +628,7 @@ class EngineMemory:
             "base_bytes": self._base_bytes,
             "kv_bytes": self._arena.mapped_bytes,
             "ready_bytes": self._arena.held.upper_bytes - self._arena.mapped_bytes,
-            "map_slice_bytes": self._mapping.num_bytes,  # which a step maps at most while requests run
+            "map_slice_bytes": self._mapping.num_bytes,  # most that a step maps while requests run
             "lease": None
             if lease is None
             else {
@@ -649,7 +651,7 @@ class EngineMemory:
 
 
 def _tried(free: Callable[[], None]) -> None:
-    """Free what can be freed; what raises frees nothing."""
+    """Call `free`; log an exception instead of raising it."""
     try:
         free()
     except Exception:
@@ -657,5 +659,5 @@ def _tried(free: Callable[[], None]) -> None:
 
 
 def _in_use(scheduler: Scheduler) -> bool:
-    """Whether a request is here, running or waiting."""
+    """Whether any request is running or waiting."""
     return bool(scheduler.num_running or scheduler.num_waiting)

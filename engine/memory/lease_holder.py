@@ -1,4 +1,4 @@
-"""Joins the engines of a device: the monitor that watches it, and a lease from its broker, taken before weights are read."""
+"""Connects an engine to its device's monitor and acquires a lease from its broker, before weights are read."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from ..process.memory_usage import process_bytes
 from .planning import MemoryPlan
 
 log = logging.getLogger(__name__)
-_numbers = itertools.count(1)  # of the engines of this process
+_numbers = itertools.count(1)  # of this process's engines
 
-GRANT_TIMEOUT_S = 30.0  # while others give back what is promised to us, or load
+GRANT_TIMEOUT_S = 30.0  # for other engines to give back memory, or to finish loading
 _LOADING_LOOK_S = 0.25
 _LONGEST_NAME = 80
-HEAP_BYTES = 32 * MIB  # what a loaded process comes to keep for later, besides the reserve
-_LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code that is read late, heaps with holes
+HEAP_BYTES = 32 * MIB  # cached by a loaded process, besides the reserve
+_LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code paged in late, fragmented heaps
 
 
 class LeaseHolder:
-    """One engine's part of what its process holds of a device, so that no engine counts another's memory for its own.
+    """One engine's part of the memory that its process holds on a device, excluding that of the process's other engines.
 
-    What all need, such as libraries, counts with each. `arena` and `host`, the host tier's memory, are set once they are there.
+    Shared memory, such as libraries, counts for each engine. `arena` and `host`, the host tier's memory, are set when created.
     """
 
-    _all: ClassVar[list[LeaseHolder]] = []  # those of this process
+    _all: ClassVar[list[LeaseHolder]] = []  # of this process
 
     def __init__(self, device: torch.device, weights_bytes: int) -> None:
         self.device = device
@@ -53,7 +53,7 @@ class LeaseHolder:
 
     @property
     def base_bytes(self) -> int:
-        """What the process holds now for this engine besides its KV, in the pool and in the host tier."""
+        """Bytes that the process holds now for this engine, besides KV in the pool and the host tier."""
         others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
         return max(0, process_bytes(self.device) - others - self._resident_kv_bytes)
 
@@ -63,34 +63,34 @@ class LeaseHolder:
 
     @property
     def _resident_kv_bytes(self) -> int:
-        """Of `process_bytes`: on CUDA the arena is none of torch's, and the host tier is elsewhere."""
+        """KV bytes within `process_bytes`. None on CUDA: torch does not count the arena, and the host tier is elsewhere."""
         if self.device.type != "cpu":
             return 0
         return sum(pool.mapped_bytes for pool in (self.arena, self.host) if pool is not None)
 
     def close(self) -> None:
-        """The engine has given everything back. Idempotent."""
+        """Remove the engine, which must have freed its memory, from the count. Idempotent."""
         if self in self._all:
             self._all.remove(self)
 
 
 @dataclass(slots=True, eq=False)
 class Sharing:
-    """A place among the engines of one device."""
+    """An engine's registration with the monitor and the broker of its device."""
 
     watched: Watch
     lease: Lease
 
     def close(self) -> None:
-        """Leave. Everything must be unmapped. Idempotent."""
+        """Close the lease and the watch. All memory must be unmapped. Idempotent."""
         self.lease.close()
         self.watched.close()
 
 
 def acquire_lease(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
-    """A lease that covers the plan's minimum, all of it granted. None where there is nobody to ask; the log says why.
+    """Acquire a lease with the plan's minimum granted. None without `config.share` or without a broker (logged).
 
-    Raises NotEnoughMemory where the minimum is not to be had: beside the minimums of others, or within 30 s.
+    Raises NotEnoughMemory if the minimum does not fit beside those of other leases, or is not granted within 30 s.
     """
     if not config.share:
         return None
@@ -145,7 +145,7 @@ def _lease(
 
 
 def _registered(watched: Watch, **terms: Any) -> Lease:
-    """A lease. Where minimums are in the way of it, those who load are waited for: they need less once they have.
+    """Register a lease. If other minimums are in the way, wait for engines that are loading: they may need less then.
 
     Raises MinimumsExceedCapacity, and what else `Lease.register` raises.
     """
@@ -163,14 +163,14 @@ def _registered(watched: Watch, **terms: Any) -> Lease:
 
 
 def _new_name(model: str) -> str:
-    """What people call the engine in `vram-monitor limit` and `recall`: "demo-4711", the next in this process "demo-4711-2"."""
+    """The engine's name in `vram-monitor limit` and `recall`: "demo-4711", then "demo-4711-2" in the same process."""
     number = next(_numbers)
     name = "".join(c if c.isprintable() else "_" for c in os.path.basename(model) or model)[:_LONGEST_NAME]
     return f"{name}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 
 
 def _device(watched: Watch, device: torch.device) -> DeviceInfo:
-    """What the monitor calls torch's device. Raises NoSuchDevice."""
+    """The monitor's entry for torch's device. Raises NoSuchDevice."""
     infos = watched.devices()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

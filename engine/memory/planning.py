@@ -1,11 +1,11 @@
-"""How a device's memory is divided up: weights, primitives, a working reserve, the KV pool. For `pagetide plan` and the start.
+"""The memory plan of a device: weights, primitives, a working reserve and the KV pool. For `pagetide plan` and engine startup.
 
-Both call `plan_memory` with the bytes that are free *before* the weights are read, so both come to the same numbers:
+Both call `plan_memory` with the bytes that are free *before* the weights are read, so both get the same numbers:
 
     |<------------------------------ free before the weights -------------------------------->|
     | weights, primitives | working reserve |       KV pool       | left to others           |
 
-Nothing here reads a weight or takes memory (on CUDA, asking what is free makes the process's context).
+Nothing here reads weights or allocates memory (on CUDA, querying the free memory creates the process's context).
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from ..loading.checkpoint import Checkpoint
 from ..loading.linears import held_twice_bytes, primitive_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 
-DEFAULT_CONTEXT = 4096  # tokens, of a model that sets no limit itself
+DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
-CUDA_WORKSPACE_BYTES = 256 * MIB  # of cuBLAS, kernels, and what torch's allocator cannot reuse
+CUDA_WORKSPACE_BYTES = 256 * MIB  # for cuBLAS, kernels, and fragmentation of torch's allocator
 _CUDA_SHARE = 0.9
 _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
-_LEAST_EXTENTS = 32  # of a pool, so that rounding it to whole extents costs little
-_LEAST_BLOCKS = 2  # the null block, and one to use
+_LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
+_LEAST_BLOCKS = 2  # the null block and a usable one
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The numbers of one engine on one device. Bytes, tokens and blocks; the null block counts among the blocks."""
+    """The memory plan of one engine on one device, in bytes, tokens and blocks. Blocks include the null block."""
 
     model: str
     device: str
     dtype: str
     free_bytes: int  # before anything is loaded
     weights_bytes: int
-    primitives_bytes: int  # oneDNN's, for products with the weights on a CPU
+    primitives_bytes: int  # oneDNN's, for matrix products with the weights on a CPU
     reserve_bytes: int  # for the activations of a step
-    kv_bytes: int  # the pool at its largest: whole extents
+    kv_bytes: int  # the largest pool, in whole extents
     num_blocks: int
-    min_extents: int  # which the pool never falls below
-    geometry: Geometry  # with extents that suit the pool
+    min_extents: int  # lower bound of the pool
+    geometry: Geometry  # with extents that fit the pool
     max_model_len: int
     context: int  # tokens of the sequences counted in `sequences_that_fit`
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
+        """Bytes of K and V per token in all layers."""
         return self.geometry.kv_bytes_per_token
 
     @property
@@ -82,12 +82,12 @@ class MemoryPlan:
 
     @property
     def sequences_that_fit(self) -> int:
-        """Sequences of `context` tokens that the pool holds at the same time. 0: not even one."""
+        """Sequences of `context` tokens that the pool holds at the same time."""
         return self.geometry.usable_blocks(self.num_blocks) // self.geometry.blocks_for_tokens(self.context)
 
     @property
     def left_bytes(self) -> int:
-        """What stays free on the device once all is taken."""
+        """Bytes that stay free on the device with the whole plan allocated."""
         return self.free_bytes - self.weights_bytes - self.primitives_bytes - self.reserve_bytes - self.kv_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,18 +128,19 @@ def plan_memory(
     free: Callable[[torch.device], int] = free_bytes,
     total: Callable[[torch.device], int] = total_bytes,
 ) -> MemoryPlan:
-    """Divide up what is free on `device` now, before the weights are read. Takes nothing.
+    """Plan the memory that is free on `device` now, before the weights are read. Allocates nothing.
 
     Args:
-        context: Tokens of the sequences to count; None is the longest that the engine takes. Does not change the pool.
-        free: Where the free bytes of a device come from.
-        total: Where the bytes come from that it has at all. A pool that may grow is planned within these: it starts with its
-            minimum, and what is not free now may be later.
+        context: Tokens of the sequences in `sequences_that_fit`; None is the longest that the engine takes. Does not change the
+            pool.
+        free: Returns the free bytes of a device.
+        total: Returns all bytes of a device. A pool with a given maximum is planned within these: it starts at its minimum and
+            may grow into memory that is not free yet.
 
     Raises:
-        NotEnoughMemory: the weights, or the least KV memory asked for besides them, do not fit.
-        ConfigError: `max_model_len` or `context` is beyond the model's; a pool too small for a block.
-        UnsupportedModel: the shape of its KV cannot be told.
+        NotEnoughMemory: the weights, or the minimum KV memory besides them, do not fit.
+        ConfigError: `max_model_len` or `context` exceeds the model's; the pool is too small for a block.
+        UnsupportedModel: the shape of the model's KV cannot be determined.
     """
     length = model_length(config, checkpoint)
     if context is not None and not 1 <= context <= length:
@@ -184,13 +185,13 @@ def plan_memory(
 
 
 def _pool_of(base: Geometry, num_bytes: int) -> tuple[Geometry, int]:
-    """(geometry with fitting extents, blocks) of a pool of so many bytes."""
+    """(geometry with fitting extents, blocks) of a pool of `num_bytes`."""
     geometry = pool_geometry(base, num_bytes)
     return geometry, geometry.blocks_for_bytes(num_bytes)
 
 
 def _most_bytes(asked: KvMemory, room_bytes: int) -> int:
-    """What a pool may come to: the maximum asked for; a bound, which is no demand, ends at what the device has."""
+    """The largest size of a pool: its maximum. If that is an upper bound only, it is clamped to `room_bytes`."""
     assert asked.max_bytes is not None
     if asked.max_bytes == asked.min_bytes:
         return asked.max_bytes
@@ -198,9 +199,9 @@ def _most_bytes(asked: KvMemory, room_bytes: int) -> int:
 
 
 def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Most tokens of a sequence: `max_model_len`, else the model's context, else DEFAULT_CONTEXT.
+    """Maximum tokens of a sequence: `max_model_len`, else the model's context, else DEFAULT_CONTEXT.
 
-    Raises ConfigError when more is asked for than the model's positions reach.
+    Raises ConfigError if `max_model_len` exceeds the model's positions.
     """
     limit = checkpoint.context_length
     if config.max_model_len is None:
@@ -221,13 +222,13 @@ def auto_kv_bytes(
     max_seqs: int,
     max_model_len: int,
 ) -> int:
-    """The size of a KV pool that nobody asked for, in whole extents of `pool_geometry`.
+    """The default size of a KV pool, in whole extents of `pool_geometry`.
 
-    On CUDA 90 % of what weights and reserve leave free: the device is there for this. On the host, which others work
-    on, a quarter of what the weights leave free, and at most 1 GiB. On both
+    On CUDA it is 90 % of what weights and reserve leave free. On the host, which is shared with other programs, it is a quarter
+    of what the weights leave free, and at most 1 GiB. On both it is
 
-    - never more extents than `max_seqs` sequences of `max_model_len` and the null block can use;
-    - at least one sequence of `max_model_len` and the null block, where weights and reserve leave that much.
+    - at most what `max_seqs` sequences of `max_model_len` and the null block can use;
+    - at least one sequence of `max_model_len` and the null block, if weights and reserve leave that much.
     """
     fitted, num_blocks = _auto_pool(geometry, device, free_after_weights, reserve_bytes, max_seqs, max_model_len)
     return fitted.bytes_for_blocks(num_blocks)
@@ -254,11 +255,11 @@ def _auto_pool(
     num_blocks = min(most, fitted.blocks_for_bytes(wanted))
     if num_blocks < least and fitted.bytes_for_blocks(least) <= room:
         num_blocks = least
-    return fitted, fitted.blocks_for_bytes(fitted.bytes_for_blocks(num_blocks))  # extents are whole: use all of them
+    return fitted, fitted.blocks_for_bytes(fitted.bytes_for_blocks(num_blocks))  # use the last extent fully
 
 
 def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_bytes: int | None) -> int:
-    """Extents that the pool keeps: of `min_bytes`, or else of one sequence, but no more than a quarter of the pool."""
+    """Minimum extents of the pool: for `min_bytes`, or else for one sequence, but at most a quarter of the pool."""
     most = geometry.extents_for_blocks(num_blocks)
     if min_bytes is not None:
         return min(most, max(1, -(-min_bytes // geometry.extent_bytes)))
@@ -267,8 +268,9 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
 
 
 def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
-    """`geometry` with extents that suit a pool of `kv_bytes`: the usual ones, or smaller, so that there are 32. Those of a
-    large pool are whole huge pages, which go back ten times faster.
+    """`geometry` with extents for a pool of `kv_bytes`: of the usual size, or smaller, so that there are 32.
+
+    Extents of a large pool are whole huge pages, which are freed ten times faster.
     """
     granule = max(geometry.granule_bytes, preferred_granule(kv_bytes))
     target = min(EXTENT_TARGET_BYTES, max(granule, kv_bytes // _LEAST_EXTENTS))
@@ -278,15 +280,15 @@ def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
 def working_reserve_bytes(
     text_config: Any, max_step_tokens: int, max_seqs: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes that the activations of the largest step take, besides weights and KV.
+    """Bytes for the activations of the largest step, besides weights and KV.
 
         max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element
       + max_seqs x vocabulary x (bytes per element + 8)
       + 256 MiB of workspaces on CUDA
 
-    Of a layer live at a time: residual, its norm, the attention's and the MLP's output; gate, up and their product
-    (of all experts that a token goes to); query, key and value, before and after the rotation. Logits are computed for
-    the sequences that sample, and the sampler needs them as float32 twice.
+    Live at the same time in a layer: the residual, its norm, the outputs of attention and MLP; gate, up and their product (of
+    all experts of a token); query, key and value, before and after the rotation. Logits are computed for the sequences that
+    sample, and the sampler needs them twice as float32.
     """
     hidden = int(getattr(text_config, "hidden_size", 0) or 0)
     head_dim = getattr(text_config, "head_dim", None) or hidden // (getattr(text_config, "num_attention_heads", 0) or 1)
@@ -304,9 +306,9 @@ def working_reserve_bytes(
 
 
 def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
-    """Bytes that captured decode steps keep: the activations of the largest, which the others share, and its logits."""
+    """Bytes that captured decode steps keep: activations and logits of the largest; the others share its memory."""
     rows = sizes_for(max_seqs)[-1]
-    return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # without the usual workspaces
+    return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # "cpu": without workspaces
 
 
 def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:
@@ -320,7 +322,7 @@ def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dty
 
 def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
     room, asked_bytes = plan.free_bytes - plan.weights_bytes - plan.primitives_bytes, asked.max_bytes
-    if asked_bytes is not None and asked.min_bytes != asked.max_bytes:  # it may grow into what is not free yet
+    if asked_bytes is not None and asked.min_bytes != asked.max_bytes:  # only the minimum must be free now
         now_bytes, asked_bytes = plan.min_kv_bytes, asked.min_bytes
     else:
         now_bytes = plan.kv_bytes

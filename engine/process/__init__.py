@@ -1,1 +1,1 @@
-"""The engine's process: its CPU threads, its memory as the system counts it, its background threads and forks."""
+"""Process-level facilities: CPU threads, process memory, background threads, a fair lock and forks."""

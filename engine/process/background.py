@@ -1,4 +1,4 @@
-"""Background threads that outlive their faults."""
+"""Background threads that survive exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 class BackgroundThread(threading.Thread):
     """A daemon thread that calls `turn` until it returns False.
 
-    A turn that raises is logged and counted, and the next one begins `pause_s` seconds later.
+    An exception in a turn is logged and counted. The next turn begins `pause_s` seconds later.
     """
 
     def __init__(self, name: str, turn: Callable[[], bool], pause_s: float) -> None:
@@ -31,11 +31,11 @@ class BackgroundThread(threading.Thread):
             faults = self.num_faults
             try:
                 goes_on = self._turn()
-            except BaseException as error:  # SystemExit too: a thread that ends by it says nothing
+            except BaseException as error:  # SystemExit too: it ends a thread silently
                 self.num_faults += 1
                 self.last_fault = f"{type(error).__name__}: {error}"
                 log.exception("the thread %s failed; it goes on in %g s", self.name, self._pause_s)
-            if self.num_faults > faults:  # not above, where the error would keep what it came through alive
+            if self.num_faults > faults:  # not in the handler: the error keeps its frames alive
                 time.sleep(self._pause_s)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A lock whose holders come in the order in which they asked.
+"""A first-come, first-served lock.
 
-`threading.Lock` goes to whoever is quickest, which is the thread that has just released it: one that makes a step after
-another would keep the rest out for as long as it has work.
+`threading.Lock` goes to the fastest thread, which is the one that has just released it. A thread that runs one step after
+another would starve the rest as long as it has work.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from .fork import MakerProcess
 
 
 class FairLock:
-    """As `threading.Lock`, first come first served. Not reentrant, and released by the thread that has it alone.
+    """As `threading.Lock`, but first come, first served. Not reentrant; only the owning thread can release it.
 
-    An interrupt may keep a thread from releasing it. When that thread asks again, and what had taken it runs no more, it goes
-    on with it. In a forked child nobody gets it: whoever had it there is no more.
+    An interrupt may keep a thread from releasing the lock. That thread can acquire it again once the call that held it has
+    ended. In a forked child `acquire` raises: the owner may not exist there.
     """
 
     def __init__(self) -> None:
         self._maker = MakerProcess()
-        self._mutex = threading.Lock()  # of the fields below; held for moments
-        self.barred: int | None = None  # a thread that has it, and would wait for itself if it asked again
-        self._owner: int | None = None  # the thread that has it
-        self._holder: FrameType | None = None  # the call that has it; None while it is handed over
-        # Turns, each locked until it comes, and their threads.
+        self._mutex = threading.Lock()  # of the fields below; held briefly
+        self.barred: int | None = None  # the owning thread while acquiring again would deadlock; `acquire` raises then
+        self._owner: int | None = None  # the owning thread
+        self._holder: FrameType | None = None  # the call that holds the lock; None while it is handed over
+        # Turns in the queue, each locked until its turn comes, with their threads.
         self._waiting: deque[tuple[threading.Lock, int]] = deque()
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock, after all who wait already. Without `blocking` only if that is now; returns whether it was. Raises
-        RuntimeError in the middle of a call of the same thread that has it, EngineClosed in a forked child.
+        """Acquire the lock, after all threads that already wait. Returns whether it was acquired.
 
-        The latter may be called in the middle of any other call, as a collector does.
+        Without `blocking` it never waits, and may interrupt any other call, as the garbage collector does. Raises RuntimeError
+        when blocking within a call of the same thread that holds the lock, EngineClosed in a forked child.
         """
         return self._acquire(sys._getframe(1), blocking)
 
     def release(self) -> None:
-        """Hand the lock to the next in line. Nothing in a thread that does not have it."""
+        """Hand the lock to the next thread in the queue. Does nothing in a thread that does not own it."""
         with self._mutex:
             self._hand_over()
 
@@ -80,7 +80,7 @@ class FairLock:
             self._waiting.append(entry)
         try:
             turn.acquire()
-        except BaseException:  # an interrupt: nobody may wait for this turn to end
+        except BaseException:  # an interrupt: pass this turn on
             with self._mutex:
                 self._leave_line(entry)
                 self._hand_over()
@@ -95,14 +95,15 @@ class FairLock:
             self._waiting.remove(entry)
 
     def _hand_over(self) -> None:
-        """To the next in line, if this thread has it. A turn stays in line until its thread has seen that it came: an interrupt
-        between the two loses nobody.
+        """Hand the lock to the next thread in the queue, if the calling thread owns it.
+
+        A turn stays in the queue until its thread has noticed it, so that an interrupt in between does not lose it.
         """
         me = threading.get_ident()
         if self._owner != me:
             return
         self._holder = None
-        while self._waiting and self._waiting[0][1] == me:  # left there by an interrupt
+        while self._waiting and self._waiting[0][1] == me:  # stale, after an interrupt
             self._waiting.popleft()
         if not self._waiting:
             self._owner = None
@@ -113,7 +114,7 @@ class FairLock:
 
 
 def _runs(holder: FrameType | None, frame: FrameType | None) -> bool:
-    """Whether the call `holder` is one of those that `frame` was called from."""
+    """Whether the call `holder` is `frame` or one of its callers."""
     while holder is not None and frame is not None:
         if frame is holder:
             return True

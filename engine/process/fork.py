@@ -1,4 +1,4 @@
-"""Engines in forked processes: a child has a copy of the objects, but none of the threads, and locks that stay locked."""
+"""Detection of forked processes: a child has copies of the objects, but no threads, and locks that stay locked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import EngineClosed
 
 
 class MakerProcess:
-    """The process in which it was made."""
+    """The process that created this object."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

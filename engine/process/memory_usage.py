@@ -1,4 +1,4 @@
-"""What this process holds of a device, and what its libraries can give back of it."""
+"""Memory that this process holds on a device, and the release of cached memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CUDA_CONTEXT_BYTES = 512 * MIB
 
 
 def trim(device: torch.device) -> None:
-    """Give back what is kept for later: torch's free segments, or the free pages of the heap (malloc_trim, glibc)."""
+    """Free cached memory: torch's unused segments on CUDA, or the heap's free pages (malloc_trim, glibc)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -21,7 +21,7 @@ def trim(device: torch.device) -> None:
 
 
 def process_bytes(device: torch.device) -> int:
-    """What this process holds of the device: its resident set, or torch's segments and the context."""
+    """Bytes that this process holds on the device: its resident set, or on CUDA torch's segments and the context."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0
         return reserved + _CUDA_CONTEXT_BYTES

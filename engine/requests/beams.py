@@ -1,10 +1,11 @@
-"""Beam search: with which of the candidates that its beams tell a prompt goes on. The algorithm is that of transformers 5.23
-(`_beam_search`), with its numbers in float32 and its rules for ending; who computes the beams, and when, is the scheduler's
-business: docs/decisions/0024-beams.md.
+"""Beam search: chooses which candidate tokens the beams of a prompt continue with.
 
-Each step chooses among the candidates of all beams those with the highest sum of log-probabilities. The best that do not end go
-on; those among the first `num_beams` that do end are kept, by their sums over their lengths to the power of the penalty. Where
-there are fewer candidates than beams, some requests are spare, until a later step has a use for them.
+The algorithm is that of transformers 5.23 (`_beam_search`), with its float32 numbers and its stopping rules. The scheduler
+decides when beams are computed: docs/decisions/0024-beams.md.
+
+Each step ranks the candidates of all beams by their sums of log-probabilities. The best that do not end continue as beams.
+Those among the first `num_beams` that end are kept as hypotheses, scored by sum / length ** penalty. With fewer candidates than
+beams, some requests are spare until a later step uses them.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 class Hypothesis(NamedTuple):
-    """A continuation that has ended."""
+    """A finished continuation."""
 
-    score: np.float32  # the sum of its log-probabilities, over its length to the power of the penalty
+    score: np.float32  # logprob / length ** length_penalty
     token_ids: list[int]
     reason: FinishReason
-    logprob: float  # the sum
+    logprob: float  # sum of the tokens' log-probabilities
 
 
 class _Beam(NamedTuple):
-    """A continuation that goes on."""
+    """A running continuation."""
 
     request_id: str
     token_ids: list[int]
@@ -48,7 +49,7 @@ class _Beam(NamedTuple):
 
 
 class _Next(NamedTuple):
-    """A beam's candidate: one of those that the beams go on with, or end by."""
+    """A chosen candidate of a beam: a token that continues or ends it."""
 
     beam: int
     token: int
@@ -58,7 +59,7 @@ class _Next(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """What a search goes by. `longest` is in generated tokens; there are `num_candidates` to be told by each beam."""
+    """The settings of a search. `longest` is the limit in generated tokens. Each beam reports `num_candidates`."""
 
     num_beams: int
     length_penalty: float
@@ -68,58 +69,59 @@ class BeamRules:
 
     @classmethod
     def resolve(cls, params: SamplingParams, end_ids: Sequence[int], longest: int) -> BeamRules:
-        """From parameters in which nothing is to be filled in any more but by defaults."""
+        """Build the rules from merged parameters; fills in the defaults."""
         penalty = DEFAULT_LENGTH_PENALTY if params.length_penalty is None else float(params.length_penalty)
         return cls(params.num_beams or 1, penalty, params.early_stopping or False, frozenset(end_ids), longest)
 
     @property
     def num_candidates(self) -> int:
-        """So many that `num_beams` are left if each end id is among the best of each beam."""
+        """Enough that `num_beams` are left even if every end id is among the best of each beam."""
         return num_candidates(self.num_beams, len(self.end_ids))
 
 
 def num_candidates(num_beams: int, num_end_ids: int) -> int:
-    """Candidates that each of so many beams tells."""
+    """The number of candidates that each beam reports."""
     return max(2, 1 + num_end_ids) * num_beams
 
 
 class BeamSearch:
-    """The beams of one prompt. `tell` it candidates; `choose` once all have told. Mutable, not thread-safe.
+    """The beams of one prompt. Pass candidates to `tell`; call `choose` once `ready`. Mutable, not thread-safe.
 
     Args:
-        rules: What it goes by.
-        request_ids: Of the beams. All have the prompt alone at first, and the first one speaks for them.
+        rules: The settings of the search.
+        request_ids: Of the beams. All begin with the prompt alone, so the first choice uses the first one's candidates only.
     """
 
     def __init__(self, rules: BeamRules, request_ids: Sequence[str]) -> None:
         self.rules = rules
         self.over = False
         self._beams = [_Beam(name, [], np.float32(0)) for name in request_ids]  # best first
-        self._spare: list[str] = []  # requests that no beam goes on in
+        self._spare: list[str] = []  # requests without a beam
         self._candidates: dict[str, Candidates] = {}
         self._ended: list[Hypothesis] = []  # best first, `num_beams` at most
 
     @property
     def ready(self) -> bool:
-        """Whether all have told that there are to choose from."""
+        """Whether all candidates for the next choice are there."""
         speak = self._beams if self._length else self._beams[:1]
         return not self.over and all(beam.request_id in self._candidates for beam in speak)
 
     @property
     def best(self) -> list[Hypothesis]:
-        """What was found so far, best first: whole ones, and where they are too few, beams as they are."""
+        """The hypotheses so far, best first; if fewer than `num_beams` have ended, running beams fill up."""
         missing = self.rules.num_beams - len(self._ended)
         left = [self._hypothesis(b.token_ids, b.logprob) for b in self._beams] if missing and self._length else []
         return self._ended + left[:missing]
 
     def tell(self, request_id: str, candidates: Candidates) -> None:
-        """What a beam could go on with. A spare request has no say."""
+        """Record a beam's candidates. Those of a spare request are ignored."""
         if request_id not in self._spare:
             self._candidates[request_id] = candidates
 
     def choose(self) -> list[BeamMove]:
-        """Decide how the beams go on. Requests that no move names are spare, and a later move may name them. Without any move
-        the search is `over`.
+        """Choose the next token of each beam. Requests without a move are spare; a later move may use them.
+
+        Returns no moves when the search is `over`.
         """
         taken = self._taken()
         length = self._length + 1
@@ -151,7 +153,10 @@ class BeamSearch:
         ]
 
     def _keep_ended(self, taken: list[_Next]) -> None:
-        """Those that end, of the first `num_beams`, are whole, and beams that nothing can follow; the best of all stay."""
+        """Keep the best `num_beams` hypotheses.
+
+        New ones are the ending candidates among the first `num_beams`, and beams without candidates.
+        """
         for beam in self._beams if self._length else ():
             if not len(self._candidates[beam.request_id].token_ids):
                 self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
@@ -159,11 +164,11 @@ class BeamSearch:
             if one.ends:
                 tokens = [*self._beams[one.beam].token_ids, one.token]
                 self._ended.append(self._hypothesis(tokens, one.logprob))
-        self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: of equal ones the older is better
+        self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: at equal scores the older comes first
         del self._ended[self.rules.num_beams :]
 
     def _is_over(self, best: np.float32, length: int) -> bool:
-        """Whether there are enough whole ones, and going on, with `best` as the highest sum, makes none that is better."""
+        """Whether there are enough hypotheses and no beam, with `best` as the highest sum, can yield a better one."""
         rules = self.rules
         if len(self._ended) < rules.num_beams:
             return False
@@ -173,8 +178,10 @@ class BeamSearch:
         return not self._score(best, reaches) > self._ended[-1].score
 
     def _go_on(self, going: list[_Next]) -> list[BeamMove]:
-        """Each beam keeps its place with the first that continues it; the others take the places of beams that end, and those
-        that are spare.
+        """Turn the chosen candidates into beams and moves.
+
+        The first candidate that continues a beam stays in its request; the others take requests of dropped beams, then spare
+        requests.
         """
         first = not self._length
         names = [beam.request_id for beam in self._beams]
@@ -196,7 +203,7 @@ class BeamSearch:
         return Hypothesis(score, tokens, "stop" if tokens[-1] in self.rules.end_ids else "length", float(logprob))
 
     def _score(self, logprob: np.float32, length: int) -> np.float32:
-        """The sum `logprob` over `length` to the power of the penalty, both within what a float32 can say."""
+        """`logprob / length ** length_penalty`, with the divisor clamped to the range of a float32."""
         try:
             divisor = length**self.rules.length_penalty
         except OverflowError:
@@ -207,12 +214,14 @@ class BeamSearch:
 
 
 class BeamGroup:
-    """A search, and whoever waits for it: tells it what its beams' requests give, and its request states what came of it.
+    """A beam search with its requests and request states.
+
+    Passes candidates of the requests to the search, and the hypotheses to the request states.
 
     Args:
-        search: Over the beams that `requests` are.
-        requests: All begin with the same prompt.
-        request states: Of the best that it finds.
+        search: The search over the beams of `requests`.
+        requests: One for each beam, all with the same prompt.
+        states: Receive the best hypotheses.
     """
 
     def __init__(self, search: BeamSearch, requests: Sequence[Request], states: Sequence[RequestState]) -> None:
@@ -221,23 +230,23 @@ class BeamGroup:
         self._running = {request.request_id for request in requests}
         self._preemptions = 0
         self._num_cached_tokens: int | None = None
-        self._end: FinishReason | None = None  # why it ended before the search was over
+        self._end: FinishReason | None = None  # why it ended early
         self._error: str | None = None
 
     @property
     def running(self) -> list[str]:
-        """Its requests that have not ended; none once it is settled what comes of it."""
+        """The unfinished requests; none once the result is decided."""
         return [] if self._end is not None or self.search.over else list(self._running)
 
     @property
     def left(self) -> list[str]:
-        """Its requests that have not ended, whatever comes of it."""
+        """The unfinished requests, also after the result is decided."""
         return list(self._running)
 
     def take(self, request_id: str, candidates: Candidates) -> tuple[list[BeamMove], list[str]]:
-        """What a beam tells. Returns how the beams go on, once all have told, and the requests that no move names.
+        """Record a beam's candidates. Returns the moves, once all candidates are there, and the requests without a move.
 
-        These are spare; or, where there is no move, none of them is needed any more.
+        Requests without a move are spare. If there are no moves, the search is over and none is needed any more.
         """
         if self._end is not None or self.search.over:
             return [], []
@@ -248,12 +257,12 @@ class BeamGroup:
         return moves, sorted(self._running - {move.request_id for move in moves})
 
     def fail(self, error: BaseException) -> list[str]:
-        """It cannot go on. Returns the requests to be ended."""
+        """End the search with `error`. Returns the requests to abort."""
         self._end, self._error = "error", f"{type(error).__name__}: {error}"
         return list(self._running)
 
     def end(self, finished: Finished, now: float) -> list[str]:
-        """As `finish`, but an error ends the search. After the last request every request state has a completion."""
+        """As `finish`, but an error in it ends the search. After the last request every request state has a completion."""
         try:
             return self.finish(finished, now)
         except BaseException as error:
@@ -271,15 +280,15 @@ class BeamGroup:
             return list(self._running)
 
     def finish(self, finished: Finished, now: float) -> list[str]:
-        """Take in the end of one request of the group; the last one completes the request states.
+        """Record the end of one request; the last one completes the request states.
 
         Returns the requests to abort: all that are left, unless the search itself ended this one.
         """
         self._running.discard(finished.request_id)
         self._preemptions += finished.num_preemptions
-        if finished.num_cached_tokens is not None:  # the same of all
+        if finished.num_cached_tokens is not None:  # all forks have the same number
             self._num_cached_tokens = finished.num_cached_tokens
-        dropped = finished.reason == "stop"  # its place was needed no more
+        dropped = finished.reason == "stop"  # the search needed it no more
         if not dropped and not self.search.over and self._end is None:
             self._end, self._error = finished.reason, finished.error
         if not self._running:

@@ -1,10 +1,10 @@
-"""The thread that makes an engine's steps for callers who wait on event loops.
+"""The thread that runs an engine's steps for callers on event loops.
 
-Whatever they ask is a message to it, handled between two steps, so that no event loop ever waits for a step or a lock. What
-comes of it goes to each loop in one call a step.
+Callers send messages, handled between two steps, so no event loop ever waits for a step or a lock. Results go to each loop in
+one call per step.
 
-    caller's loop          a thread for the tokenizer      the stepper's thread
-    begin ───────────────► what was asked, as ids ───────► _arrive, _submit, where there is room
+    caller's loop          a thread for the tokenizer      the engine thread
+    begin ───────────────► prompts as token ids ─────────► _arrive, _submit, once there is room
                              └► constraints compiled ────►   (in other threads: it may take seconds)
     want, forget, ask ───────────────────────────────────► handled between steps
     _settle ◄───────────── one call per loop and step ──── _hand_out
@@ -43,12 +43,12 @@ _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 class PendingCall:
-    """What one caller asked for. Mutated by the stepper's thread, but for `forgotten`, which the caller sets.
+    """One call of a caller. Mutated by the engine thread, except `forgotten`, which the caller sets.
 
     Args:
-        waiter: A future of the caller's loop. Its result is what there is: the outputs, once all are there; or, of a stream,
-            the chunks that are ready, at least one; then `EngineThread.want` names the next one. An error is raised.
-        interval: Tokens of a stream's chunk, at least; None for no stream.
+        waiter: A future of the caller's loop. Its result is all outputs or, for a stream, at least one chunk, or an error for
+            the caller to raise. `EngineThread.want` registers the waiter for a stream's next chunks.
+        interval: Minimum tokens of a stream's chunk; None for no stream.
     """
 
     def __init__(self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None) -> None:
@@ -57,15 +57,15 @@ class PendingCall:
         self.priority = priority
         self.cache_salt = cache_salt
         self.interval = interval
-        self.asked: list[PromptInput] = []  # until it is queued
-        self.states: list[RequestState] = []  # of a stream those whose last chunk was not given
-        self.answers: tuple[RequestGroup, ...] = ()  # of all, once it is queued
-        self.num_running = 0  # request states that have not ended
-        self.forgotten = False  # its caller is gone
-        self.over = False  # nothing more comes of it
+        self.asked: list[PromptInput] = []  # until the call is queued
+        self.states: list[RequestState] = []  # of a stream: those that have not delivered their last chunk
+        self.answers: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
+        self.num_running = 0  # unfinished request states
+        self.forgotten = False  # the caller is gone
+        self.over = False  # no more results follow
 
     def collect(self) -> list[RequestOutput] | list[StreamChunk]:
-        """What is ready for the caller, perhaps nothing. Under the engine's lock."""
+        """Take the results that are ready, perhaps none. Call it under the engine's lock."""
         if self.interval is None:
             if self.num_running:
                 return []
@@ -79,10 +79,10 @@ class PendingCall:
 
 
 class EngineThread(threading.Thread):
-    """Makes the steps of `manager` while there is work, and sleeps otherwise. Closes it at its end.
+    """Runs the steps of `manager` while there is work, and sleeps otherwise. Closes the manager when it ends.
 
-    The methods without an underscore may be called by any thread and wait for nothing; those that end a call (`forget`,
-    `end`) by the garbage collector too, in the middle of anything else.
+    Public methods are thread-safe and never block. `forget` and `end` may also be called by the garbage collector, which may
+    interrupt any other code.
     """
 
     def __init__(self, manager: RequestManager, max_waiting: int) -> None:
@@ -91,30 +91,30 @@ class EngineThread(threading.Thread):
         self._failure: BaseException | None = None  # what broke the engine
         self._manager = manager
         self._max_waiting = max_waiting
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # whose `put` may interrupt any other call
-        self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one: who comes first is served first
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # its `put` is reentrant
+        self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one thread: first come, first served
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
-        self._compiled: list[
-            Future[None]
-        ] = []  # calls whose constraints are being compiled; used by the tokenizer's thread
-        self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come first served
+        # Running compilations of constraints; used by the tokenizer's thread.
+        self._compiled: list[Future[None]] = []
+        self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come, first served
         self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
-        self._calls: dict[RequestState, PendingCall] = {}  # of request states that have not ended
-        self._ready: dict[PendingCall, None] = {}  # that may have something for who waits
+        self._calls: dict[RequestState, PendingCall] = {}  # of unfinished request states
+        self._ready: dict[PendingCall, None] = {}  # calls that may have results
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
-        self._pauses: dict[Waiter, None] = {}  # those that last, in the order in which they began
+        self._pauses: dict[Waiter, None] = {}  # active pauses, oldest first
         self._draining = self._ending = False
-        self._drained: list[Waiter] = []  # told when nothing is in flight
-        self._joining: list[Waiter] = []  # told when this thread ends
+        self._drained: list[Waiter] = []  # settled when nothing is in flight
+        self._joining: list[Waiter] = []  # settled when this thread ends
         self._num_threads = own_threads()
-        manager.on_news = lambda states: self._inbox.put(partial(self._note, states))  # perhaps of the memory's keeper
+        # May be called by the memory thread (manager._keep_memory).
+        manager.on_news = lambda states: self._inbox.put(partial(self._note, states))
         self.start()
         _running.add(self)
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
     def begin(self, call: PendingCall, asked: Callable[[], list[PromptInput]]) -> None:
-        """Tokenise what is asked, then queue it. What either raises is the waiter's. Raises EngineClosed.
+        """Tokenise the prompts of `asked`, then queue them. Errors of both settle the waiter. Raises EngineClosed.
 
         Constraints are compiled in other threads, so that later calls do not wait for them.
         """
@@ -136,22 +136,22 @@ class EngineThread(threading.Thread):
         self._encode(encode)
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
-        """Settle `waiter` with what comes next of a stream; with nothing where it was forgotten, or the thread has ended."""
+        """Settle `waiter` with a stream's next chunks: an empty list if it was forgotten or the thread has ended."""
         self._inbox.put(partial(self._want, waiter, call))
         if self.ended and not waiter.done():
             waiter.set_result([])
 
     def forget(self, call: PendingCall) -> None:
-        """Abort what has not ended of `call`; whoever waits for it is told nothing."""
+        """Abort the unfinished requests of `call`. Its waiter gets an empty result."""
         call.forgotten = True
         self._inbox.put(partial(self._forget, call))
 
     def ask(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
-        """Settle `waiter` with the answer, between two steps. Raises EngineClosed."""
+        """Call `question` with the engine between two steps and settle `waiter` with the result. Raises EngineClosed."""
         self._tell(partial(self._answer, waiter, question))
 
     def compute(self, waiter: Waiter, question: Callable[[], Any]) -> None:
-        """Settle `waiter` with the answer, found on the tokenizer's thread. Raises EngineClosed."""
+        """Call `question` on the tokenizer's thread and settle `waiter` with the result. Raises EngineClosed."""
 
         def answer() -> None:
             value = self._tried(question)
@@ -160,25 +160,25 @@ class EngineThread(threading.Thread):
         self._encode(answer)
 
     def pause(self, waiter: Waiter) -> None:
-        """Make no step until `resume`; settle `waiter` when none runs any more. Raises EngineClosed."""
+        """Run no steps until `resume`. Settle `waiter` once none is running. Raises EngineClosed."""
         self._tell(partial(self._pause, waiter))
 
     def resume(self, of: Waiter | None = None) -> None:
-        """End the pause that `of` asked for, or the oldest. Steps are made again when none lasts. Raises EngineClosed."""
+        """End the pause of waiter `of`, or the oldest. Steps run again once no pause is left. Raises EngineClosed."""
         self._tell(partial(self._resume, of))
 
     def drain(self, waiter: Waiter) -> None:
-        """Refuse calls from now on; settle `waiter` when all before have ended. Raises EngineClosed."""
+        """Refuse new calls. Settle `waiter` when all earlier calls have ended. Raises EngineClosed."""
 
         def behind_all() -> None:
-            # Calls that came before are tokenised by now; some may still be compiling.
+            # Earlier calls are tokenised by now; some may still be compiling.
             wait(self._compiled)
             self._inbox.put(partial(self._drain, waiter))
 
         self._encode(behind_all)
 
     def end(self, waiter: Waiter | None = None) -> None:
-        """Abort all, close the request manager, end the thread; settle `waiter` then. Idempotent.
+        """Abort all requests, close the request manager and end the thread. Settle `waiter` then. Idempotent.
 
         Raises EngineClosed in a forked child.
         """
@@ -188,7 +188,7 @@ class EngineThread(threading.Thread):
             waiter.set_result(None)
 
     def closed(self) -> EngineClosed:
-        """What whoever comes too late is told; its cause is what broke the engine, if that is why."""
+        """The error for calls after the end. Its cause is the fault that broke the engine, if one did."""
         error = EngineClosed("this AsyncLLM is stopped: make a new one")
         error.__cause__ = self._failure
         return error
@@ -196,7 +196,7 @@ class EngineThread(threading.Thread):
     def _tell(self, message: Callable[[], None]) -> None:
         self._manager.check_process()
         self._inbox.put(message)
-        if self.ended:  # perhaps nobody reads it
+        if self.ended:  # the message may never be read
             raise self.closed()
 
     def _encode(self, work: Callable[[], None]) -> None:
@@ -209,10 +209,10 @@ class EngineThread(threading.Thread):
             raise self.closed() from self._failure
 
     def _tried(self, question: Callable[[], Any]) -> Any:
-        """The answer, or the error that is it. (An error set on a future that nobody asks any more would be logged.)"""
+        """Call `question`. Returns its result, or its error, which asyncio would log if set on an abandoned future."""
         try:
             return question()
-        except EngineClosed:  # the request manager does not know why
+        except EngineClosed:  # `closed` adds the cause
             return self.closed()
         except BaseException as error:
             return error
@@ -229,7 +229,7 @@ class EngineThread(threading.Thread):
                 if self._may_step:
                     self._step()
                 elif not self._ending:
-                    self._inbox.get()()  # asleep
+                    self._inbox.get()()  # sleeps until a message arrives
         except BaseException as error:
             log.exception("the engine's thread broke; all requests end")
             self._failure = error
@@ -244,16 +244,16 @@ class EngineThread(threading.Thread):
             self._manager.step()
         except Exception:
             raise
-        except BaseException:  # such as SystemExit: the next step tells whose requests it ended (EngineCore.step)
+        except BaseException:  # such as SystemExit: the next step reports the ended requests (EngineCore.step)
             log.exception("a step was interrupted; its requests end")
 
     def _receive(self) -> None:
-        """Handle the messages that are there."""
-        for _ in range(self._inbox.qsize()):  # those that come meanwhile are for the next time
+        """Handle the messages received so far."""
+        for _ in range(self._inbox.qsize()):  # later messages wait for the next turn
             self._inbox.get()()
 
     def _let_in(self) -> None:
-        """Queue who waits for room, as far as there is some. The ended loops' callers leave first."""
+        """Submit waiting calls while there is room. Calls of closed loops are dropped first."""
         for loop in [loop for loop in self._open if loop.is_closed()]:
             for call in list(self._open[loop]):
                 self._forget(call)
@@ -262,7 +262,7 @@ class EngineThread(threading.Thread):
             self._submit(self._arrived.popitem(last=False)[0])
 
     def _hand_out(self) -> None:
-        """Settle the waiters for whom there is something: one call to each of their loops."""
+        """Settle the waiters that have results, with one call per loop."""
         if self._ready:
             ready, self._ready = self._ready, {}
             with self._manager.lock:
@@ -276,11 +276,11 @@ class EngineThread(threading.Thread):
             self._drained.clear()
         outbox, self._outbox = self._outbox, {}
         for loop, settled in outbox.items():
-            with suppress(RuntimeError):  # a closed loop: its calls are aborted before the next step
+            with suppress(RuntimeError):  # closed loop; `_let_in` drops its calls
                 loop.call_soon_threadsafe(_settle, settled)
 
     def _finish(self) -> None:
-        """Everybody is told: aborted, or what broke the engine. Then nothing is read any more."""
+        """Close the manager and settle every waiter: with aborted outputs, or with the error that broke the engine."""
         try:
             while self._arrived and self._failure is None:
                 self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
@@ -288,7 +288,7 @@ class EngineThread(threading.Thread):
         except BaseException as trouble:
             log.exception("the engine could not be closed in order")
             self._failure = self._failure or trouble
-        # After these two, all calls that began have arrived.
+        # After these two, every call that began has arrived.
         self._encoding.shutdown()
         self._compiling.shutdown()
         self._receive()
@@ -301,7 +301,7 @@ class EngineThread(threading.Thread):
                 self._settle(call.waiter, self.closed())
         for waiter in (*self._drained, *self._joining):
             self._settle(waiter, None)
-        for held in (self._open, self._calls, self._ready, self._drained):  # a stream's rest is taken by its reader
+        for held in (self._open, self._calls, self._ready, self._drained):  # readers collect the rest of their streams
             held.clear()
         self._manager.on_news = None
         self._hand_out()
@@ -332,7 +332,7 @@ class EngineThread(threading.Thread):
         self._calls.update((state, call) for state in call.states)
 
     def _note(self, states: Iterable[RequestState]) -> None:
-        """These have news; a request state may be named several times."""
+        """Mark the calls of `states` as having results. A request state may occur several times."""
         for state in states:
             call = self._calls.get(state)
             if call is None:
@@ -359,7 +359,7 @@ class EngineThread(threading.Thread):
         self._give(call, [])
 
     def _give(self, call: PendingCall, what: Any) -> None:
-        """Settle who waits for `call`. Its last if it is over, or an error."""
+        """Settle the waiter of `call`. A call that is over, was forgotten or gets an error is closed."""
         call.over |= isinstance(what, BaseException)
         waiter, call.waiter = call.waiter, None
         if waiter is not None:
@@ -394,14 +394,14 @@ class EngineThread(threading.Thread):
             self._apply_pauses()
 
     def _apply_pauses(self) -> None:
-        with self._manager.lock:  # a step for the memory's sake may be running
+        with self._manager.lock:  # the memory thread may be running a step
             self._manager.paused = bool(self._pauses)
             if self._pauses and self._manager.engine is not None:
-                self._manager.settle(self._manager.engine)  # nor does the device do anything then
+                self._manager.settle(self._manager.engine)  # leave no pending step on the device
 
     def _drain(self, waiter: Waiter) -> None:
         self._draining = True
-        self._pauses.clear()  # what is paused would never end
+        self._pauses.clear()  # paused requests would never end
         self._apply_pauses()
         self._drained.append(waiter)
 
@@ -415,22 +415,22 @@ class EngineThread(threading.Thread):
 
 
 def _compiled(asked: list[PromptInput]) -> list[PromptInput]:
-    """`asked`, with its constraints compiled. Raises RequestRejected."""
+    """Compile the constraints of `asked` and return it. Raises RequestRejected."""
     for one in asked:
         one.prepared.compile()
     return asked
 
 
 def _settle(settled: list[tuple[Waiter, Any]]) -> None:
-    """On the waiters' loop."""
+    """Set the results of waiters, on their loop."""
     for waiter, what in settled:
-        if not waiter.done():  # by a cancellation, which its caller has told of
+        if not waiter.done():  # cancelled: its caller has sent `forget` or `resume`
             waiter.set_result(what)
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is in the middle of a step while the interpreter goes down may take the process with it."""
+    """Stop all engine threads at exit: a step that runs while the interpreter shuts down may crash the process."""
     steppers = [stepper for stepper in _running if stepper.is_alive()]
     for stepper in steppers:
         stepper.end()

@@ -1,7 +1,7 @@
-"""A request that goes on in another process: what that has to know, as plain data, and checked where it comes in.
+"""Serialization of an exported request for another process: plain data, validated on import.
 
-The settings are those that the request was resolved to, with its seed and end ids, so that nothing of the other engine's own
-defaults comes in: docs/decisions/0022-hand-over.md.
+The settings are the resolved ones, with seed and end ids, so the importing engine's defaults do not matter:
+docs/decisions/0022-hand-over.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .outputs import TokenLogprobs
 log = logging.getLogger(__name__)
 
 VERSION = 2
-_NEW = {2: ("num_cached_tokens",)}  # keys that came with a version; what is older is read without them
+_NEW = {2: ("num_cached_tokens",)}  # keys by the version that added them; older data lack them
 _KEYS = (
     "version", "model", "vocab_size", "prompt", "prompt_token_ids", "token_ids", "sampling", "index", "priority", "cache_salt",
     "num_told_tokens", "num_told_characters", "num_preemptions", "num_cached_tokens", "first_token_s", "total_s", "logprobs",
@@ -39,12 +39,12 @@ _SCORES = ("token_ids", "logprobs", "ranks")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handover:
-    """A request as it is between two steps. `params` say all that is to be known: see `settled`.
+    """The state of a request between two steps. `params` leave nothing to the engine's defaults: see `settled`.
 
-    Of `token_ids` the first `num_told_tokens` were given to whoever reads the stream, of their text `num_told_characters`.
-    Seconds and preemptions are those so far. `num_cached_tokens` (`Finished`) is None where the prompt was not admitted yet, or
-    the data are of a version that does not say. The log-probabilities are those of `token_ids`, and of the prompt's from the
-    second on, as far as they were computed; None where nobody asked.
+    The stream has delivered the first `num_told_tokens` of `token_ids` and `num_told_characters` of their text. Seconds and
+    preemptions are those so far. `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet or the data are of
+    version 1. `logprobs` are those of `token_ids`; `prompt_logprobs` begin at the prompt's second token and end where the
+    computation did. They are None if not requested.
     """
 
     prompt: str | None
@@ -64,8 +64,8 @@ class Handover:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
 
     def request(self, fresh: Request) -> Request:
-        """`fresh`, which has this one's prompt and settings, at the point that this one came to. The seconds so far count as if
-        they had been spent here.
+        """`fresh`, a request with this prompt and these settings, advanced to this state. The seconds so far count as if spent
+        here.
         """
         whole = self.prompt_logprobs is not None and len(self.prompt_logprobs) == len(self.prompt_token_ids) - 1
         of_prompt = None if whole else fresh.sampling.prompt_logprobs
@@ -77,7 +77,7 @@ class Handover:
         )
 
     def to_dict(self, model: str, vocab_size: int) -> dict[str, Any]:
-        """Plain data, for JSON, of a request that was computed by that model."""
+        """Plain data for JSON, of a request computed by `model`."""
         settings = {name: _plain(value) for name in _SETTINGS if (value := getattr(self.params, name)) is not None}
         if self.params.logit_bias is not None:
             settings["logit_bias"] = [[int(i), float(bias)] for i, bias in self.params.logit_bias.items()]
@@ -90,10 +90,10 @@ class Handover:
 
     @classmethod
     def from_dict(cls, data: object, model: str, vocab_size: int) -> Self:
-        """What `to_dict` gave, for an engine with that model. Another model of the same vocabulary size is logged, no more.
+        """Parse data of `to_dict` for an engine with `model`. A different model of the same vocabulary size is only logged.
 
         Raises:
-            RequestRejected: it is of another version or another vocabulary, or no such data at all.
+            RequestRejected: the data are malformed, of an unknown version or of another vocabulary size.
         """
         if not isinstance(data, Mapping):
             raise RequestRejected(
@@ -150,8 +150,9 @@ class Handover:
 
 
 def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
-    """`params`, which were resolved to `sampling`, as what they resolve to again, whatever the engine's own defaults are: of
-    one continuation, or one beam search.
+    """Parameters of one continuation, or one beam search, that resolve to `sampling` again under any engine's defaults.
+
+    `params` are those that were resolved to `sampling`.
     """
     searches = (params.num_beams or 1) > 1
     form = {} if sampling.constraint is None else dict([sampling.constraint])
@@ -169,7 +170,7 @@ def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
         logit_bias=dict(sampling.logit_bias) or None,
         stop=params.stop_strings or None,
         stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=True,  # they are among these
+        ignore_eos=True,  # the end ids are among `stop_token_ids`
         seed=sampling.seed,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
@@ -182,7 +183,7 @@ def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
 
 
 def scores_of(entries: Sequence[TokenLogprobs], first: int) -> ChunkLogprobs:
-    """Log-probabilities, at least one, of the tokens from position `first` on, as a step would tell them."""
+    """Log-probabilities of the tokens from position `first` on, in the form of a step's output. `entries` is not empty."""
     return ChunkLogprobs(
         0,
         first,
@@ -269,7 +270,7 @@ def _params(settings: object) -> SamplingParams:
     _check_keys("sampling", settings, _SETTINGS, every=False)
     given = dict(settings)
     for name in ("seed", "max_new_tokens", "stop_token_ids"):
-        if given.get(name) is None:  # another seed, limit or end would do, and change the tokens
+        if given.get(name) is None:  # the engine's defaults could change the tokens
             raise RequestRejected(f"sampling has no {name}, without which the tokens could be others")
     try:
         if given.get("logit_bias") is not None:
@@ -285,7 +286,7 @@ def _params(settings: object) -> SamplingParams:
 def _read(
     data: Mapping[str, Any], name: str, asked: int | None, token_ids: Int32, vocab_size: int
 ) -> tuple[TokenLogprobs, ...] | None:
-    """The log-probabilities of `token_ids`; of a prompt's those that are there. None where they are not `asked` for."""
+    """Parse the log-probabilities of `token_ids`; those of a prompt may be incomplete. None unless `asked` for."""
     value = data[name]
     if (value is None) != (asked is None):
         raise RequestRejected(f"{name} must be there if sampling asks for them, and None if not")

@@ -1,4 +1,4 @@
-"""What users ask, as they write it, checked and brought into one form: what the request manager queues."""
+"""Input normalization: checks prompts and parameters as callers pass them in, and converts them to `PromptInput`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .handover import Handover
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-MOST_PRIORITY = 1000  # either way
+MOST_PRIORITY = 1000  # largest absolute value
 
 
 class PromptInput(NamedTuple):
-    """A prompt as given (None for ids), its token ids, its parameters over the model's own settings, and the data derived from
-    the parameters. `before` is the state of a request that was handed over by another process.
+    """A prompt ready to be queued: its text (None if given as ids), token ids, merged parameters and data derived from these.
+
+    `before` is the state of an imported request.
     """
 
     prompt: str | None
@@ -31,7 +32,7 @@ class PromptInput(NamedTuple):
 def together(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """One prompt or many, each with its parameters. Raises RequestRejected."""
+    """Pair one or many prompts with their parameters. Raises RequestRejected."""
     many = _as_list(prompts)
     each: list[Any]
     if isinstance(params, SamplingParams | None):
@@ -52,7 +53,7 @@ def encoded(
     defaults: SamplingParams,
     eos_token_ids: Sequence[int],
 ) -> list[PromptInput]:
-    """Prompts as token ids, each with its parameters over the model's own. Parameters that prompts share are prepared once.
+    """Encode prompts and merge their parameters over the model's defaults. Shared parameters are prepared once.
 
     Does not compile constraints. Raises RequestRejected.
     """
@@ -62,7 +63,7 @@ def encoded(
         if (known := prepared.get(id(params))) is None:
             try:
                 whole = params.over(defaults)
-            except ValueError as error:  # what was given and what the model's own settings say cannot be together
+            except ValueError as error:  # the parameters contradict the model's settings
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
         asked.append(PromptInput(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known))
@@ -70,7 +71,7 @@ def encoded(
 
 
 def conversations(messages: Any) -> list[Any]:
-    """One conversation or many, as many. Raises RequestRejected."""
+    """A list of conversations, from one or several. Raises RequestRejected."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestRejected(
             f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
@@ -83,8 +84,9 @@ def conversations(messages: Any) -> list[Any]:
 def paired(
     prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> Iterator[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its parameters, one by one. Raises RequestRejected for what is no iterable, and later where the
-    parameters end first.
+    """Pair each prompt with its parameters, lazily.
+
+    Raises RequestRejected if `prompts` is not an iterable of prompts, and during iteration if the parameters end first.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise RequestRejected(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
@@ -107,25 +109,25 @@ def _paired(
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises RequestRejected for what is no integer of at least 1."""
+    """Raise RequestRejected unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestRejected(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def checked_priority(priority: object) -> int:
-    """Raises RequestRejected for what is no integer within MOST_PRIORITY either way."""
+    """Return `priority`. Raises RequestRejected unless it is an integer from -MOST_PRIORITY to MOST_PRIORITY."""
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
         raise RequestRejected(f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}")
     return priority
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as many. Raises RequestRejected for none."""
+    """A list of prompts, from one or several. Raises RequestRejected for none."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array's or a tensor's numbers
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # `tolist`: arrays and tensors
     if not isinstance(many, list):
         raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
     if not many:

@@ -1,4 +1,4 @@
-"""The log-probabilities of consecutive tokens as they come in: numbers in arrays, made into objects when somebody looks."""
+"""Log-probabilities of consecutive tokens, stored in arrays and converted to objects on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .outputs import TokenLogprobs
 
 
 class LogprobTable:
-    """Of the tokens from position `first` of a sequence on. Mutated by `put`."""
+    """Log-probabilities of a sequence's tokens from position `first` on. Mutated by `put`."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -20,7 +20,7 @@ class LogprobTable:
         self._ranks: Int32 = np.empty(0, np.int32)
 
     def put(self, scores: ChunkLogprobs) -> None:
-        """Take in what stands behind what is here, or a part of it again: what is computed twice is told twice."""
+        """Store `scores` behind the stored entries, or over them: recomputed tokens are reported again."""
         begin = scores.first - self._first
         end = begin + len(scores.ranks)
         if end > len(self._ranks):
@@ -35,7 +35,7 @@ class LogprobTable:
         return float(self._logprobs[: self._count, 0].sum(dtype=np.float64))
 
     def told(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
-        """The entries `begin .. end`, counted from the first token on, as far as they are here."""
+        """The stored entries of `begin .. end`, counted from the first token."""
         part = slice(begin, min(end, self._count))
         lines = zip(
             self._token_ids[part].tolist(), self._logprobs[part].tolist(), self._ranks[part].tolist(), strict=True

@@ -1,7 +1,7 @@
 """The request manager behind all APIs: queues requests, runs steps and delivers their tokens.
 
-Whoever waits for something makes the next step, under one lock; or somebody does it for all (`AsyncLLM`). What a step gives
-goes to the request states of those it belongs to: docs/decisions/0023-doors.md.
+A caller that waits for output runs the next step under one lock; with `AsyncLLM`, one thread runs all steps. Outputs go to the
+request states they belong to: docs/decisions/0023-doors.md.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from .states import RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
 
-Event = int | ChunkLogprobs | Finished | Candidates  # what a step gave a request; an int is a token
+Event = int | ChunkLogprobs | Finished | Candidates  # a step's output for one request; an int is a token
 
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
-KEEPER_BUSY_WAIT_S = 0.06  # with memory still to be moved: whoever makes steps moves it meanwhile
-STEPPING_S = 0.05  # so soon after a caller's step there is another one, which moves it
-STATS_LOOK_S = 0.001  # how often it is tried to have the lock that somebody has for a moment
-STATS_S = 0.02  # how old the statistics may be that are read while a step runs, besides the step
+KEEPER_BUSY_WAIT_S = 0.06  # while memory work is left: callers' steps do it meanwhile
+STEPPING_S = 0.05  # within this time after a caller's step, the next caller's step is expected to do the memory work
+STATS_LOOK_S = 0.001  # interval of the attempts to take a briefly held lock
+STATS_S = 0.02  # maximum age of the statistics when a step begins, for reads during the step
 
 
 class RequestManager:
-    """One engine, and everybody who waits for it. Safe for use from several threads.
+    """One engine and its pending requests. Thread-safe.
 
-    Raises what `build` raises; then nothing stays allocated.
+    Raises what `build` raises; nothing stays allocated then.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
-        self.paused = False  # nobody is to make a step, not even for the memory's sake
+        self.paused = False  # no steps, not even for memory work
         self.states: dict[str, RequestState] = {}
         self.searches: dict[str, BeamGroup] = {}  # by the request of each beam
-        # Told after a step, under the lock, whose request states have news.
+        # Called under the lock after a step, with the request states that have new output.
         self.on_news: Callable[[list[RequestState]], None] | None = None
-        # What came of the last step: empty, but for an interrupt.
+        # Events of the last step. Empty between steps unless an interrupt stopped their delivery.
         self._undelivered: deque[tuple[str, Event]] = deque()
-        self._abandoned: deque[RequestState] = deque()  # of streams that were forgotten; ended by the next step
+        self._abandoned: deque[RequestState] = deque()  # of dropped streams; the next step aborts them
         self._numbers = itertools.count()
-        self._stepped_at = -math.inf  # when a caller's step ended last
+        self._stepped_at = -math.inf  # end of the last step run for a caller
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
         self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
         self._keeper.start()
 
     def open(self) -> Engine:
-        """The engine. Raises EngineClosed once it is closed, and in a forked child."""
+        """Return the engine. Raises EngineClosed once it is closed, and in a forked child."""
         self._maker.check()
         if self.engine is None:
             raise EngineClosed("this LLM is closed: make a new one")
@@ -86,13 +86,13 @@ class RequestManager:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child, whose parent has the engine."""
+        """False in a forked child: its parent has the engine."""
         return self._maker.is_current
 
     def close(self, cause: BaseException | None = None) -> None:
-        """End what runs, as aborted, or with the error `cause`; give all memory back. Idempotent.
+        """End all requests as aborted, or with the error `cause`, and free all memory. Idempotent.
 
-        Raises EngineClosed in a forked child: the engine is its parent's.
+        Raises EngineClosed in a forked child: the engine belongs to its parent.
         """
         with self.lock:
             engine, self.engine = self.engine, None
@@ -105,7 +105,7 @@ class RequestManager:
         self._keeper.join()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
-        """Every request state ends, whatever the engine raises meanwhile."""
+        """End every request state, even if the engine raises."""
         if cause is not None:
             for state in self.states.values():
                 state.fail(cause)
@@ -120,19 +120,18 @@ class RequestManager:
             self._end_lost(engine, [*self.states.values(), *(t for s in self.searches.values() for t in s.states)])
 
     def stats(self) -> dict[str, Any]:
-        """What the engine holds and did. While a step runs, as it was when that began, or STATS_S before, at most."""
+        """The engine's statistics. During a step, those from at most STATS_S before the step began."""
         until = time.monotonic() + STATS_S
         while (stats := self.stats_now()) is None and time.monotonic() < until:
             time.sleep(STATS_LOOK_S)
         return stats or self.last_stats()
 
     def stats_now(self) -> dict[str, Any] | None:
-        """As `stats`, without waiting; None while somebody has the lock for what mostly takes a moment."""
+        """As `stats`, without waiting. None while the lock is held for an operation that is usually short."""
         self.open()
         if not self.lock.acquire(blocking=False):
-            return (
-                None if self.lock.barred is None else self.last_stats()
-            )  # a step is running, or a tool has the engine
+            # `barred` is set while a step runs or a tool holds the engine.
+            return None if self.lock.barred is None else self.last_stats()
         try:
             self._stats = self._counted(self.open())
         finally:
@@ -140,7 +139,7 @@ class RequestManager:
         return self.last_stats()
 
     def last_stats(self) -> dict[str, Any]:
-        """As they were counted last."""
+        """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
 
     def _counted(self, engine: Engine) -> dict[str, Any]:
@@ -151,31 +150,31 @@ class RequestManager:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[PromptInput]:
-        """Prompts and parameters as users give them. Raises RequestRejected."""
+        """Check and encode prompts and parameters as callers pass them in. Raises RequestRejected."""
         engine = self.open()
         return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
 
     def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
-        """As `encode`, of what can only be a single prompt. Raises RequestRejected."""
+        """As `encode`, for a single prompt: a list is token ids. Raises RequestRejected."""
         if not isinstance(prompt, str):
             try:
                 prompt = list(prompt)
-            except Exception as error:  # no iterable, or one that fails
+            except Exception as error:  # not an iterable, or one that raises
                 raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
         return self.encode([prompt], params)
 
     def handed_over(self, data: Any) -> list[PromptInput]:
-        """What `export` gave, one or several. Raises RequestRejected."""
+        """Parse the data of one or several exported requests (`export`). Raises RequestRejected."""
         engine = self.open()
         many = [data] if isinstance(data, Mapping) else data
         if not isinstance(many, list | tuple) or not many:
             raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
         each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
-        prepare = engine.encoder.prepare  # their end ids are among their stop ids
+        prepare = engine.encoder.prepare  # without the engine's EOS ids: their own are among their stop ids
         return [PromptInput(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        """Conversations as token ids, through the tokenizer's template. Raises RequestRejected."""
+        """Apply the tokenizer's chat template to conversations. Returns token ids. Raises RequestRejected."""
         encoder = self.open().encoder
         return [encoder.render(conversation, options) for conversation in conversations(messages)]
 
@@ -186,9 +185,10 @@ class RequestManager:
         cache_salt: str | None,
         streams: bool = False,
     ) -> list[RequestState]:
-        """Queue all, or, when one is refused, none. What was handed over has its own salt, and for None its own priority.
+        """Queue all prompts, or none if one is rejected.
 
-        Compiles constraints first, before it takes the lock.
+        An imported request keeps its own salt, and with `priority` None its own priority. Constraints are compiled before the
+        lock is taken.
         """
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
@@ -231,7 +231,7 @@ class RequestManager:
         return [state for _, answer in answers for state in answer.states]
 
     def _requests(self, engine: Engine, request: Request, params: SamplingParams) -> list[Request]:
-        """`request` and its forks: one for each continuation that is made, or for each beam."""
+        """`request` and its forks: one for each continuation to generate, or for each beam."""
         if (params.num_beams or 1) == 1:
             return request.forked(params.num_started)
         sampling = request.sampling
@@ -264,7 +264,7 @@ class RequestManager:
             return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
 
     def _withdraw(self, engine: Engine, state: RequestState) -> tuple[list[RequestState], Finished]:
-        """Withdraw a request, or its whole beam search, from the engine. Returns its request states and its end."""
+        """Withdraw a request, or its whole beam search, from the engine. Returns its request states and their end."""
         name, search, names = state.request.request_id, self._search_of(state), self._names(state)
         withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
         if not withdrawn:
@@ -277,7 +277,8 @@ class RequestManager:
         if search is None:
             return [state], withdrawn[0]
         preemptions, found = sum(end.num_preemptions for end in withdrawn), withdrawn[0].num_cached_tokens
-        end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)  # it begins anew
+        # Without tokens: an imported beam search starts again from the prompt.
+        end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)
         return list(search.states), end
 
     def each(
@@ -287,7 +288,7 @@ class RequestManager:
         priority: int,
         cache_salt: str | None,
     ) -> Iterator[RequestOutput]:
-        """The outputs of prompts as they are taken from `given`, in its order; see `LLM.generate_each`."""
+        """Yield the outputs of the prompts taken from `given`, in its order; see `LLM.generate_each`."""
         taken: deque[RequestOutput | list[RequestState]] = deque()
         try:
             while True:
@@ -303,7 +304,7 @@ class RequestManager:
                     first = first[0].answer.output
                 taken.popleft()
                 yield first
-        finally:  # perhaps by the garbage collector, in the middle of a step
+        finally:  # may run in the garbage collector, during a step
             self.forget([state for states in taken if isinstance(states, list) for state in states])
 
     def _queue_or_refuse(
@@ -314,22 +315,22 @@ class RequestManager:
         except RequestRejected as error:
             return refused(prompt if isinstance(prompt, str) else None, str(error))
 
-    # -- steps, and what comes of them -----------------------------------------------------------------------------
+    # -- steps and delivery ----------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. False once closed."""
+        """Whether a step has anything to do. False once closed."""
         return self.engine is not None and bool(self.engine.core.has_work or self._undelivered or self._abandoned)
 
     def step(self) -> None:
-        """One step of the engine, for all who wait. Raises EngineClosed."""
+        """Run one step of the engine and deliver its outputs. Raises EngineClosed."""
         with self.lock:
             engine = self.open()
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
     def step_for(self, state: RequestState) -> None:
-        """One step of the engine, unless another thread's step finished `state` meanwhile."""
+        """Run one step of the engine, unless another thread's step has already finished `state`."""
         with self.lock:
             engine = self.open() if state.completion is None else None
             if engine is None or self._end_lost(engine, [state]):
@@ -338,9 +339,7 @@ class RequestManager:
         self._wait_if_starving(engine)
 
     def next_chunk(self, states: list[RequestState], interval: int) -> StreamChunk | None:
-        """A chunk of the first request state that has one, moved to the end of `states` or, after its last one, out of it. None
-        when none had one, after a step.
-        """
+        """Return a chunk of the first request state that has one ready (`ready_chunk`); else run a step and return None."""
         with self.lock:
             if (chunk := ready_chunk(states, interval)) is not None:
                 return chunk
@@ -352,9 +351,9 @@ class RequestManager:
         return None
 
     def _end_lost(self, engine: Engine, states: Iterable[RequestState]) -> bool:
-        """Whether nothing is left that could end these: an interrupt came between their end and them. They end here, then.
+        """End `states` with an error if the engine has no work left that could end them. Returns whether it has none.
 
-        Under the lock.
+        An interrupt between a request's end and its delivery causes this. Call it under the lock.
         """
         if self.engine is not None and (engine.core.has_work or self._undelivered or self._abandoned):
             return False
@@ -368,12 +367,12 @@ class RequestManager:
         return True
 
     def settle(self, engine: Engine) -> None:
-        """Have nothing under way, and all that came of steps with whom it belongs to. Under the lock."""
+        """Complete the pending steps and deliver all their outputs. Call it under the lock."""
         while self._undelivered or engine.core.is_ahead:
             self._advance(engine, ahead=False)
 
     def drop(self, states: Iterable[RequestState]) -> None:
-        """Abort what has not ended: its caller is gone."""
+        """Abort the unfinished of `states`, and run steps until they have ended. For callers that are gone."""
         with self.lock:
             left = [t for t in states if t.completion is None]
             if self.engine is None or not left:
@@ -384,11 +383,11 @@ class RequestManager:
                 self._advance(self.engine)
 
     def abandon(self, states: Iterable[RequestState]) -> None:
-        """Let the next step abort what has not ended. Waits for nothing."""
+        """Have the next step abort the unfinished of `states`. Never blocks."""
         self._abandoned.extend(t for t in states if t.completion is None)
 
     def forget(self, states: list[RequestState]) -> None:
-        """Abort what has not ended: at once, or by the next step where one is running, perhaps in this very thread."""
+        """Abort the unfinished of `states`: now, or by the next step if the lock is held, perhaps by this very thread."""
         self.abandon(states)
         if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
             try:
@@ -398,42 +397,42 @@ class RequestManager:
                 self.lock.release()
 
     def _advance_for_caller(self, engine: Engine) -> None:
-        """A step that somebody waits for."""
+        """Run a step that a caller waits for."""
         try:
             self._advance(engine)
         finally:
             self._stepped_at = engine.core.clock()
 
     def _keep_stats(self, engine: Engine) -> float:
-        """Count for those who ask while a step runs, where it is due. Returns the time."""
+        """Collect the statistics for reads during a step, if they are older than STATS_S. Returns the time."""
         now = engine.core.clock()
         if now - self._stats_at >= STATS_S:
             self._stats_at = now
             try:
                 self._stats = self._counted(engine)
-            except Exception:  # those who ask get the last ones
+            except Exception:  # readers get the previous statistics
                 log.exception("the statistics could not be counted")
         return now
 
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
-        """One step; its tokens and ends go to their request states. What an interrupt keeps from them comes with the next call.
+        """Run one step and deliver its tokens and ends. After an interrupt the next call delivers the rest instead.
 
-        Unless `ahead`, nothing is under way at its end.
+        Unless `ahead`, no next step is launched before this one's results are in (`EngineCore.catch_up`).
         """
         while self._abandoned:
             self._abort(engine, self._abandoned.popleft())
         events = self._undelivered
         if not events:
             self._keep_stats(engine)
-            self.lock.barred = threading.get_ident()  # what is called from within a step may not wait for its end
+            self.lock.barred = threading.get_ident()  # calls from within a step raise: they would deadlock
             try:
                 emissions = engine.core.step() if ahead else engine.core.catch_up()
             finally:
                 self.lock.barred = None
-            events.extend(emissions.scores)  # before the tokens that they are of
+            events.extend(emissions.scores)  # before their tokens
             events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
             events.extend((finished.request_id, finished) for finished in emissions.finished)
-            events.extend(emissions.candidates)  # of beams that are still there
+            events.extend(emissions.candidates)  # after the ends: only for beams that are still running
         now = self._keep_stats(engine)
         news: list[RequestState] = []
         try:
@@ -449,7 +448,7 @@ class RequestManager:
                 self.on_news(news)
 
     def _deliver(self, engine: Engine, state: RequestState, event: Event, now: float) -> None:
-        """Hand an event to its request state. One that cannot take it in ends with that error."""
+        """Deliver an event to its request state. If the state raises, its request ends with that error."""
         name = state.request.request_id
         if isinstance(event, Finished):
             del self.states[name]
@@ -471,12 +470,12 @@ class RequestManager:
         return next((search for search in self.searches.values() if state in search.states), None)
 
     def _names(self, state: RequestState) -> list[str]:
-        """The requests that a request state stands for: its own, or those of the beams that go on."""
+        """The requests behind a request state: its own, or the running ones of its beam search."""
         search = self._search_of(state)
         return [state.request.request_id] if search is None else search.running
 
     def _abort(self, engine: Engine, state: RequestState) -> None:
-        """End what has not ended before the next step; of a search that is over too, whose beams an interrupt may have left."""
+        """Abort a state's request, or all left of its beam search: even of one that is over, after an interrupt."""
         search = self._search_of(state)
         for name in [state.request.request_id] if search is None else search.left:
             engine.core.abort(name)
@@ -484,7 +483,7 @@ class RequestManager:
     def _deliver_to_search(
         self, engine: Engine, search: BeamGroup, request_id: str, event: Event, now: float
     ) -> Sequence[RequestState]:
-        """Hand an event of a beam to its search, and do what that says. Returns the request states that have news of it."""
+        """Deliver an event of a beam to its search and apply the result. Returns the request states with new output."""
         if isinstance(event, Finished):
             del self.searches[request_id]
             for other in search.end(event, now):
@@ -497,7 +496,7 @@ class RequestManager:
                 if moves:
                     engine.core.scheduler.apply_beam_moves(moves, spare=others)
                     others = []
-            except BaseException as error:  # nobody knows how far it came
+            except BaseException as error:  # the moves may be half applied
                 others = search.fail(error)
                 if is_interrupt(error):
                     raise
@@ -508,24 +507,24 @@ class RequestManager:
         return ()
 
     def _wait_if_starving(self, engine: Engine) -> None:
-        """Where steps do nothing but wait for the pool to grow: let the broker speak first."""
+        """If all work waits for the pool to grow, wait for the broker before the next step."""
         memory = engine.core.memory
         if memory is not None and engine.core.scheduler.starving:
-            with suppress(LeaseClosed):  # whoever closed it: the next step says so
+            with suppress(LeaseClosed):  # the next step raises EngineClosed
                 memory.wait(STARVING_WAIT_S)
 
     def _serve_memory(self) -> float | None:
-        """Move memory between steps that nobody makes: serve recalls and give back when idle.
+        """Serve recalls and give back idle memory while no caller runs steps.
 
-        Not between the steps of callers, whose next one does it: libraries keep buffers for each thread that computes.
+        Otherwise the callers' steps do it: libraries keep buffers for each thread that computes.
 
-        Returns for how many seconds there is nothing to do, unless the broker speaks; None once closed.
+        Returns the longest wait for the broker, in seconds; None once closed.
         """
         with self.lock:
             if self.engine is None or (memory := self.engine.core.memory) is None:
                 return None
             if memory.due and not self.paused:
-                if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # the next step serves it
+                if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # a caller's next step does it
                     return KEEPER_BUSY_WAIT_S
                 self.settle(self.engine)
                 self._advance(self.engine)
@@ -534,14 +533,14 @@ class RequestManager:
 
 
 def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
-    """Serve the engine's memory once, and wait for its lease to say something. False once it is closed or forgotten."""
+    """Do the engine's memory work once, then wait for a lease event. False once it is closed or garbage-collected."""
     manager = reference()
     if manager is None or manager.engine is None or (memory := manager.engine.core.memory) is None:
         return False
     wait_s = manager._serve_memory()
     if wait_s is None:
         return False
-    del manager  # while it waits, nothing but its users keeps the engine alive
+    del manager  # during the wait this thread must not keep the engine alive
     try:
         memory.wait(wait_s)
     except LeaseClosed:
@@ -550,9 +549,9 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
 
 
 def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
-    """A chunk of the first request state that has one; None if none has. Call it under the engine's lock.
+    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
 
-    That state moves to the end of `states`, or leaves it after its last chunk.
+    That state moves to the end of `states`, or is removed after its last chunk.
     """
     for i, state in enumerate(states):
         if state.ready(interval):

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""The outputs of requests: completions, stream chunks, timings and log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ...scheduler.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds from the submission to the first token, and to the end."""
+    """Seconds from submission to the first token and to the end."""
 
-    first_token_s: float | None  # None when it ended without a token
+    first_token_s: float | None  # None if the request ended without a token
     total_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model thought a token behind those before it: of its own logits, before any treatment of sampling.
+    """The log-probability of a token given those before it, from raw logits: before logits processors and temperature.
 
-    Natural logarithms. What the model rules out has the lowest float32, about -3.4e38.
+    Natural logarithm. A token that the model rules out has the lowest float32, about -3.4e38.
     """
 
     token_id: int
     logprob: float
-    rank: int  # how many tokens are at least as likely, from 1
+    rank: int  # number of tokens at least as likely, from 1
     top: tuple[tuple[int, float], ...] = ()  # the most likely ones and their log-probabilities, best first
 
 
@@ -34,30 +34,31 @@ class Completion:
     """One continuation of a prompt.
 
     `finish_reason` is "stop" (an end id, stop id or stop string), "length" (`max_new_tokens`, the model's context or the
-    pool's capacity), "aborted", or "error" (then `error` says what happened; the tokens so far are there).
+    pool's capacity), "aborted", or "error" (`error` has the message; the tokens so far are included).
     """
 
-    text: str | None  # what follows the prompt, cut before a stop string; None without a tokenizer
-    token_ids: list[int]  # everything generated, the end id included
+    text: str | None  # without the prompt, cut before a stop string; None without a tokenizer
+    token_ids: list[int]  # all generated tokens, the end id included
     finish_reason: FinishReason
     timings: Timings
     num_preemptions: int = 0
     error: str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one of each of `token_ids`; None where nobody asked
-    cumulative_logprob: float | None = None  # their sum; known with `best_of` too
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `token_ids`; None if not requested
+    cumulative_logprob: float | None = None  # their sum; set with `best_of` too
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request: the `n` continuations that were asked for, with `best_of` the best first. The properties are those of
-    the first.
+    """The output of a finished request: its `n` continuations, with `best_of` the best first.
 
-    `num_cached_tokens` is how many of `prompt_token_ids` the prefix cache had when it was first admitted; these were not
-    computed. It is 0 for a prompt that was never admitted, and one number for all continuations and beams: those after the
-    first share what the first one finds and computes. A request that was handed over keeps the number of its first engine.
+    The properties are those of the first continuation.
 
-    `prompt_logprobs` has one of each of `prompt_token_ids`, None for the first one, which nothing is before. It is None where
-    nobody asked, and ends where the prompt's computation did, if the request was ended before.
+    `num_cached_tokens` is the number of `prompt_token_ids` found in the prefix cache at the first admission; these were not
+    computed. It is 0 for a prompt that was never admitted. It is one number for all continuations and beams, as they share what
+    the first one finds and computes. An imported request keeps the number of its first engine.
+
+    `prompt_logprobs` has one entry for each of `prompt_token_ids`, None for the first. It is None if not requested, and shorter
+    if the request ended before its prompt was computed.
     """
 
     request_id: str
@@ -69,12 +70,12 @@ class RequestOutput:
 
     @property
     def text(self) -> str | None:
-        """What follows the prompt, cut before a stop string; None without a tokenizer."""
+        """The generated text, cut before a stop string; None without a tokenizer."""
         return self.completions[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """Everything generated, the end id included."""
+        """All generated tokens, the end id included."""
         return self.completions[0].token_ids
 
     @property
@@ -84,17 +85,17 @@ class RequestOutput:
 
     @property
     def timings(self) -> Timings:
-        """When the first token came, and the end."""
+        """Seconds to the first token and to the end."""
         return self.completions[0].timings
 
     @property
     def num_preemptions(self) -> int:
-        """How often it had to give its blocks back."""
+        """The number of preemptions."""
         return self.completions[0].num_preemptions
 
     @property
     def error(self) -> str | None:
-        """What happened, where `finish_reason` is "error"."""
+        """The error message if `finish_reason` is "error"."""
         return self.completions[0].error
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,19 +105,18 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What is new of one continuation: `text` ends at a whole character and never changes later.
+    """New tokens and text of one continuation. `text` ends at a whole character and never changes later.
 
-    The last chunk of a continuation has `completion`, and its `finish_reason`; the last chunk of all of a prompt's has
-    `output` as well.
+    The last chunk of a continuation has its `completion` and `finish_reason`; the last chunk of a prompt also has `output`.
     """
 
     index: int  # of the prompt
     text: str
     token_ids: list[int] = field(default_factory=list)
-    number: int = 0  # of the continuation, of the prompt's n
+    number: int = 0  # of the continuation, among the prompt's n
     completion: Completion | None = None
     output: RequestOutput | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, if they were asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, if requested
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -125,6 +125,6 @@ class StreamChunk:
 
 
 def refused(prompt: str | None, error: str) -> RequestOutput:
-    """The output of a request that was never started."""
+    """The output of a rejected request, which was never started."""
     end = Completion(None, [], "error", Timings(None, 0.0), error=error)
     return RequestOutput("", prompt, [], (end,))

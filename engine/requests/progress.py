@@ -1,4 +1,4 @@
-"""A progress bar for those who wait at a terminal."""
+"""A progress bar for terminals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from tqdm import tqdm
 
 
 class Bar(tqdm):  # type: ignore[type-arg]  # which it takes in its stubs only
-    """tqdm's, without the thread that it otherwise starts with its first bar, and never ends."""
+    """tqdm's bar without its monitor thread, which otherwise starts with the first bar and never ends."""
 
     monitor_interval = 0

@@ -1,4 +1,4 @@
-"""What callers wait for: a request's continuations as their tokens come in."""
+"""Delivery state of requests: tokens, text and log-probabilities of each continuation as they arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestState:
-    """One continuation of a prompt. Mutated under the engine's lock."""
+    """The delivery state of one continuation of a prompt. Mutated under the engine's lock."""
 
     def __init__(
         self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
@@ -36,22 +36,22 @@ class RequestState:
         self._of_output = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
-        self._num_taken = 0  # tokens that chunks have given
+        self._num_taken = 0  # tokens delivered in chunks
         self._new: list[int] = []
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
-        self._num_preemptions = 0  # elsewhere, before it was handed over
-        self.num_cached_tokens: int | None = None  # of the prompt, when it was first admitted, here or elsewhere
-        self._failure: str | None = None  # why there is no more text
+        self._num_preemptions = 0  # in another process, before the import
+        self.num_cached_tokens: int | None = None  # of the prompt at its first admission, here or in another process
+        self._failure: str | None = None  # why the request ends with an error
 
     def score(self, scores: ChunkLogprobs) -> None:
-        """Take in log-probabilities of the prompt's tokens, or of one that is pushed next."""
+        """Record log-probabilities of prompt tokens, or of the token that is pushed next."""
         table = self._of_prompt if scores.first < self._num_prompt else self._of_output
         if table is not None:
             table.put(scores)
 
     def push(self, token: int, now: float) -> FinishReason | None:
-        """Take in a token. Returns why the request is to end here, if it is: a stop string, or text that cannot be made."""
+        """Record a token. Returns "stop" after a stop string, "error" if detokenization failed, else None."""
         if self._first_token_at is None:
             self._first_token_at = now
         self._new.append(token)
@@ -60,11 +60,11 @@ class RequestState:
         return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
 
     def fail(self, error: BaseException) -> None:
-        """The request is to end with `error`."""
+        """Mark the request to end with `error`; the first error counts."""
         self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def end(self, finished: Finished, now: float) -> None:
-        """The request has ended: it has a completion afterwards, whatever goes wrong."""
+        """Complete the request, with an error completion if `finish` raises."""
         try:
             self.finish(finished, now)
         except BaseException as error:
@@ -82,7 +82,7 @@ class RequestState:
             log.exception("request %s: its end could not be taken in", self.request.request_id)
 
     def finish(self, finished: Finished, now: float) -> None:
-        """Take in how the request has ended. Where that cannot be said in full, it is an error."""
+        """Build the completion. If its text or log-probabilities cannot be made, it is an error."""
         tokens = finished.token_ids.tolist()
         logprobs, total = None, None
         self._admitted_with(finished)
@@ -108,7 +108,10 @@ class RequestState:
             )
 
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:
-        """The request goes on elsewhere. Here it ends with what chunks have given; the rest is given there."""
+        """End the request here, for another process to continue.
+
+        The completion here has what chunks have delivered; the importing process delivers the rest.
+        """
         answer, told = self.answer, self._num_taken
         self._admitted_with(withdrawn)
         text = None if self._text is None else self._text.text[: self._num_characters]
@@ -125,7 +128,7 @@ class RequestState:
         )
         self._new, self._new_text = [], []
         salt = self.request.cache_salt
-        of_prompt = answer.states[0].prompt_logprobs  # the first one's is that of all
+        of_prompt = answer.states[0].prompt_logprobs  # only the first continuation scores the prompt
         return Handover(
             prompt=answer.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -145,7 +148,7 @@ class RequestState:
         )
 
     def import_request(self, before: Handover) -> None:
-        """Begin with what it came to elsewhere. Raises RequestRejected where the text is at its end, or another one."""
+        """Restore the state of an exported request. Raises RequestRejected if its text differs here or has a stop string."""
         tokens, told = before.token_ids.tolist(), before.num_told_tokens
         self._num_preemptions = before.num_preemptions
         self.num_cached_tokens = before.num_cached_tokens
@@ -157,7 +160,7 @@ class RequestState:
             if table is not None and entries:
                 table.put(scores_of(entries, 1 if table is self._of_prompt else self._num_prompt))
         if self._text is not None:
-            for token in tokens:  # one by one, as they came there: what is held back is the same then
+            for token in tokens:  # one by one, as in the other process, so that the same text is held back
                 self._read([token])
             text = self._text.text
             if self._text.stopped:
@@ -168,13 +171,13 @@ class RequestState:
         self._num_taken, self._new = told, tokens[told:]
 
     def _admitted_with(self, end: Finished) -> None:
-        """Keep what the prompt was first admitted with, unless that was elsewhere."""
+        """Record `num_cached_tokens` of the first admission."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = end.num_cached_tokens
 
     @property
     def _num_characters(self) -> int:
-        """Of the text, those that chunks have given."""
+        """Characters of the text delivered in chunks."""
         return 0 if self._text is None else len(self._text.text) - sum(map(len, self._new_text))
 
     def _timings(self, now: float) -> Timings:
@@ -183,16 +186,16 @@ class RequestState:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """One of each token of the prompt that was scored, None for the first; None where nobody asked."""
+        """One entry for each scored token of the prompt, None for the first; None if not requested."""
         return None if self._of_prompt is None else (None, *self._of_prompt.told(0, self._num_prompt - 1))
 
     def _logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...] | None:
-        """Of generated tokens, where the caller asked for them: `best_of` has its own need."""
+        """Those of generated tokens, if the caller requested them; `best_of` computes them for itself too."""
         table = None if self.answer.params.logprobs is None else self._of_output
         return None if table is None else table.told(begin, end)
 
     def _read(self, tokens: list[int], last: bool = False) -> None:
-        """Turn tokens into text. A tokenizer that raises fails this request and no other; an interrupt goes on."""
+        """Detokenize `tokens`. A tokenizer that raises fails this request only; an interrupt propagates."""
         assert self._text is not None
         try:
             self._new_text.append(self._text.push(tokens)[0])
@@ -205,11 +208,11 @@ class RequestState:
             log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
 
     def ready(self, interval: int) -> bool:
-        """Whether a chunk is to be given now."""
+        """Whether a chunk is due."""
         return self.completion is not None or len(self._new) >= interval
 
     def take(self) -> StreamChunk:
-        """What is new since the last chunk. The last one of all of the prompt's request states carries the output."""
+        """Take what is new since the last chunk. The last chunk of the prompt's continuations carries the output."""
         answer, done = self.answer, self.completion is not None
         answer.num_taken += done
         output = answer.output if done and answer.num_taken == len(answer.states) else None
@@ -223,31 +226,31 @@ class RequestState:
 
 
 class RequestGroup:
-    """All that was asked for of one prompt, by resolved `params`: a request state for each continuation that is made."""
+    """The request states of one prompt: one for each continuation that is generated. `params` are resolved."""
 
     def __init__(
         self, index: int, prompt: str | None, params: SamplingParams, prepared: PreparedParams | None = None
     ) -> None:
-        self.index = index  # of the prompt, in its call
+        self.index = index  # of the prompt in its call
         self.prompt = prompt
         self.params = params
-        self.prepared = prepared  # held so that the constraint stays compiled until the request ends
+        self.prepared = prepared  # keeps the constraint compiled until the request ends
         self.states: Sequence[RequestState] = ()
-        self.num_taken = 0  # request states whose last chunk was given
+        self.num_taken = 0  # request states that have delivered their last chunk
 
     @property
     def exportable(self) -> list[RequestState]:
-        """Those that have not ended; of a beam search the first one, which stands for all."""
+        """The unfinished request states; of a beam search only the first, which represents the search."""
         states = self.states if (self.params.num_beams or 1) == 1 else self.states[:1]
         return [state for state in states if state.completion is None]
 
     @property
     def output(self) -> RequestOutput:
-        """What became of it. Of the request states that have ended, which must be all."""
+        """The output. Valid once all request states have ended."""
         first = self.states[0].request
         completions = [state.completion for state in self.states if state.completion is not None]
         if self.params.num_started > (n := self.params.n or 1):
-            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # of equals the first stays first
+            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # stable
         return RequestOutput(
             first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
             self.states[0].prompt_logprobs, self.states[0].num_cached_tokens or 0,
@@ -255,6 +258,6 @@ class RequestGroup:
 
 
 def _mean_logprob(completion: Completion) -> float:
-    """What `best_of` chooses by: of a token; of one that did not end by itself the lowest there is."""
+    """The score for `best_of`: the mean log-probability of a token; -inf unless the reason is "stop" or "length"."""
     total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
     return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf

@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, constraints, penalties, draws and log-probabilities."""
+"""Sampling: logits processors, constraints, penalties, draws and log-probabilities."""

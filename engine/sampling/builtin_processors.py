@@ -1,6 +1,6 @@
-"""What is done to the logits of rows that ask for it: biases, penalties, banned words, a minimum length.
+"""Built-in logits processors: biases, penalties, bad words and minimum length.
 
-Each is what transformers' `generate` does under the same name, but for frequency and presence penalties, which are OpenAI's.
+Each acts as in transformers' `generate`, except frequency and presence penalties, which are OpenAI's.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from ...scheduler.request import Sampling
 from .histories import Histories, Lines
 from .logits import LARGEST, Bool, Int32, Int64, Rows, index
 
-_GLANCE = 64  # logits that nearly always show that something is left in a row
+_GLANCE = 64  # a glance at these logits nearly always shows that a row has a token left
 
 
 class BuiltinLogitsProcessor(Protocol):
-    """One thing that may be done to logits, with what rows ask of it and what it remembers of them."""
+    """A logits processor with the settings and the state of its rows."""
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
-        """(Re)start `row`, which asks for nothing now. Its tokens so far are `token_ids` [known], prompt first.
+        """(Re)start `row`, which was released. `token_ids` [known] are its tokens so far, prompt first.
 
-        Returns whether it asks for this treatment.
+        Returns whether the row requests this processor.
         """
 
     def release(self, rows: Rows) -> None:
-        """Forget `rows`: they ask for nothing. Those that never did are fine."""
+        """Forget `rows`. Rows without a request are fine."""
 
     def asked(self, rows: Rows, positions: Int64) -> Bool:
-        """bool[n]: which of `rows` ask for it, whose next tokens stand at `positions`."""
+        """bool[n]: which of `rows` request it for the next tokens, at `positions`."""
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
-        """Treat `x[places]`, float32 [len(places), vocab], the logits of `rows`, in place. They all ask for it."""
+        """Process in place `x[places]`, float32 [len(places), vocab]: the logits of `rows`, which all request it."""
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
-        """`rows` go on with `tokens`, which is remembered where it matters."""
+        """Append `tokens` to `rows`; state is updated as needed."""
 
 
 class LogitBias:
-    """Logit bias: numbers that are added."""
+    """Logit bias: added to the logits."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._asked = np.zeros(num_rows, np.bool_)
@@ -73,7 +73,7 @@ class LogitBias:
 
 
 class RepetitionPenalty:
-    """Repetition penalty of what is in prompt or output (Keskar et al., CTRL, 2019): positive logits are divided, negative ones
+    """Repetition penalty of tokens in prompt or output (Keskar et al., CTRL, 2019): positive logits are divided, negative ones
     multiplied.
     """
 
@@ -107,7 +107,7 @@ class RepetitionPenalty:
 
 
 class FrequencyPenalty:
-    """Frequency and presence penalties of what is in the output: a number for each time, and a number for once or more."""
+    """Frequency and presence penalties of tokens in the output: one per occurrence, and one for having occurred."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._penalties = np.zeros((num_rows, 2), np.float32)  # frequency, presence
@@ -139,15 +139,16 @@ class FrequencyPenalty:
 
 
 class BadWords:
-    """Sequences that are not to be generated: the last token of one is ruled out where those before it stand at the end.
+    """Token sequences that must not be generated: a word's last token is excluded when the output ends with the tokens before
+    it.
 
-    As in transformers, a word of nothing but an end id does not count.
+    As in transformers, a word that is just an end id does not count.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, histories: Histories) -> None:
         self._asked = np.zeros(num_rows, np.bool_)
         self._words: dict[int, _Words] = {}
-        self._newest: tuple[Sampling, _Words] | None = None  # forks of one prompt share it
+        self._newest: tuple[Sampling, _Words] | None = None  # shared by forks of one prompt
         self._vocab_size = vocab_size
         self._histories = histories
 
@@ -177,7 +178,7 @@ class BadWords:
         x[of_row, index(np.concatenate(banned), x)] = -torch.inf
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
-        pass  # the histories know
+        pass  # `Sampler` updates the histories
 
     def _words_of(self, sampling: Sampling) -> _Words:
         newest = self._newest
@@ -190,18 +191,18 @@ class BadWords:
         return words
 
     def _banned(self, row: int) -> Int64:
-        """The ids that would end a bad word now, some perhaps twice."""
+        """The ids that would complete a bad word now, perhaps with duplicates."""
         words = self._words[row]
         return words.ended_by(self._histories.of(row)) if words.longer else words.alone
 
 
 class _Words:
-    """The bad words of a request, indexed. Read-only.
+    """The indexed bad words of a request. Read-only.
 
     Attributes:
         alone: int64: the words of one token.
-        longer: Whether there are words of several tokens. They are indexed by their last token but one, so that only a few of
-            many words are compared at each step.
+        longer: Whether there are words of several tokens. They are indexed by their last token but one, so that each step
+            compares only a few of many words.
         any: Whether there are any words.
     """
 
@@ -210,7 +211,7 @@ class _Words:
         words = [word for word in sampling.bad_words if word[-1] < vocab_size and word not in ends]
         self.alone = np.array([word[0] for word in words if len(word) == 1], np.int64)
         last: dict[tuple[int, ...], list[int]] = {}  # by all tokens but the last
-        lengths: dict[int, set[int]] = {}  # of these beginnings, by their own last token
+        lengths: dict[int, set[int]] = {}  # lengths of these prefixes, by their last token
         for word in words:
             if len(word) > 1:
                 last.setdefault(word[:-1], []).append(word[-1])
@@ -221,7 +222,7 @@ class _Words:
         self.any = bool(words)
 
     def ended_by(self, known: Int64) -> Int64:
-        """int64: the ids that would complete a word after the tokens `known`, of which there is at least one."""
+        """int64: the ids that would complete a word after the tokens `known`, at least one."""
         banned = [self.alone]
         for length in self._lengths.get(int(known[-1]), ()):
             if length <= len(known) and (ids := self._last.get(tuple(known[-length:].tolist()))) is not None:
@@ -230,10 +231,10 @@ class _Words:
 
 
 class MinLength:
-    """Minimum length: no end id before it, unless nothing else is left."""
+    """Minimum length: excludes end ids before it, unless nothing else is left."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self._until = np.zeros(num_rows, np.int64)  # position from which on the end ids are allowed
+        self._until = np.zeros(num_rows, np.int64)  # first position at which end ids are allowed
         self._ends: dict[int, Int64] = {}
         self._vocab_size = vocab_size
 
@@ -266,7 +267,7 @@ class MinLength:
 
 
 def _forget(asked: npt.NDArray[np.generic], kept: dict, rows: Rows) -> None:
-    """Clear the entries of `rows` in `asked`, and what is kept of them."""
+    """Clear the entries of `rows` in `asked` and `kept`."""
     asked[rows] = 0
     for row in rows.tolist() if kept else ():
         kept.pop(row, None)

@@ -1,6 +1,6 @@
-"""Constrained output: JSON schemas, regular expressions and grammars become masks over the vocabulary, by llguidance.
+"""Constrained output: llguidance turns JSON schemas, regular expressions and grammars into masks over the vocabulary.
 
-Why this library: docs/decisions/0021-constrained-output.md.
+For the choice of library see docs/decisions/0021-constrained-output.md.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ...scheduler.request import Constraint, Sampling
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
 
-_MOST_KEPT = 64  # constraints kept without a request that uses them; the least recently used one goes
-# The library's allowance for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this one,
-# and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
+_MOST_KEPT = 64  # unused constraints kept; the least recently used one is dropped
+# llguidance's limit for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this
+# limit, and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
 _LEXER_FUEL = 300_000
-# And for one mask. An ambiguous grammar has ever more items to look at: with the library's default of 50,000 a mask took up to
-# 1.9 s with a vocabulary of 4,096, and all requests wait for it; with this one 0.25 s. JSON schemas do with less than 2,000.
+# The limit for one mask. The items of an ambiguous grammar keep growing: with the library's default of 50,000 a mask took up to
+# 1.9 s with a vocabulary of 4,096, which delays all requests; with this limit, 0.25 s. JSON schemas need less than 2,000.
 _STEP_ITEMS = 20_000
-_LONGEST_MESSAGE = 400  # characters of the library's messages, which may repeat the whole constraint
-_END = "<|pagetide: the end|>"  # a token of ours behind the vocabulary, that says where an output may end
-_WHITESPACE = r"( |\n[ \t]{0,20})"  # between the parts of a JSON document, as llama.cpp has it: weak models never stop
+_LONGEST_MESSAGE = 400  # characters; the library's messages may repeat the whole constraint
+_END = "<|pagetide: the end|>"  # an extra token after the vocabulary: the output may end here
+_WHITESPACE = r"( |\n[ \t]{0,20})"  # JSON whitespace, bounded as in llama.cpp: weak models never stop
 _INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
 
 
 class CompiledConstraint:
-    """A constraint of one model, compiled at its first use and shared by all requests that have it. Safe for concurrent use.
+    """A constraint of one model, compiled at first use and shared by all requests with it. Safe for concurrent use.
 
-    The compiled form lives as long as this object. A request holds it until it ends, so a step never compiles.
+    The compiled form lives as long as this object. A request holds it until the request ends, so a step never compiles.
     """
 
     def __init__(self, constraints: Constraints, constraint: Constraint) -> None:
@@ -56,8 +56,7 @@ class CompiledConstraint:
         Other constraints can be compiled at the same time.
 
         Raises:
-            RequestRejected: llguidance is not installed, the tokenizer is of a kind it does not support, or the constraint is
-                invalid or too large.
+            RequestRejected: llguidance is missing or does not support the tokenizer, or the constraint is invalid or too large.
         """
         if not self.ready:
             with self._compiling:
@@ -65,13 +64,13 @@ class CompiledConstraint:
                     self._master = self._constraints.compiled(self._constraint)
 
     def matcher(self) -> Any:
-        """A new `LLMatcher` for one output, at the beginning of the output. Raises as `compile` does."""
+        """A new `LLMatcher` at the beginning of one output. Raises as `compile` does."""
         self.compile()
         return self._master.deep_copy()
 
 
 class Constraints:
-    """The constraints of one model. Safe for concurrent use. The tokenizer is converted when the first one is compiled."""
+    """The constraints of one model. Safe for concurrent use. The first compilation converts the tokenizer."""
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -80,11 +79,11 @@ class Constraints:
         self._executor: Any = None
         self._alive: WeakValueDictionary[Constraint, CompiledConstraint] = WeakValueDictionary()
         self._newest: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()  # kept without a request
-        self._lock = threading.Lock()  # never held while something is compiled
+        self._lock = threading.Lock()  # never held during compilation
         self._preparing = threading.Lock()
 
     def of(self, constraint: Constraint) -> CompiledConstraint:
-        """The one object for `constraint`, compiled or not."""
+        """The single object for `constraint`, compiled or not."""
         with self._lock:
             found = self._alive.get(constraint)
             if found is None:
@@ -100,9 +99,9 @@ class Constraints:
         return self.of(constraint).matcher()
 
     def masks(self, matchers: list[Any]) -> tuple[Bool, Bool]:
-        """What may come next: bool[n, vocab] of the tokens, and bool[n] telling where the output may end.
+        """What may come next: bool[n, vocab] of tokens, and bool[n]: whether the output may end.
 
-        What a matcher in error says means nothing.
+        The mask of a matcher in error is meaningless.
         """
         words = (self._data.vocab_size + 31) // 32
         bits = np.zeros((len(matchers), words), np.uint32)
@@ -117,7 +116,7 @@ class Constraints:
         return tokens, unpacked[:, end]
 
     def compiled(self, constraint: Constraint) -> Any:
-        """Compile `constraint`: returns the `LLMatcher` that all its matchers are copied from. Raises RequestRejected."""
+        """Compile `constraint` to the `LLMatcher` from which its matchers are copied. Raises RequestRejected."""
         library = _library()
         self._prepare(library)
         kind, text = constraint
@@ -146,9 +145,10 @@ class Constraints:
 
 
 class Constrained:
-    """The treatment that keeps rows to their constraints: what these do not allow is ruled out, whatever else was asked for.
+    """The logits processor for constraints: excludes the tokens that a row's constraint does not allow.
 
-    The row's end ids are allowed where the output may end, and nowhere else. Where nothing else is left it gets one.
+    The row's end ids are allowed exactly where the output may end. If nothing else is left there, one end id is allowed even if
+    another processor excluded it.
     """
 
     def __init__(self, num_rows: int, constraints: Constraints, troubles: Troubles) -> None:
@@ -160,7 +160,7 @@ class Constrained:
         self._troubles = troubles
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> bool:
-        """(Re)start `row`; what was generated is matched again. Returns whether it has a constraint."""
+        """(Re)start `row` and match its output again. Returns whether it has a constraint."""
         if sampling.constraint is None:
             return False
         self._asked[row] = True
@@ -187,14 +187,14 @@ class Constrained:
         return self._asked[rows]
 
     def complete(self, rows: Rows) -> Bool | None:
-        """bool[n]: which of `rows` have the whole of their form. None: none of them."""
+        """bool[n]: which of `rows` have complete output. None: no row."""
         if not self._ends:
             return None
         complete = self._complete[rows]
         return complete if complete.any() else None
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
-        """Rule out what no row's constraint allows. A row whose constraint cannot be followed is left without any token."""
+        """Exclude the tokens that each row's constraint does not allow. A row without a usable matcher keeps no token."""
         matched = np.array([row in self._matchers for row in rows.tolist()])
         x[index(places[~matched], x)] = -torch.inf
         places, rows = places[matched], rows[matched]
@@ -214,16 +214,16 @@ class Constrained:
         lost = torch.isneginf(kept.amax(-1)).cpu().numpy()
         for i in np.flatnonzero(lost & may_end).tolist():
             if len(ends := self._ends[int(rows[i])]):
-                x[int(places[i]), int(ends[0])] = 0.0  # whatever ruled it out
+                x[int(places[i]), int(ends[0])] = 0.0  # even if another processor excluded it
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
-        """The matchers of `rows` go on with `tokens`."""
+        """Advance the matchers of `rows` by `tokens`."""
         if self._ends:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 self._consume(row, token)
 
     def _consume(self, row: int, token: int) -> None:
-        """Go on with `token`. One that does not fit leaves the matcher in error, which is told when a token is asked for."""
+        """Advance by `token`. A token that does not fit leaves the matcher in error; the next `apply` reports it."""
         matcher = self._matchers.get(row)
         if matcher is None:
             return
@@ -244,14 +244,14 @@ def _library() -> Any:
 
 
 def _json_options(schema: str) -> dict[str, str] | None:
-    """llguidance's options for a schema that does not bring its own, under `x-guidance`. Raises ValueError: it is no JSON."""
+    """llguidance's options for a schema without its own, under `x-guidance`. Raises ValueError if it is not JSON."""
     content = json.loads(schema)
     own = not isinstance(content, dict) or "x-guidance" in content
     return None if own else {"whitespace_pattern": _WHITESPACE}
 
 
 def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
-    """llguidance's `LLTokenizer`, with a special token behind all others for the end: a model may have several, or none."""
+    """llguidance's `LLTokenizer`, with an extra special end token last: a model may have several end ids, or none."""
     if tokenizer is None:
         raise RequestRejected("constrained output needs a tokenizer, which the model's folder has not")
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -276,8 +276,8 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
 
 
 def _trouble(matcher: Any, data: Any) -> str | None:
-    """Why a new matcher cannot be used, or None. An empty language shows at the first mask, and some constraints that are too
-    large show at the first token, so both are tried.
+    """Why a new matcher cannot be used, or None. It tries a mask and a token, because an empty language fails only at the first
+    mask, and some oversized constraints only at the first token.
     """
     if not matcher.is_error():
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -292,7 +292,7 @@ def _trouble(matcher: Any, data: Any) -> str | None:
 
 
 def _format_error(matcher: Any) -> str:
-    """The first line of what a matcher says against it."""
+    """The first line of a matcher's error."""
     return _shortened(str(matcher.get_error()).strip().partition("\n")[0])
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of running rows, for as long as it is asked for: their tokens, and numbers by token."""
+"""State of running rows: token histories, and one number per vocabulary token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Histories:
     """The tokens so far, prompt included, of the rows that keep them. Not safe for concurrent use."""
 
     def __init__(self) -> None:
-        self._tokens: dict[int, Int64] = {}  # with room behind them
+        self._tokens: dict[int, Int64] = {}  # with spare room at the end
         self._known: dict[int, int] = {}
 
     def keep(self, row: int, token_ids: Int32) -> None:
-        """From now on keep the tokens of `row`, which are `token_ids` so far."""
+        """Keep the tokens of `row` from now on; `token_ids` are its tokens so far."""
         self._known[row] = len(token_ids)
         self._tokens[row] = np.concatenate([token_ids.astype(np.int64), np.zeros(64, np.int64)])
 
@@ -30,11 +30,11 @@ class Histories:
             self._tokens.pop(row, None)
 
     def of(self, row: int) -> Int64:
-        """int64[known]: the tokens of a row that keeps them. Read-only, valid until the next one."""
+        """int64[known]: the tokens of a row that keeps them. Read-only, valid until the next token."""
         return self._tokens[row][: self._known[row]]
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
-        """A token more for each of `rows` that keeps them."""
+        """Append a token to each of `rows` that keeps a history."""
         if not self._known:
             return
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -46,7 +46,7 @@ class Histories:
 
 
 class Lines:
-    """A line of a number for each token of the vocabulary, for each row that takes one. Not safe for concurrent use."""
+    """One number per vocabulary token, for each row that takes such a line. Not safe for concurrent use."""
 
     def __init__(self, num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = torch.empty((0, vocab_size), dtype=dtype, device=device)  # [lines, vocab]
@@ -54,7 +54,7 @@ class Lines:
         self._free: list[int] = []
 
     def take(self, row: int) -> Tensor:
-        """A line of zeros for `row`, [vocab], to be written to. The row has none yet."""
+        """A line of zeros for `row`, [vocab], to be filled. The row must have none."""
         if not self._free:
             old = len(self.data)
             grown = self.data.new_empty((max(1, 2 * old), self.data.shape[1]))
@@ -65,7 +65,7 @@ class Lines:
         return self.data[line].zero_()
 
     def drop(self, rows: Rows) -> None:
-        """Take the lines of `rows` back; those without one are fine."""
+        """Free the lines of `rows`. Rows without one are fine."""
         lines = self._line[rows]
         self._free.extend(lines[lines != _NO_LINE].tolist())
         self._line[rows] = _NO_LINE
@@ -78,7 +78,7 @@ class Lines:
         return self._line[rows] != _NO_LINE
 
     def nonzero(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """(place in `rows`, token id, number) of all that is not 0 in the lines of `rows`, which have one."""
+        """(place in `rows`, token id, number) of all non-zero entries of `rows`, which must have lines."""
         lines = self.data[index(self._line[rows], self.data)]
         places, ids = lines.nonzero(as_tuple=True)
         return places, ids, lines[places, ids]
@@ -90,7 +90,7 @@ class Lines:
             self.data[lines, ids] = True
 
     def count(self, rows: Rows, tokens: Int64) -> None:
-        """Count `tokens[i]` in the line of `rows[i]`, if it has one."""
+        """Increment `tokens[i]` in the line of `rows[i]`, if it has one."""
         lines, ids = self._held(rows, tokens)
         if len(lines):
             self.data[lines, ids] += 1

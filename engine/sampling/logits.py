@@ -1,4 +1,4 @@
-"""Rows of logits: the largest of each, some rows at a time, and indices into them."""
+"""Helpers for rows of logits: the largest per row, chunks of rows, and index tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
-Best = tuple[Int64, Float32]  # each row's largest logit: its id (ties: the lowest), and its value
+Best = tuple[Int64, Float32]  # each row's largest logit: id (ties: the lowest) and value
 
 LARGEST = float(np.finfo(np.float32).max)
-_CPU_CHUNK = 1 << 19  # logits treated at once per thread: they and their copies stay in the core's cache
-_GPU_CHUNK = 1 << 24  # logits treated at once: their temporaries take some 15 bytes for each, 240 MiB
+_CPU_CHUNK = 1 << 19  # logits processed at once per thread: they and their copies fit the core's cache
+_GPU_CHUNK = 1 << 24  # logits processed at once: temporaries take some 15 bytes each, 240 MiB
 
 
 def largest(logits: Tensor, at_hand: bool) -> tuple[Tensor, Tensor]:
-    """(ids int64[n], values float32[n]) of the largest in each row; ties: the lowest id; a NaN is largest.
+    """(ids int64[n], values float32[n]) of the largest logit per row. Ties: the lowest id. A NaN is largest.
 
     `at_hand`: the logits can be read without a wait, as on a CPU.
     """
@@ -39,12 +39,12 @@ def largest(logits: Tensor, at_hand: bool) -> tuple[Tensor, Tensor]:
 
 
 def packed(ids: Tensor, values: Tensor) -> Tensor:
-    """float64[2, n] of int64[n] below 2^53 and float32[n]: what goes to the host by one copy, to be `unpacked` there."""
+    """float64[2, n] of int64[n] below 2^53 and float32[n]: one copy brings both to the host, for `unpacked`."""
     return torch.stack((ids.double(), values.double()))
 
 
 def unpacked(both: Float64) -> Best:
-    """(ids int64[n], values float32[n]) of what was `packed`."""
+    """(ids int64[n], values float32[n]) from `packed`."""
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
@@ -65,7 +65,7 @@ def chunks(logits: Tensor, chosen: Int64) -> Iterator[tuple[Int64, Tensor]]:
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
-    """How many rows of logits are treated at once."""
+    """The number of logits rows processed at once."""
     limit = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
     return max(1, limit // max(1, vocab_size))
 
@@ -76,5 +76,5 @@ def index(values: npt.NDArray[np.integer], like: Tensor) -> Tensor:
 
 
 def on_device(values: npt.NDArray[Any], like: Tensor) -> Tensor:
-    """The numbers as a tensor on the device of `like`; on a CPU in the same memory."""
+    """A tensor of `values` on the device of `like`. On a CPU it shares their memory."""
     return torch.from_numpy(values).to(like.device)

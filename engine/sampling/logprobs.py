@@ -1,6 +1,6 @@
-"""Log-probabilities: of given tokens, their ranks, and the most likely ones beside them, from the model's own logits.
+"""Log-probabilities of given tokens, with their ranks and the most likely tokens, from the model's own logits.
 
-The arithmetic is in float32 whatever the logits are, and comes before any treatment that the sampler gives them.
+They are computed in float32, before any logits processor.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
-_CPU_CHUNK = 1 << 19  # logits looked at at once per thread
-_GPU_CHUNK = 1 << 22  # the temporaries take some 20 bytes for each: 80 MiB
+_CPU_CHUNK = 1 << 19  # logits processed at once per thread
+_GPU_CHUNK = 1 << 22  # the temporaries take some 20 bytes each: 80 MiB
 _LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """What `score` found of m tokens: itself in column 0, then the k most likely ones, best first; ties: the lower id first.
+    """The result of `score` for m tokens: the token in column 0, then the k most likely, best first. Ties: lower id first.
 
-    `bad` tells the lines whose logits hold a NaN or a +inf or only -inf; what the others say of these means nothing.
+    `bad` marks lines with logits that hold a NaN, a +inf or only -inf. Their other values are meaningless.
     """
 
     token_ids: Int32  # [m, 1 + k]
-    logprobs: Float32  # [m, 1 + k]; what the model rules out has the lowest float32, so that it stays a number
-    ranks: Int32  # [m]: how many are at least as likely, from 1
+    logprobs: Float32  # never -inf: the lowest float32 instead
+    ranks: Int32  # number of tokens at least as likely, from 1
     bad: Bool  # [m]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens `first .. first + length` of the row at `place` among those asked about, with `k` most likely ones each."""
+    """Tokens `first .. first + length` of the row at `place` in a query, with `k` most likely tokens each."""
 
     place: int
     first: int
@@ -48,11 +48,11 @@ class TokenSpan:
 
 
 class LogprobRequests:
-    """The rows that asked for log-probabilities, and of what. Not safe for concurrent use."""
+    """The rows that request log-probabilities. Not safe for concurrent use."""
 
     def __init__(self, num_rows: int) -> None:
         self._asks = np.zeros(num_rows, np.bool_)
-        self._asked: dict[int, tuple[Sampling, int]] = {}  # with the length of the prompt
+        self._asked: dict[int, tuple[Sampling, int]] = {}  # with the prompt's length
 
     def admit(self, row: int, sampling: Sampling, num_prompt: int) -> None:
         """(Re)start `row`."""
@@ -67,7 +67,7 @@ class LogprobRequests:
         self._asks[rows] = False
 
     def of_prompts(self, rows: Int64, starts: Int64, lengths: Int64) -> list[TokenSpan]:
-        """The tokens of prompts that somebody wants to know of, which are behind a position of `starts .. starts + lengths`."""
+        """Prompt tokens to score with the logits of positions `starts .. starts + lengths`."""
         found = []
         for place in np.flatnonzero(self._asks[rows]).tolist():
             sampling, num_prompt = self._asked[int(rows[place])]
@@ -77,7 +77,7 @@ class LogprobRequests:
         return found
 
     def of_samples(self, rows: Int64, positions: Int64) -> list[TokenSpan]:
-        """The tokens to be sampled at `positions` of `rows` of which somebody wants to know."""
+        """Tokens to be sampled at `positions` of `rows` that need log-probabilities."""
         found = []
         for place in np.flatnonzero(self._asks[rows]).tolist():
             sampling, _ = self._asked[int(rows[place])]
@@ -87,13 +87,12 @@ class LogprobRequests:
 
 
 def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Logprobs:
-    """The log-probability of each token, its rank, and the `k` most likely ones. Read-only; a piece at a time, so that the
-    temporaries stay small.
+    """Each token's log-probability and rank, and the `k` most likely tokens. Read-only. Works in pieces to limit temporaries.
 
     Args:
         logits: float[m, vocab] of any float type, on any device.
         token_ids: int[m], below vocab.
-        k: Where the vocabulary has fewer tokens, all of them are given.
+        k: At most the vocabulary size is returned.
     """
     vocab_size = logits.shape[-1]
     k = min(k, vocab_size)
@@ -109,7 +108,7 @@ def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Logprob
 
 
 def _score(x: Tensor, ids: Tensor, k: int) -> Tensor:
-    """float64[m, 2 * (1 + k) + 2] of logits float32[m, vocab]: ids, log-probabilities, rank, and the logarithm of the sum."""
+    """float64[m, 2 * (1 + k) + 2] from logits float32[m, vocab]: ids, log-probabilities, rank, and log of the sum."""
     sums = x.logsumexp(-1, keepdim=True)
     own = x.gather(1, ids[:, None])
     columns = torch.cat((ids[:, None], _most_likely(x, k)), 1)
@@ -119,10 +118,10 @@ def _score(x: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def _most_likely(x: Tensor, k: int) -> Tensor:
-    """int64[m, k]: the ids of the largest of each line, in descending order; ties: the lower id first.
+    """int64[m, k]: the ids of each line's largest logits, descending. Ties: the lower id first.
 
-    By keys that are all different: the float's bits, which are made to rise with it, above what the id lacks. `topk` of the
-    floats themselves takes any of those that tie, and logits of 16 bits tie often.
+    It sorts unique keys: the float's bits, made monotonic, above the negated id. `topk` of the floats themselves breaks ties
+    arbitrarily, and 16-bit logits often tie.
     """
     if k == 0:
         return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)

@@ -1,4 +1,4 @@
-"""Logits processors of single requests: other people's code, which sees its own row alone and harms no other."""
+"""User-supplied logits processors of single requests. Each sees only its own row, and its errors affect no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Troubles = dict[int, str]  # by row: why it has no token
 
 
 class Processors:
-    """Calls each row's processors, one after the other. What one of them does wrong is its row's trouble."""
+    """Calls each row's processors in order. An error becomes the trouble of that row."""
 
     def __init__(self, num_rows: int, histories: Histories, troubles: Troubles) -> None:
         self._asked = np.zeros(num_rows, np.bool_)
@@ -48,7 +48,7 @@ class Processors:
         return self._asked[rows]
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
-        """Let the processors of each row have a copy of its scores; what they return takes their place."""
+        """Call each row's processors with a copy of its scores, and store what they return."""
         for place, row in zip(places.tolist(), rows.tolist(), strict=True):
             try:
                 x[place] = self._processed(x[place : place + 1].clone(), row)
@@ -58,13 +58,13 @@ class Processors:
                 x[place] = torch.nan
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
-        """Nothing: the histories know."""
+        """Does nothing: `Sampler` updates the histories."""
 
     def _processed(self, scores: Tensor, row: int) -> Tensor:
-        """float32[vocab] of scores float32[1, vocab]. Raises _Refused."""
+        """float32[vocab] from scores float32[1, vocab]. Raises _ProcessorRefusal."""
         known = self._histories.of(row)
         for processor in self._processors[row]:
-            input_ids = torch.tensor(known, device=scores.device)[None]  # a copy each: it may be written to
+            input_ids = torch.tensor(known, device=scores.device)[None]  # a copy per processor, which may write to it
             try:
                 given: Any = processor(input_ids, scores)
             except BaseException as error:
@@ -85,7 +85,7 @@ class Processors:
 
 
 class _ProcessorRefusal(Exception):
-    """A processor did what it may not do. The text names it."""
+    """A processor raised, or returned invalid scores. The message names it."""
 
 
 def _name(processor: LogitsProcessor) -> str:

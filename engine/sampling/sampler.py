@@ -1,11 +1,10 @@
-"""Turns logits into tokens: the treatments in their order, and the draw, each paid for only by the rows that ask for it.
+"""The sampler: applies logits processors in a fixed order, then draws tokens. Rows pay only for what they request.
 
-The treatments come in the order of transformers' `generate` and give its distributions: logit bias, repetition penalty,
+The processors follow the order of transformers' `generate` and give its distributions: logit bias, repetition penalty,
 frequency and presence penalties, bad words, minimum length, the request's own processors, the constraint, temperature, top-k,
-top-p, min-p. The draw is ours: one uniform number per (seed, sample index, position), then the inverse of the cumulative
-distribution in the order of the vocabulary. So a token depends on its own row of logits and on its own request alone, not on
-neighbours, order, or what was drawn before; and two nearly equal logits that change places under rounding move the result only
-if the number falls into the gap between them.
+top-p, min-p. The draw is pagetide's own: one uniform number per (seed, sample index, position), then the inverse of the
+cumulative distribution in vocabulary order. A token therefore depends only on its own logits and request, not on neighbours,
+order or earlier draws. If rounding swaps two nearly equal logits, the token changes only if the number falls between them.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ from .noise import gumbel, uniform
 from .processors import Processors, Troubles
 from .transforms import NOBODY, DrawSettings, SamplingTransforms
 
-Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k], keys descending
+Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k]; keys descending
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Tokens that were drawn. On the device, perhaps not computed yet.
+    """Drawn tokens on the device, perhaps not computed yet.
 
     Attributes:
-        tokens: int64[n]; 0 where a row has none.
-        packed: float64[2, n]: what `Sampler.collect_samples` has to know on the host, so that one copy brings it.
+        tokens: int64[n]; 0 for a row without a token.
+        packed: float64[2, n]: all that `Sampler.collect_samples` needs on the host, in one copy.
     """
 
     tokens: Tensor
@@ -67,16 +66,16 @@ class DrawnTokens:
 class Sampler:
     """Sampling settings of the running rows, and the draw of their next tokens. Not safe for concurrent use.
 
-    `sample` does all that rows may ask for, and waits for the device. Rows that are `plain` get the same tokens without
-    a wait in three parts: `settings` on the host, whose arrays the caller uploads; `draw`, which only queues; and
-    `collect_samples`, when the values are on the host.
+    `sample` supports everything that rows may request, and waits for the device. Rows that are `plain` get the same tokens
+    without a wait in three parts: `settings` on the host, to be uploaded by the caller; `draw`, which only queues; and
+    `collect_samples`, once the values are on the host.
 
     Args:
-        num_rows: Rows there can be; row ids are below it.
+        num_rows: Row ids are below it.
         vocab_size: Width of the logits.
-        device: Where the logits live.
-        constraints: What compiles the forms that outputs are to have; None: no row has one.
-        at_hand: Whether the device's values can be read without a wait; None: on a CPU they can.
+        device: Device of the logits.
+        constraints: Compiles output constraints; None: no row has one.
+        at_hand: Whether device values can be read without a wait; None: only on a CPU.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class Sampler:
         self._seed = np.zeros(num_rows, np.uint64)
         self._index = np.zeros(num_rows, np.uint64)
         self._num_candidates = np.zeros(num_rows, np.int64)
-        self._least_kept = np.ones(num_rows, np.int64)  # candidates that no filter takes
-        self._asks = np.zeros(num_rows, np.bool_)  # for any of the treatments
+        self._least_kept = np.ones(num_rows, np.int64)  # candidates that the filters always keep
+        self._asks = np.zeros(num_rows, np.bool_)  # rows that request a processor
         self._histories = Histories()
         self._troubles: Troubles = {}
         self._constrained = Constrained(num_rows, constraints or Constraints(None, vocab_size), self._troubles)
@@ -106,7 +105,7 @@ class Sampler:
         self._transforms = SamplingTransforms(num_rows, vocab_size, device, self._at_hand)
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:
-        """(Re)start `row`, whose tokens so far are `token_ids` [known]: its prompt, then what was generated before."""
+        """(Re)start `row` from its tokens so far, `token_ids` [known]: its prompt, then what was generated."""
         self.release(np.array([row]))
         self._seed[row] = sampling.seed
         self._index[row] = sampling.index
@@ -117,7 +116,7 @@ class Sampler:
         self._asks[row] = any(asked)
 
     def release(self, rows: Rows) -> None:
-        """Forget `rows`: back to plain greedy. Rows that were never admitted are fine."""
+        """Reset `rows` to plain greedy. Rows that were never admitted are fine."""
         self._asks[rows] = False
         self._transforms.release(rows)
         self._histories.drop(rows)
@@ -130,14 +129,14 @@ class Sampler:
         """Draw the next token of each row. Mutates the rows' histories; may overwrite `logits`.
 
         Args:
-            rows: int[n], admitted rows, none twice.
-            positions: int64[n], the index in its sequence (prompt included) that each new token will have.
+            rows: int[n], admitted rows, each at most once.
+            positions: int64[n], the index of each new token in its sequence, prompt included.
             logits: float[n, vocab] of any float type; the arithmetic is in float32.
 
         Returns:
-            tokens int32[n], and bool[n] telling the rows that have none (their token is 0), because their logits hold a NaN
-            or a +inf or only -inf, or for what `trouble` says; or None if all are well. A bad row changes nothing for the
-            others.
+            tokens int32[n], and bool[n] marking rows without a token (their token is 0), or None if all rows have one. A row
+                has none if its logits hold a NaN, a +inf or only -inf, or for the reason that `trouble` gives. Other rows are
+                unaffected.
         """
         treated = self._treated(rows, positions)
         tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~treated)
@@ -156,15 +155,15 @@ class Sampler:
         return tokens.astype(np.int32), bad
 
     def plain(self, rows: Rows, positions: Int64) -> bool:
-        """Whether all of `rows` ask for nothing but temperature, top-k, top-p and min-p, if that, for tokens at `positions`."""
+        """Whether all of `rows` request at most temperature, top-k, top-p and min-p for the tokens at `positions`."""
         return not self._treated(rows, positions).any()
 
     def settings(self, rows: Rows, positions: Int64) -> DrawSettings:
-        """What `draw` needs of `rows`, which are `plain` at `positions`."""
+        """The settings that `draw` needs for `rows`, which are `plain` at `positions`."""
         return self._settings(rows, positions, self._transforms.draws(rows))
 
     def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> DrawnTokens:
-        """Queue the draw of the next token of each row on the device: what `sample` gives, without waiting for anything.
+        """Queue the draw of each row's next token on the device. Gives the tokens of `sample` without waiting.
 
         Args:
             logits: As for `sample`; may be overwritten.
@@ -181,7 +180,7 @@ class Sampler:
         return DrawnTokens(tokens, packed(tokens, top))
 
     def collect_samples(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
-        """(tokens int32[n], bool[n] telling the rows that have none) as of `sample`, of plain `rows`, not released since.
+        """(tokens int32[n], bool[n] marking rows without one) as of `sample`, for plain `rows` not released since the draw.
 
         `told` is the `DrawnTokens.packed` of their draw, on the host.
         """
@@ -191,11 +190,11 @@ class Sampler:
         return tokens.astype(np.int32), bad
 
     def candidates(self, rows: Rows, positions: Int64, logits: Tensor) -> list[Candidate | None]:
-        """The tokens that each row could go on with, best first: as many as its `num_candidates`, or all that are possible.
+        """The best next tokens of each row, best first: its `num_candidates`, or all possible ones.
 
-        The treatments have log-probabilities before them, as in transformers' beam search. Where a row has a temperature, its
-        keys are the log-probabilities then, plus Gumbel noise; else they are the same. Ties: the lowest id. Nothing is
-        remembered: somebody else chooses, and tells by `record_tokens`, or by another `admit`. Arguments as for `sample`.
+        The processors run on log-probabilities, as in transformers' beam search. For a row with a temperature, keys are the
+        transformed log-probabilities plus Gumbel noise; else they are the log-probabilities. Ties: the lowest id. Histories are
+        not changed: the caller chooses and reports by `record_tokens` or another `admit`. Arguments as for `sample`.
 
         Returns:
             None for a row that has no candidates: see `sample`.
@@ -215,7 +214,7 @@ class Sampler:
         return found
 
     def record_tokens(self, rows: Rows, tokens: Int32 | Int64) -> None:
-        """`rows` go on with `tokens`, int[n], whoever chose them: they enter the histories."""
+        """Append the chosen `tokens`, int[n], to the histories of `rows`."""
         if not self._asks[rows].any():
             return
         tokens = tokens.astype(np.int64, copy=False)
@@ -224,20 +223,20 @@ class Sampler:
             treatment.record_tokens(rows, tokens)
 
     def trouble(self, row: int) -> str | None:
-        """Why `row` has no token, in a sentence, where it is not its logits. It stands until the row is released."""
+        """Why `row` has no token, in a sentence, unless its logits are the reason. Valid until the row is released."""
         return self._troubles.get(row)
 
     def complete(self, rows: Rows) -> Bool | None:
-        """bool[n]: whose output has the whole of the form that was asked for, so that nothing can follow. None: nobody's.
+        """bool[n]: rows with complete output under their constraint, so that nothing can follow. None: no row.
 
-        Such a row is to end, whether it has an end id to say so or not, and whatever its minimum length.
+        Such a row must end, even without an end id, and whatever its minimum length.
         """
         return self._constrained.complete(rows)
 
     def distribution(self, rows: Rows, positions: Int64, logits: Tensor) -> Tensor:
         """float32[n, vocab]: the probabilities that `sample` draws from; greedy rows are one-hot. Read-only, not fast.
 
-        The logits must be such that `sample` finds no bad row.
+        The logits must be ones for which `sample` finds no bad row.
         """
         x = logits.detach().float().clone()
         self._treat(x, rows, positions)
@@ -250,21 +249,21 @@ class Sampler:
         return result
 
     def _treated(self, rows: Rows, positions: Int64) -> Bool:
-        """bool[n]: which of `rows` ask for any of the treatments."""
+        """bool[n]: which of `rows` request any processor."""
         treated = np.zeros(len(rows), np.bool_)
         for treatment in self._treatments if self._asks[rows].any() else ():
             treated |= treatment.asked(rows, positions)
         return treated
 
     def _treat(self, x: Tensor, rows: Rows, positions: Int64) -> None:
-        """All treatments, in place in `x` [m, vocab]."""
+        """Apply all processors in place to `x` [m, vocab]."""
         for treatment in self._treatments if self._asks[rows].any() else ():
             places = np.flatnonzero(treatment.asked(rows, positions))
             if places.size:
                 treatment.apply(x, places, rows[places])
 
     def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> DrawSettings:
-        """Of `rows`, of which those that are `drawing` draw."""
+        """The settings of `rows`; those with `drawing` draw."""
         places = np.flatnonzero(drawing)
         if not places.size:
             return NOBODY
@@ -273,13 +272,13 @@ class Sampler:
         return self._transforms.settings(places, who, noise)
 
     def _drawn(self, rows: Rows, positions: Int64, logits: Tensor, drawing: Bool) -> Best:
-        """(tokens, largest logits) on the host of `rows`, of which those that are `drawing` draw. May overwrite `logits`."""
+        """(tokens, largest logits) of `rows` on the host; those with `drawing` draw. May overwrite `logits`."""
         settings = self._settings(rows, positions, drawing)
         drawn = self.draw(logits, settings, [on_device(array, logits) for array in settings.arrays])
         return unpacked(drawn.packed.cpu().numpy())
 
     def _well(self, top: Float32, rows: Rows) -> Bool:
-        """bool[m]: which of `rows`, whose logits were finite, are well by their largest one; the others have a trouble."""
+        """bool[m]: which of `rows`, all with finite logits, keep a finite largest logit. Records the trouble of the others."""
         well = np.isfinite(self._transforms.warmed(top, rows))
         for i in np.flatnonzero(~well):
             ruled_out = "what was asked for rules out every token that could come next"
@@ -288,7 +287,7 @@ class Sampler:
         return well
 
     def _best(self, logprobs: Float32, row: int, position: int) -> Candidate:
-        """The candidates of one row, from its treated log-probabilities [vocab]."""
+        """The candidates of one row, from its processed log-probabilities [vocab]."""
         ids = np.flatnonzero(logprobs > -np.inf)
         keys = logprobs[ids]
         if self._transforms.draws(np.array([row]))[0]:

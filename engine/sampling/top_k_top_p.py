@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p keep."""
+"""Top-k and top-p filters."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .categorical import find, padded, sums
 
 
 def cut(x: Tensor, num_sorted: int, top_k: Tensor | None, top_p: Tensor | None, at_hand: bool) -> Tensor:
-    """float32[m, vocab]: 1 for tokens that are kept, else 0. Overwrites and returns `x`, logits float32[m, vocab].
+    """float32[m, vocab]: 1 for kept tokens, else 0. Overwrites and returns `x`, logits float32[m, vocab].
 
-    All that tie for the k-th place stay; of those that tie for the last place in the nucleus the lowest ids, as with argmax
-    (transformers' unstable sort takes any). What is computed for a row must not depend on how many logits were sorted for its
-    neighbours: hence exponentials that no sum has scaled, in blocks counted from the largest, and ties for the k-th place that
-    are counted, since not all of them are among the sorted.
+    All ties for the k-th place stay. Of ties for the last place in the nucleus the lowest ids stay, as with argmax
+    (transformers' unstable sort keeps any). A row's result must not depend on how many logits were sorted for its neighbours.
+    Therefore the exponentials are not normalized and are summed in blocks counted from the largest, and ties for the k-th place
+    are counted, because not all are among the sorted logits.
 
     Args:
-        num_sorted: So many of the largest logits are read in descending order: `top_k` at least, all without it.
+        num_sorted: Number of largest logits read in descending order: at least `top_k`, or all without it.
         top_k: int64[m], from 1. None: no row has top-k, all have top-p.
-        top_p: float64[m], the share that the nucleus has to exceed; inf is off. None: no row has top-p, all have top-k.
-        at_hand: Values can be read without a wait, as on a CPU. Else nothing is read.
+        top_p: float64[m], the share that the nucleus must exceed; inf: off. None: no row has top-p, all have top-k.
+        at_hand: Values can be read without a wait, as on a CPU. Otherwise nothing is read.
     """
     depths = _depths(x, num_sorted, at_hand)
     floor = depths[:, -1:] if top_k is None else depths.gather(1, top_k[:, None] - 1)
@@ -49,9 +49,9 @@ def _nucleus(depths: Tensor, weights: Tensor, floor: Tensor, tied: Tensor, top_p
 
     Args:
         depths: float32[m, num_sorted], ascending.
-        weights: float32[m, padded to blocks], of what lies above the floor; 0 behind it.
+        weights: float32[m, padded to blocks], of logits above the floor; 0 elsewhere.
         floor: float32[m, 1], a depth.
-        tied: int64[m, 1], how many of the floor's depth count too.
+        tied: int64[m, 1], how many tokens at the floor's depth count too.
         top_p: float64[m, 1].
     """
     ends = sums(weights)
@@ -66,10 +66,10 @@ def _nucleus(depths: Tensor, weights: Tensor, floor: Tensor, tied: Tensor, top_p
 
 
 def _count(x: Tensor, value: Tensor, at_hand: bool) -> Tensor:
-    """int64[m, 1]: how many in each row of `x` [m, vocab] are `value` [m, 1]."""
+    """int64[m, 1]: how many elements in each row of `x` [m, vocab] equal `value` [m, 1]."""
     if not at_hand:
         return (x == value).sum(-1, keepdim=True)
-    rows = np.flatnonzero(x.numpy() == value.numpy()) // x.shape[-1]  # few: faster than to count along the rows
+    rows = np.flatnonzero(x.numpy() == value.numpy()) // x.shape[-1]  # few: faster than counting along the rows
     return torch.from_numpy(np.bincount(rows, minlength=len(x)))[:, None]
 
 
@@ -77,7 +77,7 @@ def _depths(x: Tensor, count: int, at_hand: bool) -> Tensor:
     """The `count` largest values of each row, negated and so ascending: float32[m, count]. Read-only."""
     if not at_hand:
         return (x.topk(count) if count < x.shape[-1] else x.sort(descending=True)).values.neg_()
-    values = x.numpy()  # numpy sorts values with vector instructions, torch values and indices without
+    values = x.numpy()  # numpy's sort is vectorized; torch's is not, and sorts indices too
     if count < values.shape[-1]:
         values = np.partition(values, -count, axis=-1)[:, -count:]
     depths = np.negative(values)

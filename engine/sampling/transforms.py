@@ -1,7 +1,6 @@
-"""The warpers: temperature, top-k, top-p and min-p of the rows that draw, as transformers has them.
+"""Sampling transforms: temperature, top-k, top-p and min-p of the rows that draw, as in transformers.
 
-What rows ask for is laid out on the host, as arrays and as facts by which the operations are chosen; the operations then ask
-the device for nothing.
+The host prepares the settings as arrays, with flags that select the operations. The operations read nothing from the device.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from .top_k_top_p import cut
 
 Arrays = tuple[npt.NDArray[Any], ...]
 
-_COLDEST = 1e-6  # lower temperatures act as this one, so that logits / temperature stays finite
+_COLDEST = 1e-6  # lower temperatures act as this one: logits / temperature stays finite
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Some drawing rows that are treated at once."""
+    """Some drawing rows that are processed together."""
 
     rows: slice  # of the arrays
-    places: slice | None  # of the logits; None: they do not lie one behind the other there
-    num_sorted: int  # how many of a row's logits top-k and top-p read; 0: no row has either
-    warm: bool  # a row has a temperature that is not 1
+    places: slice | None  # of the logits; None: they are not contiguous
+    num_sorted: int  # logits per row that top-k and top-p read; 0: neither is on
+    warm: bool  # a row has a temperature other than 1
     top_k: bool  # all rows have top-k; else none
     top_p: bool  # a row has top-p; without top-k all or none
     min_p: bool  # a row has min-p
@@ -40,26 +39,26 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """What a draw needs of the rows that draw, m of n. Plain data on the host.
+    """The settings of the m of n rows that draw. Plain data on the host.
 
     Attributes:
-        arrays: What is to be uploaded: places among the n rows int64[m], temperatures float32[m], top-k int64[m], top-p
-            float64[m], min-p float32[m] and noise float64[m]. Empty if nobody draws.
-        parts: The rows in the order of the arrays, those that ask for the same together.
+        arrays: To be uploaded: places among the n rows int64[m], temperatures float32[m], top-k int64[m], top-p float64[m],
+            min-p float32[m] and noise float64[m]. Empty if no row draws.
+        parts: The rows in the order of the arrays, grouped by what they request.
     """
 
     arrays: Arrays
     parts: tuple[RowGroup, ...]
 
 
-NOBODY = DrawSettings((), ())  # of rows none of which draws
+NOBODY = DrawSettings((), ())  # if no row draws
 
 
 class SamplingTransforms:
-    """How each row's distribution is bent. A row without a temperature draws nothing. Not safe for concurrent use.
+    """The transforms of each row's distribution. A row without a temperature does not draw. Not safe for concurrent use.
 
-    `at_hand`: values on `device` can be read without a wait, as on a CPU: then what is rare is asked for, and done only where
-    it is needed. Else nothing is read.
+    `at_hand`: values on `device` can be read without a wait, as on a CPU. Rare cases are then tested for and handled only if
+    they occur. Otherwise nothing is read.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, at_hand: bool) -> None:
@@ -67,7 +66,7 @@ class SamplingTransforms:
         self._device = device
         self._at_hand = at_hand
         self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
-        self._top_k = np.full(num_rows, vocab_size, np.int64)  # the size of the vocabulary: off
+        self._top_k = np.full(num_rows, vocab_size, np.int64)  # vocabulary size: off
         self._top_p = np.full(num_rows, np.inf)  # inf: off; else as `_share_for` gives it
         self._min_p = np.zeros(num_rows, np.float32)  # 0: off
 
@@ -79,7 +78,7 @@ class SamplingTransforms:
         self._min_p[row] = sampling.min_p
 
     def release(self, rows: Rows) -> None:
-        """Back to greedy."""
+        """Reset `rows` to greedy."""
         self._temperature[rows] = 0.0
 
     def draws(self, rows: Rows) -> Bool:
@@ -87,13 +86,13 @@ class SamplingTransforms:
         return self._temperature[rows] > 0
 
     def warmed(self, top: Float32, rows: Rows) -> Float32:
-        """float32[n]: what becomes of each row's largest logit; of a row that draws nothing it stays."""
+        """float32[n]: each row's largest logit after temperature; unchanged for a row that does not draw."""
         temperature = self._temperature[rows]
         with np.errstate(over="ignore"):
             return np.asarray(top / np.where(temperature > 0, temperature, np.float32(1)), np.float32)
 
     def settings(self, places: Int64, rows: Rows, noise: Float64) -> DrawSettings:
-        """Of `rows`, which draw with `noise` [m] and stand at `places` [m], ascending, among the logits."""
+        """The settings of `rows`, which draw with `noise` [m] and are at `places` [m], ascending, among the logits."""
         temperature, top_k, top_p, min_p = self._asked_of(rows)
         kind = np.where(top_k < self._vocab_size, 1, np.where(top_p < 1, 2, 0))  # sorts k logits, or all, or none
         order = np.argsort(kind, kind="stable")
@@ -108,19 +107,19 @@ class SamplingTransforms:
         return DrawSettings(arrays, tuple(parts))
 
     def draw(self, logits: Tensor, settings: DrawSettings, uploaded: Sequence[Tensor]) -> Tensor:
-        """int64[m]: tokens of the rows that draw, in the order of `settings`. As for `weights`, part by part."""
+        """int64[m]: tokens of the rows that draw, in the order of `settings`. Otherwise as `weights`."""
         noise = uploaded[5]
         drawn = [draw(self.weights(logits, part, uploaded), noise[part.rows], self._at_hand) for part in settings.parts]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def weights(self, logits: Tensor, part: RowGroup, uploaded: Sequence[Tensor]) -> Tensor:
-        """float32[rows of the part, vocab, padded to blocks], 0 where filtered. Where the largest logit, warmed, is not finite
-        they mean nothing.
+        """float32[rows of the part, vocab, padded to blocks]: weights, 0 where filtered. Meaningless if the largest logit after
+        temperature is not finite.
 
         Args:
-            logits: float[n, vocab] of any float type; those of the part may be overwritten.
-            part: Of the settings of the rows that draw.
-            uploaded: The arrays of the settings, where the logits are.
+            logits: float[n, vocab] of any float type; the part's logits may be overwritten.
+            part: One part of the settings.
+            uploaded: The arrays of the settings, on the device of the logits.
         """
         places, temperature, top_k, top_p, min_p, _ = (of[part.rows] for of in uploaded)
         x = logits.index_select(0, places) if part.places is None else logits[part.places]
@@ -137,9 +136,9 @@ class SamplingTransforms:
         return padded(weights)
 
     def scores(self, x: Tensor, rows: Rows, least: Int64) -> Tensor:
-        """float32[m, vocab] of logits x [m, vocab] of rows that draw, -inf where filtered. Overwrites `x`.
+        """float32[m, vocab]: transformed logits of drawing rows, from x [m, vocab]; -inf where filtered. Overwrites `x`.
 
-        Row i keeps `least[i]` tokens at least, as transformers has it where beams are drawn.
+        Row i keeps at least `least[i]` tokens, as transformers does when it samples beams.
         """
         temperature, top_k, top_p, min_p = self._asked_of(rows)
         x.div_(on_device(temperature, x)[:, None])
@@ -165,7 +164,7 @@ class SamplingTransforms:
 
 
 def _part(arrays: Arrays, rows: slice, vocab_size: int) -> RowGroup:
-    """Of drawing rows of one kind, by the arrays of their settings."""
+    """The group of drawing rows `rows` of one kind, from their settings' arrays."""
     places, temperature, top_k, top_p, min_p, _ = (of[rows] for of in arrays)
     first, last = int(places[0]), int(places[-1])
     most, by_p = int(top_k.max()), bool((top_p < 1).any())
@@ -181,9 +180,9 @@ def _part(arrays: Arrays, rows: slice, vocab_size: int) -> RowGroup:
 
 
 def _share_for(top_p: float) -> float:
-    """The running sum, as a share, that a nucleus has to exceed: half a float32 step below `top_p`.
+    """The cumulative probability that a nucleus must exceed: half a float32 step below `top_p`.
 
-    So that ten tokens of a tenth each fill a nucleus of 0.9 with nine of them, whatever the last bits say.
+    With it, ten tokens of 0.1 each fill a nucleus of 0.9 with nine, whatever the last bits.
     """
     above = np.float32(top_p)
     below = np.nextafter(above, np.float32(-1))

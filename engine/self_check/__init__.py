@@ -1,1 +1,1 @@
-"""The self-check of a CUDA device: each part that a device may break is tried once, in a process of its own."""
+"""The self-check of a CUDA device: tests each device-dependent part once, in a separate process."""

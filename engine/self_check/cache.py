@@ -1,9 +1,9 @@
-"""Where the results of self-checks are kept: one small file for each device and each set of versions.
+"""The cache of self-check results: one small file per device and set of versions.
 
-    $XDG_CACHE_HOME/pagetide/self-check/DIGEST.json     ~/.cache in place of a variable that is not set, or not absolute
+    $XDG_CACHE_HOME/pagetide/self-check/DIGEST.json     ~/.cache if the variable is not set or not absolute
 
-A file is replaced as a whole, so that a reader never sees half of one, and several processes may write at once: the last one's
-result stands. A file that is damaged, or of other versions, counts as none.
+A file is replaced atomically, so readers never see a partial one, and several processes may write: the last result stays. A
+damaged file, or one of other versions, is ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of results. Makes nothing."""
+    """The folder of results. Does not create it."""
     named = environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification has relative paths ignored. Without a home the path stays relative to "~",
-    # which nobody can write to by accident: it is used only where it is absolute.
+    # The XDG base directory specification requires relative paths to be ignored. Without a home directory the path stays
+    # relative to "~"; `Cache.write` refuses relative paths.
     base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
     return base / "pagetide" / "self-check"
 
@@ -40,12 +40,12 @@ class Cache:
         self._folder = cache_dir() if folder is None else folder
 
     def file(self, identity: Mapping[str, Any]) -> Path:
-        """Where the result for this identity is, or would be."""
+        """The file for this identity, existing or not."""
         text = json.dumps(identity, sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self, identity: Mapping[str, Any]) -> list[PartOutcome]:
-        """The outcomes that are kept for this identity; none where there is no such file, or no readable one."""
+        """The stored outcomes for this identity; none without a readable file."""
         file = self.file(identity)
         try:
             kept = json.loads(file.read_text("utf-8"))
@@ -59,7 +59,7 @@ class Cache:
             return []
 
     def write(self, identity: Mapping[str, Any], outcomes: Iterable[PartOutcome]) -> None:
-        """Keep these outcomes, in place of earlier ones. Raises OSError."""
+        """Store these outcomes, replacing earlier ones. Raises OSError."""
         file = self.file(identity)
         if not file.is_absolute():
             raise OSError("there is no home directory, and XDG_CACHE_HOME names no absolute one")

@@ -1,9 +1,8 @@
-"""The self-check of a device: what earlier runs found, what is tried now, and what is said of it. Imports no torch.
+"""The self-check of a device: combines cached results with new tests, and logs the outcome. Imports no torch.
 
-What was found holds as long as the identity of device, driver and versions. But a failure is believed for a day: then all parts
-that did not pass are tried again, since what made one fail (a compiler that was missing, another program on the device) may be
-gone.
-Why so: docs/decisions/0036-self-check.md.
+Results are valid for one identity of device, driver and versions. A failure is only valid for a day: then all parts that did
+not pass are tested again, since the cause (a missing compiler, another program on the device) may be gone. Reasons:
+docs/decisions/0036-self-check.md.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def self_check(
     attempt: Try | None = None,
     clock: Callable[[], float] = time.time,
 ) -> CheckReport:
-    """What of the engine works on CUDA device `index`, as torch counts.
+    """Which parts of the engine work on CUDA device `index`, as torch counts.
 
     Args:
-        again: Try every part, whatever is known.
-        tries: Try what is not known; False: tell what is known.
-        cache: Where results are kept.
-        identify: What a result holds for.
-        attempt: Tries parts; None: in processes of their own.
+        again: Test every part, even with cached results.
+        tries: Test parts without a cached result; False: report cached results only.
+        cache: The result cache.
+        identify: The identity for which results are valid.
+        attempt: Tests parts; None: in separate processes.
         clock: Seconds since 1970.
     """
     cache, identity = cache or Cache(), identify(index)
@@ -63,10 +62,10 @@ def self_check(
 
 
 def at_start(index: int, check: Callable[[int], CheckReport] = self_check) -> CheckReport:
-    """The self-check as an engine makes it: what it finds is said, and what goes wrong with it stops nothing."""
+    """The self-check at engine start. Logs the findings. Its own errors do not stop the engine."""
     try:
         report = check(index)
-    except Exception as error:  # an engine that works does without it
+    except Exception as error:  # the engine can start without a self-check
         log.exception("the self-check of cuda:%d raised; everything is used unchecked", index)
         outcomes = tuple(PartOutcome(part, UNTRIED, f"{type(error).__name__}: {error}") for part in PARTS)
         return CheckReport(f"cuda:{index}", {}, outcomes, cached=False, file="", kept=False)
@@ -75,7 +74,7 @@ def at_start(index: int, check: Callable[[int], CheckReport] = self_check) -> Ch
 
 
 def say(report: CheckReport) -> None:
-    """Log what is switched off, and what could not be tried: a warning each."""
+    """Log a warning for each part that is switched off, and one for the untested parts."""
     where = _format_device(report.device, report.identity)
     for part, reason in report.faults.items():
         log.warning(
@@ -95,7 +94,7 @@ def say(report: CheckReport) -> None:
 
 
 def _believed(kept: Iterable[PartOutcome], now: float) -> list[PartOutcome]:
-    """Those of the outcomes that were kept that need no new try."""
+    """The cached outcomes that need no new test."""
     known = [one for one in kept if one.part in PARTS]
     if all(0 <= now - one.at < FAILURES_HOLD_S for one in known if one.state == FAILED):
         return known

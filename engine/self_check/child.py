@@ -1,11 +1,10 @@
-"""The process in which parts are tried: `python -m pagetide.engine.self_check.child REQUEST`, REQUEST being JSON.
+"""The process that tests parts: `python -m pagetide.engine.self_check.child REQUEST`, with REQUEST as JSON.
 
-    {"device": 0, "parts": ["pool", ...], "failed": [...]}       what to try, and what failed elsewhere already
-    {"identity": {...}}                                          its first line: the device is there and answers
-    {"part": "pool", "state": "passed", ...}                     then a line for each part, as soon as it was tried
+    {"device": 0, "parts": ["pool", ...], "failed": [...]}       parts to test, and parts that failed elsewhere
+    {"identity": {...}}                                          its first line: the device responds
+    {"part": "pool", "state": "passed", ...}                     then a line for each tested part
 
-It ends behind the first part that fails: what that left on the device would be blamed on the next one. It ends too where the
-process that started it is gone.
+It exits after the first failure, as that may affect later parts on the device, and when its parent process is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Does what the request on the command line says."""
+    """Execute the request on the command line."""
     answers = private_output()
     threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
     request: dict[str, Any] = json.loads(sys.argv[1])
@@ -34,13 +33,13 @@ def main() -> None:
 
     from .parts import cuda_seams
 
-    torch.zeros(1, device=f"cuda:{request['device']}")  # the context, and what else a device does at first
+    torch.zeros(1, device=f"cuda:{request['device']}")  # creates the context and initializes the device
     answer(answers, {"identity": identity_of(request["device"])})
     serve(request["parts"], lambda: cuda_seams(request["device"], request["failed"]), answers)
 
 
 def serve(parts: Sequence[str], seams: Callable[[], Seams], answers: IO[str]) -> None:
-    """Try the parts in their order, as far as they pass, and answer a line for each."""
+    """Test the parts in order until one fails, and write one line for each."""
     from .parts import check_part
 
     there = seams()
@@ -52,21 +51,21 @@ def serve(parts: Sequence[str], seams: Callable[[], Seams], answers: IO[str]) ->
 
 
 def answer(answers: IO[str], line: dict[str, Any]) -> None:
-    """Say one thing."""
+    """Write one line."""
     answers.write(json.dumps(line) + "\n")
     answers.flush()
 
 
 def private_output() -> IO[str]:
-    """Standard output, for us alone: what libraries, and compilers that they start, print goes to standard error."""
+    """A private copy of standard output. Output of libraries, and of compilers that they start, goes to standard error."""
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return ours
 
 
 def end_with_parent() -> None:
-    """Wait until standard input ends, as it does with the process that holds its other end."""
-    while os.read(0, 1):  # not by sys.stdin, whose lock an interpreter that ends wants to have
+    """Wait until standard input ends, as it does when the parent process exits, then exit."""
+    while os.read(0, 1):  # not by sys.stdin: a terminating interpreter needs its lock
         pass
     os._exit(1)
 

@@ -1,6 +1,6 @@
-"""What a self-check's result holds for: the device, its driver, and the versions of everything that runs on it.
+"""The identity for which a self-check result is valid: the device, its driver, and the versions of everything that runs on it.
 
-Imports torch only where a device is looked at.
+Imports torch only to query a device.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from ... import __version__
 
-# Distributions whose code runs on the device, or calls its driver.
+# Distributions with code that runs on the device or calls its driver.
 DISTRIBUTIONS = ("torch", "triton", "cuda-bindings", "flash-attn", "flash-attn-3")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = ("allocator", "cache", "engine")  # the folders of what is checked
+_SOURCES = ("allocator", "cache", "engine")  # the folders of the checked code
 
 
 def cuda_devices() -> list[dict[str, Any]]:
-    """The CUDA devices that torch sees: names, capabilities, sizes. Raises ImportError or OSError where torch is broken."""
+    """The CUDA devices that torch sees: names, capabilities, sizes. Raises ImportError or OSError if torch is broken."""
     import torch
 
     found = []
@@ -38,7 +38,7 @@ def cuda_devices() -> list[dict[str, Any]]:
 
 
 def identity_of(index: int) -> dict[str, Any]:
-    """The identity of CUDA device `index`, as torch counts. Plain data; takes no memory of the device."""
+    """The identity of CUDA device `index`, as torch counts. Plain data; takes no device memory."""
     import torch
 
     has = torch.cuda.get_device_properties(index)
@@ -56,7 +56,7 @@ def identity_of(index: int) -> dict[str, Any]:
 
 
 def driver_version(file: Path = _DRIVER) -> str | None:
-    """The version of NVIDIA's driver, as the kernel tells; None where it does not (under WSL, say)."""
+    """The version of NVIDIA's driver according to the kernel; None if unavailable (under WSL, for example)."""
     try:
         found = re.search(r"\b\d+(\.\d+)+\b", file.read_text())
     except OSError:
@@ -65,7 +65,7 @@ def driver_version(file: Path = _DRIVER) -> str | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """The installed version of each distribution; None where it is not there. Imports none of them."""
+    """The installed version of each distribution; None if it is missing. Imports none of them."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -77,7 +77,7 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 @cache
 def _digest() -> str:
-    """Of the code that is checked, so that a checkout in which it changed is checked again."""
+    """A digest of the checked code, so that changed code is checked again."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.py")):

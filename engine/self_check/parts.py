@@ -1,7 +1,7 @@
-"""The checks themselves: each uses a part of the engine on a device as the engine does, on a few megabytes, and compares.
+"""The tests: each uses a part of the engine on a device as the engine does, on a few megabytes, and compares the results.
 
-They touch the device through `Seams` alone, so that all but the device is the same where there is none: over host memory, with
-a kernel in plain torch and a tape in place of a graph.
+They access the device only through `Seams`. Without a device, the same tests run over host memory, with a kernel in plain torch
+and a recording instead of a graph.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from .report import ABSENT, FAILED, GRAPHS, PASSED, POOL, SWAPS, UNTRIED, PartOu
 _DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
 _EXTENTS = 4
-_GRANULE_BYTES = 2 << 20  # of a device whose driver cannot be asked
-_ROWS = (4, 1)  # of the steps that are captured
+_GRANULE_BYTES = 2 << 20  # if the driver cannot be queried
+_ROWS = (4, 1)  # rows of the captured steps
 _WINDOW, _SOFTCAP = 5, 2.0
 
 
 class _Absent(Exception):
-    """What the part needs is not there."""
+    """A requirement of the part is missing."""
 
 
 class _Faulty(Exception):
-    """The part did something else than it should."""
+    """The part gave a wrong result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """Where the checks meet a device.
+    """The interface between the tests and a device.
 
     Args:
         capability: Its compute capability.
-        granule_bytes: What its arena maps at least.
-        arena: An arena of so many extents of so many bytes. Raises DriverUnavailable where it has none.
-        record: Records work, as `CudaRecorder` does.
-        makers: Of the attention kernels that may be used, by backend.
-        synchronize: Waits for all that is queued, and raises what went wrong there.
+        granule_bytes: The arena's minimum mapping size.
+        arena: Makes an arena from a number of extents and bytes per extent. Raises DriverUnavailable without device support.
+        record: Makes a recorder such as `CudaRecorder`.
+        makers: Usable attention kernels, by backend.
+        synchronize: Waits for all queued work, and raises its errors.
     """
 
     device: torch.device
@@ -66,16 +66,16 @@ class Seams:
     synchronize: Callable[[], None]
 
     def obstacle(self, backend: str, calls: Collection[AttentionSpec]) -> str | None:
-        """Why the backend cannot be tried here; None if it can."""
+        """Why the backend cannot be tested here; None if it can."""
         return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, calls)
 
 
 def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
-    """The real ones, of CUDA device `index` as torch counts. Parts that `failed` are not used to check others."""
+    """The `Seams` of CUDA device `index`, as torch counts. Parts that `failed` are not used to test others."""
     device = torch.device("cuda", index)
     try:
         granule_bytes = CudaArena.granule_bytes(index)
-    except (DriverUnavailable, DriverError):  # which the check of the pool tells
+    except (DriverUnavailable, DriverError):  # the pool test reports it
         granule_bytes = _GRANULE_BYTES
 
     def arena(num_extents: int, extent_bytes: int) -> Arena:
@@ -95,7 +95,7 @@ def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
 
 
 def check_part(part: str, seams: Seams, clock: Callable[[], float] = time.time) -> PartOutcome:
-    """Try one of `report.PARTS`."""
+    """Test one of `report.PARTS`."""
     began = time.perf_counter()
     state, reason = _tried(part, seams)
     return PartOutcome(part, state, reason, round(time.perf_counter() - began, 3), clock())
@@ -110,7 +110,7 @@ def _tried(part: str, seams: Seams) -> tuple[str, str | None]:
         return ABSENT, str(error)
     except _Faulty as error:
         return FAILED, str(error)
-    except Exception as error:  # of a driver, a compiler or a library, which may raise anything
+    except Exception as error:  # a driver, compiler or library may raise anything
         return UNTRIED if _lacks_memory(error) else FAILED, f"{type(error).__name__}: {error}"
     return PASSED, None
 
@@ -132,7 +132,7 @@ def _geometry(seams: Seams) -> Geometry:
 
 
 def _pool(seams: Seams) -> None:
-    """Extents are zeros when they are mapped, keep what is written while others come and go, and go back."""
+    """Mapped extents are zero, keep their content while others are mapped and unmapped, and are freed."""
     geometry = _geometry(seams)
     try:
         arena = seams.arena(_EXTENTS, geometry.extent_bytes)
@@ -143,7 +143,7 @@ def _pool(seams: Seams) -> None:
         blocks = Storage(geometry, arena, seams.device).blocks.view(_EXTENTS, -1)  # [extents, bytes]
         _expect(not blocks[[0, 2]].any(), "extents are not zeros when they are mapped")
         blocks[0], blocks[2] = 0x5A, 0xA5
-        seams.synchronize()  # the fence that map and unmap ask for
+        seams.synchronize()  # map and unmap require this fence
         arena.unmap([2])
         arena.prepare(1)
         arena.map([1, 2])
@@ -176,7 +176,7 @@ def _expect(holds: object, otherwise: str) -> None:
 
 
 def _calls(backend: str) -> list[AttentionSpec]:
-    """Layers of which the backend serves every one: grouped heads, and all that it can do besides."""
+    """Calls that the backend supports: grouped heads, and all its other features."""
     needs = BACKENDS[backend]
     plain = AttentionSpec(8, 2, 128, 128)
     full = AttentionSpec(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
@@ -200,7 +200,7 @@ def _kernel(backend: str, seams: Seams) -> AttentionKernel:
 
 
 def _attention(backend: str, seams: Seams) -> None:
-    """A kernel writes what the torch kernel writes, and gives its results."""
+    """A kernel writes and computes the same as the torch kernel."""
     kernel = _kernel(backend, seams)
     with torch.inference_mode():
         fault = trial.fault(kernel, _calls(backend), _block_size(backend), _DTYPE, seams.device)
@@ -211,7 +211,7 @@ def _attention(backend: str, seams: Seams) -> None:
 
 
 def _graphs(seams: Seams) -> None:
-    """A captured step gives what the same step gives without, of inputs and lengths that changed since."""
+    """A captured step gives the same results as the uncaptured one, for inputs and lengths that changed since."""
     kernel = _kernel("triton", seams)
     if not kernel.captures:
         raise _Absent(f"attention by {kernel.name} cannot be captured")
@@ -246,7 +246,7 @@ def _graphs(seams: Seams) -> None:
 
 
 def _decodes(scratch: trial.Scratch, kernel: AttentionKernel) -> trial.Scratch:
-    """As steps are that are captured: their lengths on the host are bounds."""
+    """A step as it is captured: its lengths on the host are upper bounds."""
     bound = scratch.step.tables[0].shape[1] * _BLOCK_SIZE
     step = replace(scratch.step, kernel=kernel, bounded=True, kv_lens=np.full_like(scratch.step.kv_lens, bound))
     return replace(scratch, step=step)
@@ -256,7 +256,7 @@ def _decodes(scratch: trial.Scratch, kernel: AttentionKernel) -> trial.Scratch:
 
 
 def _swaps(seams: Seams) -> None:
-    """Blocks come back from host memory as they went there, by whatever way is the fastest."""
+    """Blocks return unchanged from host memory, by the fastest method."""
     geometry = _geometry(seams)
     try:
         arena: Arena = seams.arena(_EXTENTS, geometry.extent_bytes)

@@ -1,7 +1,7 @@
-"""Parts are tried in processes of their own: what crashes, hangs or breaks the device's context there harms nobody else.
+"""Runs the tests of parts in separate processes, so that a crash, a hang or a broken device context there affects nothing else.
 
-One process tries them one after the other. It ends with the first part that fails, and another one goes on with the rest; the
-part that failed is tried a second time first, so that a stumble is not taken for a fault. Imports no torch.
+One process tests the parts in order. It exits at the first failure, and another process continues. The failed part is first
+tested again, so that a transient failure does not count. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .report import FAILED, UNTRIED, PartOutcome
 
 log = logging.getLogger(__name__)
 
-# What starts a process that tries these parts, of which those others failed. See `child`.
+# Given parts to test and parts that failed, the command of a process that tests them. See `child`.
 Command = Callable[[Sequence[str], Collection[str]], Sequence[str]]
 
-_END_S = 5.0  # for a process to be gone that has nothing to do any more, or was killed
+_END_S = 5.0  # wait for the exit of a process that is done or was killed
 _SAID_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long is waited, in seconds. A start imports torch; the first use of a kernel compiles it."""
+    """Timeouts in seconds. A start imports torch; the first use of a kernel compiles it."""
 
     ready_s: float = 60.0
     part_s: float = 60.0
@@ -47,9 +47,9 @@ def try_parts(
     bounds: Timeouts | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[PartOutcome]:
-    """The outcome of each part, in order. Raises nothing for what happens in a process.
+    """The outcome of each part, in order. Errors in a process do not raise.
 
-    What a process of another `identity` tries does not count.
+    The tests of a process with another `identity` do not count.
     """
     trial = _Trial(parts, identity, bounds or Timeouts(), clock)
     while trial.todo:
@@ -60,7 +60,7 @@ def try_parts(
 
 
 class _Trial:
-    """Parts that are to be tried, and the outcomes so far."""
+    """Parts to test, and the outcomes so far."""
 
     def __init__(
         self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Timeouts, clock: Callable[[], float]
@@ -71,10 +71,10 @@ class _Trial:
         self._bounds = bounds
         self._clock = clock
         self._deadline = time.monotonic() + bounds.total_s
-        self._first: PartOutcome | None = None  # of the next part, where it failed once
+        self._first: PartOutcome | None = None  # of the next part, if it failed once
 
     def advance(self, command: Command) -> str | None:
-        """Try parts in one process, as far as it comes. Returns why the rest cannot be tried at all; None if it can."""
+        """Test parts in one process until it stops. Returns why the rest cannot be tested at all; None if it can."""
         failed = [one.part for one in self.found if one.state == FAILED]
         try:
             child = Child(command(self.todo, failed))
@@ -105,7 +105,7 @@ class _Trial:
         return f"other parts took all of {self._bounds.total_s:g} s" if self.todo else None
 
     def leave_the_rest(self, reason: str) -> None:
-        """Try nothing more. A part that failed once, and cannot be tried again, has failed."""
+        """Stop testing. A part that failed once, and cannot be tested again, has failed."""
         if self._first is not None:
             self.found.append(self._first)
             self.todo.pop(0)
@@ -113,7 +113,7 @@ class _Trial:
         self.todo.clear()
 
     def _next(self, child: Child) -> PartOutcome:
-        """What becomes of the next part."""
+        """The outcome of the next part."""
         part, began, limit_s = self.todo[0], time.monotonic(), self._left_s(self._bounds.part_s)
 
         def ended(state: str, reason: str) -> PartOutcome:
@@ -129,7 +129,7 @@ class _Trial:
         except (ValueError, TypeError, KeyError) as error:
             return ended(UNTRIED, f"its process gave no outcome: {error}")
         how = child.end()
-        # Only others kill with that signal: the kernel that is short of memory, or an operator.
+        # Only the kernel (out of memory) or an operator sends SIGKILL here.
         return ended(UNTRIED if child.status == -signal.SIGKILL else FAILED, f"its process {how}")
 
     def _left_s(self, limit_s: float) -> float:
@@ -137,15 +137,15 @@ class _Trial:
 
 
 class Child:
-    """A process that answers JSON objects, one a line, on its standard output. Leaving the context ends it. Raises OSError."""
+    """A process that writes JSON objects, one per line, to its standard output. Leaving the context ends it. Raises OSError."""
 
     def __init__(self, command: Sequence[str]) -> None:
         with ExitStack() as undo:
             self._said = undo.enter_context(tempfile.TemporaryFile())  # its standard error
-            # Its standard input ends with this process, and then it does too.
+            # Its standard input ends with this process, and then it exits too.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
             undo.pop_all()
-        self.is_over = False  # it says nothing any more
+        self.is_over = False  # it will write no more
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="pagetide-self-check", daemon=True).start()
 
@@ -155,8 +155,8 @@ class Child:
         return self._process.returncode
 
     def line(self, timeout_s: float) -> dict[str, Any] | None:
-        """What it says next; None where it has ended. Raises, with the process killed, TimeoutError; ValueError for anything
-        but an object.
+        """The next object; None at the end of output. On a timeout or any other output it kills the process and raises
+        TimeoutError or ValueError.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
@@ -176,7 +176,7 @@ class Child:
         return answer
 
     def end(self) -> str:
-        """How it ended, as the end of a sentence, once `line` said that it has."""
+        """How the process ended, as the end of a sentence. Call it after `line` returned None."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         status = self._process.returncode
@@ -212,10 +212,10 @@ class Child:
         if kind is not None:
             self._kill()
         self._process.stdin.close()
-        try:  # by itself first: then the device has its memory back
+        try:  # let it exit itself: that frees its device memory
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._kill()
-            with suppress(subprocess.TimeoutExpired):  # one that the driver does not let go is left behind
+            with suppress(subprocess.TimeoutExpired):  # a process stuck in the driver is left behind
                 self._process.wait(_END_S)
         self._said.close()

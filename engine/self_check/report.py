@@ -1,9 +1,9 @@
-"""What a self-check found: one outcome for each part of the engine that depends on the device, as plain data.
+"""The result of a self-check: one outcome per device-dependent part of the engine, as plain data.
 
     pool            map and unmap extents                            without it: one allocation of fixed size
-    triton, ...     the kernels that attention="auto" may choose     without one: another; torch is always there
+    triton, ...     the kernels that attention="auto" may choose     without one: another; torch is always available
     graphs          a captured CUDA graph against the same step      without it: steps are launched kernel by kernel
-    swaps           blocks to pinned host memory and back            without it: plain copies of memory not pinned
+    swaps           blocks to pinned host memory and back            without it: plain copies of unpinned memory
 
 Imports no torch.
 """
@@ -18,12 +18,12 @@ from ..attention.backends import BACKENDS
 
 PASSED = "passed"
 FAILED = "failed"  # it gave wrong results, raised, crashed its process or did not end
-ABSENT = "absent"  # what it needs is not installed, or the device cannot do it: there is nothing to switch off
-UNTRIED = "untried"  # it could not be tried now, for lack of memory say; tells nothing of the part
+ABSENT = "absent"  # a requirement is not installed or not supported: there is nothing to switch off
+UNTRIED = "untried"  # it could not be tested now (for lack of memory, for example): nothing is known
 NOT_RUN = "not run"  # of a whole report: nothing is known
 
 POOL, GRAPHS, SWAPS = "pool", "graphs", "swaps"
-# Backends without a need of a device's capability run anywhere; those that compile for minutes are never chosen unasked.
+# Backends without required capabilities run anywhere; "auto" never chooses those that compile for minutes.
 PARTS = (
     POOL,
     *(name for name, needs in BACKENDS.items() if needs.majors is not None and not needs.compiles),
@@ -34,17 +34,17 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class PartOutcome:
-    """What became of one part."""
+    """The outcome of one part."""
 
     part: str
-    state: str  # one of the four above
-    reason: str | None = None  # None where it passed
+    state: str  # PASSED, FAILED, ABSENT or UNTRIED
+    reason: str | None = None  # None if it passed
     seconds: float = 0.0
-    at: float = 0.0  # when, in seconds since 1970
+    at: float = 0.0  # time of the test, in seconds since 1970
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PartOutcome:
-        """From what `asdict` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        """The inverse of `asdict`. Raises ValueError, TypeError or KeyError for invalid data."""
         outcome = cls(
             str(given["part"]),
             given["state"],
@@ -63,10 +63,10 @@ class CheckReport:
 
     Args:
         device: As torch names it.
-        identity: What the result holds for: the device, its driver, versions. See `identity`.
-        cached: Whether every outcome is of an earlier run.
-        file: Where the result is kept.
-        kept: Whether it could be written there.
+        identity: What the result is valid for: the device, its driver, versions. See `identity`.
+        cached: Whether every outcome is from an earlier run.
+        file: The result's file.
+        kept: Whether the file could be written.
     """
 
     device: str
@@ -78,18 +78,18 @@ class CheckReport:
 
     @property
     def faults(self) -> dict[str, str]:
-        """Why, of each part that is switched off."""
+        """The parts that are switched off, with reasons."""
         return {one.part: one.reason or "" for one in self.of(FAILED)}
 
     @property
     def state(self) -> str:
-        """FAILED where a part is switched off; UNTRIED where one could not be tried; else PASSED. NOT_RUN without any."""
+        """FAILED if a part is switched off; UNTRIED if a part could not be tested; else PASSED. NOT_RUN without any outcome."""
         if not self.outcomes:
             return NOT_RUN
         return next((state for state in (FAILED, UNTRIED) if self.of(state)), PASSED)
 
     def of(self, state: str) -> list[PartOutcome]:
-        """The outcomes of this state."""
+        """The outcomes with this state."""
         return [one for one in self.outcomes if one.state == state]
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class CheckReport:
 
 
 def without(part: str) -> str:
-    """What the engine does without a part, as a sentence."""
+    """The engine's behaviour without a part, as a sentence."""
     if part in BACKENDS:
         return f"attention is by another kernel than {part}"
     return {

@@ -1,1 +1,1 @@
-"""Strings to token ids and back: chat templates, tokenisation, detokenisation, stop strings."""
+"""Text and token ids: chat templates, tokenization, detokenization, stop strings."""

@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template, by transformers, within bounds of time and memory."""
+"""Renders conversations with a tokenizer's chat template, by transformers, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .template_bounds import Exceeded, bounded
 from .template_tree import count_operations
 
 MOST_TEMPLATE_CHARACTERS = 256 << 10
-LONGEST_MESSAGE = 400  # characters of what a template says against a conversation, which may be all of it
+LONGEST_MESSAGE = 400  # characters of a template's error, which may contain the conversation
 
-# Parameters of `apply_chat_template` that are input of the template. The others choose the template or the kind of result.
+# Parameters of `apply_chat_template` that are input of the template. The others select the template or the result type.
 _SEEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")
-# Names under which transformers passes the conversation on.
+# Names under which transformers passes the conversation.
 _CONVERSATION = ("messages", "conversation", "conversations")
 
 _compiling = threading.Lock()
 
 
 def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `chat_template_kwargs` of an untrusted request, as options for `rendered`: variables of the template, such as
+    """The `chat_template_kwargs` of an untrusted request, as options for `rendered`: template variables such as
     `enable_thinking`, and tools, documents, add_generation_prompt and continue_final_message.
 
     Raises RequestRejected for any other parameter of the tokenizer's `apply_chat_template`, such as `chat_template`.
@@ -51,22 +51,22 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Map
             text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
         except Exceeded:
             raise
-        except Exception as error:  # jinja's errors, and what templates raise on purpose
+        except Exception as error:  # jinja's errors, and those raised by templates
             raise RequestRejected(f"the chat template refuses these messages: {_shortened(error)}") from error
     return text
 
 
 @contextmanager
 def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A context for one call of the tokenizer's `apply_chat_template`, with the options that it gives instead of `options`.
+    """A context for one call of the tokenizer's `apply_chat_template`. Yields the options to pass instead of `options`.
 
-    The rendering makes values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds on a processor.
+    The rendering creates values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds of processor time.
 
     Raises:
-        RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these bounds.
+        RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these limits.
     """
     settings = dict(options)
-    if _is_transformers(tokenizer):  # other tokenizers, such as mistral-common's, render without Jinja
+    if _is_transformers(tokenizer):  # others, such as mistral-common's, render without Jinja
         try:
             source = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
         except ValueError as error:
@@ -93,9 +93,9 @@ def _is_transformers(tokenizer: Any) -> bool:
 
 @lru_cache(maxsize=32)
 def _counting(source: str) -> Any:
-    """The syntax tree of a template, changed so that it counts its operations. Jinja takes it in place of the source.
+    """The syntax tree of a template, modified to count its operations. Jinja accepts it in place of the source.
 
-    Raises RequestRejected where `source` is no template.
+    Raises RequestRejected if `source` is not a valid template.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -117,7 +117,7 @@ def _tree(environment: Any, source: str) -> Any:
     """The syntax tree of `source`, as an object that answers `name in tree`: transformers searches the source for fields."""
     from jinja2 import nodes
 
-    # Jinja forbids new classes of nodes, as its compiler would not know them. This one is a Template in name and behaviour.
+    # Jinja forbids new node classes, which its compiler would not know. This one has a Template's name and behaviour.
     kind: Any = type.__new__(
         type(nodes.Template), "Template", (nodes.Template,), {"__contains__": lambda self, words: words in source}
     )

@@ -1,4 +1,4 @@
-"""Token ids into text while they come: only text that no later token can change, cut before the first stop string."""
+"""Incremental detokenization: emits only text that no later token can change, cut before the first stop string."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from .stop_strings import StopPatterns, StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+_REPLACEMENT = "\ufffd"  # decoders' placeholder for bytes that are not, or not yet, a character
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_LONG_WINDOW = 16  # tokens without a whole character at their end, from which on the oldest are let go
+_LONG_WINDOW = 16  # pending tokens without a whole character at the end, before the oldest are dropped
 
 
 class Detokenizer:
-    """The text of one output, piece by piece; what all pieces say together is `tokenizer.decode` of all ids.
+    """The text of one output, piece by piece. All pieces together equal `tokenizer.decode` of all ids.
 
-    The text is *what follows the prompt*: the ids are decoded behind a token of text, whose own text is taken off again
-    (the prefix offset of vLLM and TGI), so that a tokenizer which marks words by a leading space keeps the space of the
-    first word. Only if the prompt itself shows no text (nothing but special tokens) does the output stand at the
-    beginning and lose that space, as `decode` alone would have it. `clean_up_tokenization_spaces` is off throughout,
-    since it would change text already given.
+    The text is *what follows the prompt*. The ids are decoded after a token of text, and that token's text is removed (the
+    prefix offset of vLLM and TGI). A tokenizer that marks words by a leading space thus keeps the first word's space. Only if
+    the prompt shows no text (only special tokens) is the output at the beginning and loses that space, as in `decode` alone.
+    `clean_up_tokenization_spaces` is always off, since it would change text already emitted.
 
-    Text is held back while it may change: an unfinished character at the end; and, with a tokenizer of byte tokens
-    (`<0xE4>`), a run of them until another token ends it, because their decoder gives up a whole run for one bad byte.
-    Every id is decoded a bounded number of times, whatever the pieces' sizes. Not safe for concurrent use.
+    Text is held back while it may change: an unfinished character at the end, and, for a tokenizer with byte tokens (`<0xE4>`),
+    a run of them until another token follows, because one bad byte makes their decoder reject the whole run. Each id is decoded
+    a bounded number of times, for any piece sizes. Not safe for concurrent use.
 
     Args:
-        tokenizer: A transformers tokenizer, shared by many.
+        tokenizer: A transformers tokenizer, which may be shared.
         prompt_ids: The prompt; only whether it shows text matters.
         skip_special_tokens: Leave special tokens out of the text.
     """
@@ -45,13 +44,13 @@ class Detokenizer:
         self._anchor: tuple[int, ...] = ()
         if any(not self._vocabulary.is_silent(int(token_id)) for token_id in reversed(prompt_ids)):
             self._anchor = self._vocabulary.anchor
-        self._pending: list[int] = []  # ids whose text is not all given
+        self._pending: list[int] = []  # ids with text not fully emitted
         self._run = 0  # byte tokens at the end of `_pending`
-        self._given = 0  # characters of the text of `_pending` that are given
+        self._given = 0  # emitted characters of the text of `_pending`
         self._long = _LONG_WINDOW
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take in the next ids; returns the text that is certain now and was not before."""
+        """Add the next ids. Returns the text that has become certain."""
         vocabulary, parts = self._vocabulary, []
         for token_id in map(int, ids):
             if vocabulary.is_silent(token_id):
@@ -68,13 +67,13 @@ class Detokenizer:
         return "".join(parts)
 
     def finish(self) -> str:
-        """The rest, with a replacement character for what never became whole. Nothing may be pushed behind it."""
+        """The remaining text, with a replacement character for an incomplete one. No `push` may follow."""
         text = self._vocabulary.text(self._anchor, self._pending)[self._given :] if self._pending else ""
         self._pending, self._run, self._given = [], 0, 0
         return text
 
     def _settle(self) -> str:
-        """Give what is certain of the pending ids before the run of byte tokens at their end."""
+        """Emit the certain text of the pending ids, except their trailing run of byte tokens."""
         vocabulary, size = self._vocabulary, len(self._pending) - self._run
         text = vocabulary.text(self._anchor, self._pending[:size])
         unfinished = text.endswith(_REPLACEMENT) and not vocabulary.has_byte_tokens
@@ -90,11 +89,11 @@ class Detokenizer:
         return certain
 
     def _shorten(self) -> None:
-        """Let go of the older half of the pending ids, all of whose text is given.
+        """Drop the older half of the pending ids. All its text has been emitted.
 
-        What stays may begin inside a character and then decodes differently at its beginning, but not at its end: UTF-8
-        finds its place again at the next first byte. An unfinished character has at most three bytes, so its first
-        one is among those that stay if they make four characters or more.
+        The rest may begin inside a character and then decodes differently at its beginning, but not at its end, because UTF-8
+        resynchronizes at the next first byte. An unfinished character has at most three bytes, so its first byte is in the rest
+        if that makes at least four characters.
         """
         newer = self._pending[len(self._pending) // 2 :]
         text = self._vocabulary.text(self._anchor, newer)
@@ -117,22 +116,22 @@ class TextStream:
         self._stop_strings = StopStrings(patterns)
         self._parts: list[str] = []
         self.has_stops = bool(patterns.stops)
-        self.stopped = False  # a stop string was met
+        self.stopped = False  # a stop string was found
 
     @property
     def text(self) -> str:
-        """All that was given so far."""
+        """All text emitted so far."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
     def push(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """Take in the next ids. Returns the new visible text, and whether a stop string was met (for good)."""
+        """Add the next ids. Returns the new visible text, and whether a stop string has been found."""
         if self.stopped:
             return "", True
         return self._give(self._detokenizer.push(ids)), self.stopped
 
     def finish(self) -> str:
-        """The visible text still held back; it may meet a stop string too. Nothing may be pushed behind it."""
+        """The visible text still held back, which may contain a stop string too. No `push` may follow."""
         if self.stopped:
             return ""
         text = self._give(self._detokenizer.finish())
@@ -147,18 +146,18 @@ class TextStream:
 
 
 class _Vocabulary:
-    """What a tokenizer's ids are to a detokenizer. Remembers what it finds out about an id; else read-only.
+    """A tokenizer's ids as a detokenizer needs them. Caches results per id; otherwise read-only.
 
     Attributes:
-        anchor: One id that shows a whole text alone and can stand before any other, so that these are not at the
-            beginning; () if no id does.
-        has_byte_tokens: Ids like `<0xE4>` stand for single bytes.
+        anchor: One id that shows a whole text alone and can precede any other, so that others are not at the beginning; () if
+            no id qualifies.
+        has_byte_tokens: Whether ids like `<0xE4>` stand for single bytes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        added = getattr(tokenizer, "added_tokens_decoder", {})  # not every kind of tokenizer has it
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # not all tokenizers have it
         special = {i for i, token in added.items() if token.special}.union(tokenizer.all_special_ids)
         self._special = special if skip_special_tokens else set()
         self._silent: dict[int, bool] = {}
@@ -173,11 +172,11 @@ class _Vocabulary:
         self.has_byte_tokens = any(self.is_byte(i) for i in _ids_of_byte_tokens(tokenizer))
 
     def text(self, anchor: tuple[int, ...], ids: Sequence[int]) -> str:
-        """The text of `ids` behind `anchor`, which is `self.anchor` or ()."""
+        """The text of `ids` after `anchor`, which is `self.anchor` or ()."""
         return self._decode([*anchor, *ids])[self._anchor_length if anchor else 0 :]
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether `decode` passes over the id: a special token to be skipped, or an id without a token."""
+        """Whether `decode` skips the id: a special token to be skipped, or an id without a token."""
         silent = self._silent.get(token_id)
         if silent is None:
             nothing = self.text(self.anchor, [token_id]) == ""
@@ -186,7 +185,7 @@ class _Vocabulary:
         return silent
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the id stands for a single byte, which its decoder joins with its neighbours."""
+        """Whether the id stands for a single byte, which the decoder joins with its neighbours."""
         byte = self._byte.get(token_id)
         if byte is None:
             token = self._token(token_id) or ""
@@ -195,7 +194,7 @@ class _Vocabulary:
         return byte
 
     def whole_piece(self, token_id: int) -> str | None:
-        """What the id adds to a text with whole characters at its end; None if that depends on what follows."""
+        """The text that the id adds after whole characters; None if it depends on what follows."""
         if token_id in self._pieces:
             return self._pieces[token_id]
         piece: str | None = None
@@ -228,7 +227,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -
 
 
 def _ids_of_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """Ids of tokens called `<0x00>` .. `<0xFF>`."""
+    """Ids of tokens named `<0x00>` .. `<0xFF>`."""
     for name in (f"<0x{byte:02X}>" for byte in range(256)):
         token_id = tokenizer.convert_tokens_to_ids(name)
         if (
@@ -238,7 +237,7 @@ def _ids_of_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
 
 
 def _decodes_piecewise(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether behind the first token each adds its own text, save for bytes: so with the decoders of common models."""
+    """Whether each token after the first adds its own text, except bytes. True for the decoders of common models."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:

@@ -1,4 +1,4 @@
-"""Prompts in, token ids out: strings, ids and conversations become checked int32 arrays."""
+"""Converts prompts (strings, ids and conversations) to validated int32 arrays of token ids."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PreparedParams:
-    """Data derived from a request's parameters before the request is queued. The request holds it until it ends.
+    """Data derived from a request's parameters before it is queued. The request holds it until the request ends.
 
     Attributes:
         bad_words: Token ids of each entry of `bad_words`.
-        stops: The stop strings; none of them if the request has none.
-        constraint: The constraint of the output, compiled or not yet; None without a constraint.
+        stops: The stop strings, perhaps none.
+        constraint: The output's constraint, compiled or not; None without one.
     """
 
     bad_words: TokenLists = ()
@@ -36,17 +36,17 @@ class PreparedParams:
 
     @property
     def ready(self) -> bool:
-        """Whether the constraint, if there is one, is compiled."""
+        """Whether there is no constraint, or it is compiled."""
         return self.constraint is None or self.constraint.ready
 
     def compile(self) -> None:
-        """Compile the constraint, which may take seconds. Raises RequestRejected where it cannot be used."""
+        """Compile the constraint, which may take seconds. Raises RequestRejected if it cannot be used."""
         if self.constraint is not None:
             self.constraint.compile()
 
 
 class Encoder:
-    """Turns prompts, and what requests say in words, into token ids of one model.
+    """Converts prompts and textual request parameters to token ids of one model.
 
     `tokenizer` is None for a model that serves token ids only. A prompt has fewer than `max_model_len` tokens.
     """
@@ -59,11 +59,11 @@ class Encoder:
         self.constraints = Constraints(tokenizer, vocab_size)
 
     def encode(self, prompt: str | Sequence[int], params: SamplingParams) -> TokenIds:
-        """The ids of `prompt`, at least one, the first of them `start_id` where one is asked for. An empty string starts from
-        BOS otherwise, where the model has one.
+        """The ids of `prompt`, at least one, beginning with `start_id` if set. Otherwise an empty string becomes BOS, if the
+        model has one.
 
         Raises:
-            RequestRejected: no tokenizer for a string, a string that is no text, no ids, or ids outside the vocabulary.
+            RequestRejected: no tokenizer for a string, a string that is not valid text, no ids, or ids outside the vocabulary.
             PromptTooLong: (a RequestRejected) the prompt is far too long. The scheduler checks the exact length later.
         """
         if not isinstance(prompt, str):
@@ -80,11 +80,11 @@ class Encoder:
         return self._checked(ids)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """A conversation's ids, through the tokenizer's chat template, up to where the answer begins.
+        """A conversation's ids by the tokenizer's chat template, up to the beginning of the answer.
 
         Raises:
             RequestRejected: no tokenizer, no template, messages that the template refuses, or a rendering that exceeds its
-                bounds (`template_bounds`).
+                limits (`template_bounds`).
             PromptTooLong: as `encode`, for the rendered text.
         """
         tokenizer = self._tokenizer("a conversation")
@@ -98,7 +98,7 @@ class Encoder:
         return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
 
     def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> PreparedParams:
-        """Check resolved parameters against this model, and derive what is slow to derive, except for the compiled constraint
+        """Check resolved parameters against this model, and derive `PreparedParams`. The constraint is not compiled here
         (`PreparedParams.compile`). `eos_token_ids` are the model's own end ids.
 
         Raises:
@@ -132,11 +132,11 @@ class Encoder:
         )
 
     def text_stream(self, prompt: TokenIds, stops: StopPatterns) -> TextStream | None:
-        """What turns the output's ids into text; None without a tokenizer."""
+        """The stream that converts the output's ids to text; None without a tokenizer."""
         return None if self.tokenizer is None else TextStream(self.tokenizer, prompt.tolist(), stops)
 
     def _bad_words(self, params: SamplingParams) -> TokenLists:
-        """The ids of each of the `bad_words`, at the beginning of a text and behind a space; each list of ids once."""
+        """The ids of each of the `bad_words`, at the beginning of a text and after a space, without duplicates."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_strings:
             if self.tokenizer is None:
@@ -159,9 +159,9 @@ class Encoder:
         return self.tokenizer
 
     def _checked(self, ids: Sequence[int], start_id: int | None = None) -> TokenIds:
-        """`ids` behind `start_id`, unless there is none or they begin with it."""
+        """The validated `ids`, after `start_id` unless it is None or already first."""
         if isinstance(ids, list | tuple):
-            self.length.check_tokens(len(ids))  # before they are an array
+            self.length.check_tokens(len(ids))  # before an array is made
         try:
             array = np.asarray(ids)
         except (TypeError, ValueError) as error:
@@ -190,17 +190,17 @@ class Encoder:
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """The tokenizer's ids. Raises RequestRejected for a text that UTF-8 has no bytes for: half of a surrogate pair."""
+    """The tokenizer's ids. Raises RequestRejected for text that UTF-8 cannot encode: half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
-    # Texts that are a little too long are the scheduler's to refuse; the tokenizer's own warning would only repeat it.
+    # The scheduler rejects texts that are slightly too long; the tokenizer's warning would only repeat that.
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def _without_bos(tokenizer: Any, ids: list[int], text: str) -> list[int]:
-    """`ids` of `text`, less the BOS that the tokenizer put before them; one that stands in the text itself stays."""
+    """`ids` of `text` without the BOS that the tokenizer prepended. A BOS in the text itself stays."""
     own = _ids(tokenizer, text, add_special_tokens=False)
     added = ids[:1] == [tokenizer.bos_token_id] and ids[1 : 1 + len(own)] == own
     return ids[1:] if added else ids

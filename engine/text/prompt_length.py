@@ -1,16 +1,18 @@
-"""Refuses texts that are too long for the context before all of the text is tokenised.
+"""Rejects texts that are too long for the context before tokenizing all of them.
 
-Tokenising a megabyte takes seconds, and memory of 200 times its size. So the length of a text is checked in three stages:
+Tokenizing a megabyte takes seconds, and memory of 200 times its size. The length is therefore checked in three stages:
 
-1. A text of at most 65,536 characters, or of at most 8 characters per token that fits, is tokenised as a whole.
-2. A text of more than `most_characters` is refused without tokenising: 1,024 characters per token that fits. No known
-   vocabulary has tokens that long. If one does, the bound is 4 times its longest token, because Unicode normalisation
-   (NFC, NFKC) composes at most 4 characters into one.
-3. Any other text is tokenised slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
-   many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
+1. A text of at most 65,536 characters, or of at most 8 characters per token that fits, is tokenized as a whole.
 
-Stage 2 counts all characters. A tokenizer that drops white space, or that maps any unknown text to one token, could serve some
-texts that it refuses.
+2. A text of more than `most_characters` is rejected without tokenizing: 1,024 characters per token that fits. No known
+vocabulary has tokens that long. If one does, the bound is 4 times its longest token, because Unicode normalisation (NFC, NFKC)
+composes at most 4 characters into one.
+
+3. Any other text is tokenized slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
+many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
+
+Stage 2 counts all characters. It rejects some texts that a tokenizer could serve if it drops white space or maps any unknown
+text to one token.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from typing import Any
 
 from ...scheduler.errors import PromptTooLong
 
-CHARACTERS_A_TOKEN = 1024  # characters that a text may have per token that fits
-_SURELY_FEW = 8  # characters per token up to which a text is tokenised as a whole; usual texts have about four
+CHARACTERS_A_TOKEN = 1024  # allowed characters per token that fits
+_SURELY_FEW = 8  # characters per token up to which a text is tokenized as a whole; usual: about four
 _SLICE_CHARACTERS = 1 << 16
-_SLICE_TOKENS = 512  # least number of tokens in a slice, so that few of them are cut
+_SLICE_TOKENS = 512  # minimum tokens in a slice, so that few of them are cut
 _NORMALISED = 4  # most characters that Unicode normalisation composes into one
 
 
@@ -38,7 +40,7 @@ class PromptLength:
 
     @property
     def most_characters(self) -> int:
-        """Longest text that is tokenised, in characters."""
+        """The longest text that is tokenized, in characters."""
         return self.most_tokens * max(CHARACTERS_A_TOKEN, _NORMALISED * self._longest)
 
     def check(self, text: str, encode: Callable[[str], Sized]) -> None:
@@ -56,7 +58,7 @@ class PromptLength:
                 )
 
     def check_tokens(self, count: int) -> None:
-        """Raises PromptTooLong for a prompt of so many tokens."""
+        """Raises PromptTooLong if a prompt of `count` tokens is too long."""
         if count > self.most_tokens:
             raise self._too_long(f"{count:,} tokens", f"{self.most_tokens:,}")
 

@@ -1,8 +1,8 @@
-"""Stop strings: searched for in a text that comes in pieces, at a cost per character that does not depend on their number.
+"""Incremental search for stop strings, at a cost per character that does not depend on their number.
 
 The stop strings form an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes. After
-each character the automaton is in the state of the longest prefix that the text ends with. That state tells whether a stop
-string is complete, and how much of the text's end may still become one.
+each character the state is the longest prefix that the text ends with. It gives whether a stop string is complete, and how much
+of the text's end may still become one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StopPatterns:
         self._link()
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character. Amortised constant time."""
+        """The state after one more character. Amortized constant time."""
         while (found := self._next[state].get(character)) is None:
             if state == _START:
                 return _START
@@ -47,7 +47,7 @@ class StopPatterns:
         return self._longest[state]
 
     def begun(self, state: int) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Characters at the end of the text that may begin a stop string."""
         return self._depth[state]
 
     def _link(self) -> None:
@@ -64,10 +64,10 @@ class StopPatterns:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces before the first stop string.
+    """Cuts incremental text before the first stop string.
 
-    The first is the one that is complete first, and of several complete at once the one that begins first: a text ends
-    as soon as it can, and at the same place however it is cut into pieces.
+    The first stop string is the first to be complete; of several complete at once, the one that begins first. The text ends as
+    soon as possible, at the same place for any split into pieces.
     """
 
     def __init__(self, stops: Sequence[str] | StopPatterns) -> None:
@@ -77,7 +77,7 @@ class StopStrings:
         self._hit = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take in more text. Returns the text that is free to show, and whether a stop string was met (for good)."""
+        """Add text. Returns the text that can be shown, and whether a stop string has been found."""
         patterns = self._patterns
         if self._hit or not patterns.stops:
             return ("" if self._hit else text), self._hit
@@ -92,6 +92,6 @@ class StopStrings:
         return text[:free], False
 
     def flush(self) -> str:
-        """The text held back as the possible beginning of a stop string, now that nothing follows."""
+        """The text held back as a possible beginning of a stop string. Call it when no text follows."""
         held, self._held = self._held, ""
         return held

@@ -1,9 +1,8 @@
-"""Bounds the time and memory of rendering a chat template, by counting the operations of the template while it runs.
+"""Limits the time and memory of rendering a chat template, by counting the template's operations while it runs.
 
-A template comes with a model, and the messages it renders come from anywhere. Jinja's sandbox restricts what a template can
-reach, but not how long it loops or how large its values are: `"a" * 10**12`. So the syntax tree of the template is changed
-before it is compiled (`template_tree.py`): each operation whose cost is not constant becomes a call of a function of this
-module.
+A template comes with a model, and its messages come from anywhere. Jinja's sandbox restricts what a template can access, but
+not how long it loops or how large its values are: `"a" * 10**12`. The template's syntax tree is therefore changed before
+compilation (`template_tree.py`): each operation of non-constant cost becomes a call of a function of this module.
 
     {% for m in x %}...    turned() at the beginning of each iteration
     a + b, a * b, a ** b   combined("+", a, b)
@@ -12,9 +11,9 @@ module.
     a ~ b, a[1:], [a, b]   joined(a, b), sliced(a, 1), made([a, b])
     {{ x }}, x in y        written(x), weighed(x) in weighed(y)
 
-Each function charges the budget of the rendering that runs in this thread: the bytes of the values that it makes, and processor
-time. Where a number or a product decides the size of a result (repetition, width, replacement, power), the size is computed and
-checked first. Operations that are not counted have constant cost, so the bounds hold for malicious templates too.
+Each function charges the budget of this thread's rendering: the bytes of new values, and processor time. Where a number or a
+product determines a result's size (repetition, width, replacement, power), the size is computed and checked first. Operations
+that are not counted have constant cost, so the limits also hold for malicious templates.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from jinja2.utils import Namespace
 
 MOST_MADE_BYTES = 256 << 20  # of all values that one rendering makes, kept or not
 MOST_RENDER_S = 2.0  # processor time of the thread
-_STEP_BYTES = 64  # least charge of an operation
+_STEP_BYTES = 64  # minimum charge of an operation
 _LOOK_AT_CLOCK = 16  # operations between readings of the clock, which is a system call
 _LOOK_AROUND = 1024  # values between checks while a container is weighed
 _MOST_BITS = 1 << 16  # of an integer
 _MOST_PRECISION = 1000  # digits to round to
 _PIECE_BYTES = 96  # of a short text in a list
-_ESCAPED = 10  # characters, at most, that an escaped one becomes
+_ESCAPED = 10  # most characters that an escaped character becomes
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 _SIGNS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod,
 }  # fmt: skip
 _CONTAINERS = (list, tuple, dict, Namespace)
-# Filters whose cost does not depend on what the items of a container contain.
+# Filters with a cost independent of the contents of a container's items.
 _SHALLOW = frozenset({
     "length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "default", "d",
     "items", "reverse", "attr", "random",
@@ -59,18 +58,18 @@ _SLOW = frozenset({"striptags", "urlize", "wordwrap", "pprint"})  # may take tim
 _ESCAPES = frozenset({"e", "escape", "forceescape", "tojson", "urlencode", "xmlattr"})
 _TAKES_APART = frozenset(
     {"list", "reverse", "sort", "unique", "batch", "slice", "groupby"}
-)  # a text into its characters
+)  # split a text into its characters
 _NOT_HAD = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})  # methods
-_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width that is an argument, or 10,000 and more
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # an argument as width, or 10,000 and more
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")
 
 
 class Exceeded(Exception):
-    """A rendering exceeds its bounds."""
+    """A rendering exceeds its limits."""
 
 
 class _Budget:
-    """The bytes and the time that one rendering has left. Used by one thread."""
+    """The remaining bytes and time of one rendering. Used by one thread."""
 
     def __init__(self) -> None:
         self.left_bytes = MOST_MADE_BYTES
@@ -117,13 +116,13 @@ def bounded() -> Iterator[None]:
 
 
 def turned() -> bool:
-    """Count an iteration of a loop."""
+    """Count a loop iteration."""
     _local.budget.spend()
     return True
 
 
 def made(value: Any) -> Any:
-    """Charge `value`, which the template has made, and return it."""
+    """Charge and return `value`, which the template has made."""
     if isinstance(value, GeneratorType):
         return _counted(value)
     if type(value) is tuple:
@@ -134,7 +133,7 @@ def made(value: Any) -> Any:
 
 
 def weighed(value: Any) -> Any:
-    """Check that `value` is small enough to be read as a whole, as comparisons do, and return it."""
+    """Check that `value` is small enough to be read entirely, as comparisons do, and return it."""
     if isinstance(value, _CONTAINERS):
         _weight(value)
     _local.budget.spend()
@@ -142,7 +141,7 @@ def weighed(value: Any) -> Any:
 
 
 def written(value: Any) -> Any:
-    """Charge `value`, which is written to the output, and return it."""
+    """Charge and return `value`, which is written to the output."""
     if isinstance(value, str):
         _local.budget.spend(len(value))
     else:
@@ -183,7 +182,7 @@ def filtered(context: Context, name: str, value: Any, /, *args: Any, **kwargs: A
     """`value | name(*args, **kwargs)`"""
     budget = _local.budget
     budget.spend()
-    if name == "map" and args:  # with the name of another filter, whose calls are counted too
+    if name == "map" and args:  # with the name of another filter, which is counted too
         return _counted(filtered(context, args[0], item, *args[1:], **kwargs) for item in (value or ()))
     if name not in _SHALLOW:
         value = list(_counted(value)) if isinstance(value, GeneratorType) else value
@@ -214,7 +213,7 @@ def called(context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any
     elif function is DEFAULT_NAMESPACE["lipsum"]:
         raise SecurityError("chat templates have no lipsum()")
     elif name == "strftime_now":
-        budget.afford(256 * _most_text(args, kwargs))  # Python allows results of 256 times the format's length
+        budget.afford(256 * _most_text(args, kwargs))  # Python allows 256 times the format's length
     return made(context.environment.call(context, function, *args, **kwargs))  # type: ignore[attr-defined]  # a sandbox's
 
 
@@ -226,8 +225,8 @@ def _counted(items: Any) -> Iterator[Any]:
 
 
 def _weight(value: Any) -> int:
-    """Bytes of a value and of all values in it. A value that occurs several times counts each time, since writing, comparing
-    and hashing read it each time. Raises Exceeded as soon as the sum exceeds the budget.
+    """Bytes of a value and of all values in it. Repeated values count each time, since writing, comparing and hashing read them
+    each time. Raises Exceeded as soon as the sum exceeds the budget.
     """
     if isinstance(value, str):
         return sys.getsizeof(value)
@@ -254,7 +253,7 @@ def _weight(value: Any) -> int:
 
 
 def _filter_bytes(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Upper bound of the bytes that a filter's result may have, where that can exceed a small multiple of its value's."""
+    """Upper bound of a filter's result in bytes, if that can exceed a small multiple of its value's."""
     width, text = _most_number(args, kwargs), _most_text(args, kwargs)
     length = len(value) if isinstance(value, str | list | tuple | dict) else 1
     match name:
@@ -280,7 +279,7 @@ def _filter_bytes(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _method_bytes(name: str | None, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Upper bound of the bytes of a string method's result, where that can exceed a small multiple of the string's."""
+    """Upper bound of a string method's result in bytes, if that can exceed a small multiple of the string's."""
     match name:
         case "format" | "format_map":
             return _format_bytes(owner, _WIDE_BRACES, "{", (*args, *kwargs.values()))
@@ -306,7 +305,7 @@ def _num_pieces(name: str | None, owner: str, args: tuple[Any, ...]) -> int:
 
 
 def _format_bytes(text: str, wide: re.Pattern[str], mark: str, given: tuple[Any, ...]) -> int:
-    """Upper bound of the bytes of a format with the largest of `given` in each field."""
+    """Upper bound of a format's bytes, with the largest of `given` in each field."""
     if wide.search(text):
         raise Exceeded("it formats to a width of more than 9,999 characters, or to a computed width")
     return text.count(mark) * (max(map(_weight, given), default=0) + 10_000) if given else 0

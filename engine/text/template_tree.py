@@ -1,4 +1,4 @@
-"""Changes the syntax tree of a chat template so that it counts its operations while it runs: see `template_bounds`."""
+"""Changes a chat template's syntax tree to count its operations while it runs: see `template_bounds`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2.visitor import NodeTransformer
 
 from .template_bounds import called, combined, filtered, joined, made, sliced, turned, weighed, written
 
-# Tests whose cost does not depend on the size of a value.
+# Tests with a cost independent of a value's size.
 _CHEAP_TESTS = frozenset({
     "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean", "true", "false",
     "integer", "float", "callable", "sameas", "filter", "test", "odd", "even", "divisibleby",
@@ -18,7 +18,7 @@ _CHEAP_TESTS = frozenset({
 
 
 def count_operations(template: nodes.Template) -> nodes.Template:
-    """Change `template` in place so that it charges the budget of `bounded`. It can be rendered only in that context."""
+    """Change `template` in place to charge the budget of `bounded`. It can be rendered only in that context."""
     changed: nodes.Template = _Counting().visit(template)
     return changed
 
@@ -37,7 +37,7 @@ class _Counting(NodeTransformer):
     """Replaces operations by calls of the functions of `template_bounds`. Inner nodes are changed before outer ones."""
 
     def __init__(self) -> None:
-        self._blocks = 0  # captured blocks, which numbers their variables
+        self._blocks = 0  # number of captured blocks, for unique variable names
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -98,7 +98,7 @@ class _Counting(NodeTransformer):
         sides = [node.expr, *(operand.expr for operand in node.ops)]
         searches = any(operand.op in ("in", "notin") for operand in node.ops)
         if not searches and any(isinstance(side, nodes.Const) for side in sides):
-            return self.generic_visit(node)  # the cost is bounded by the constant's length
+            return self.generic_visit(node)  # the constant's length bounds the cost
         node.expr = self._to_be_looked_at(node.expr)
         for operand in node.ops:
             operand.expr = self._to_be_looked_at(operand.expr)
@@ -126,7 +126,7 @@ class _Counting(NodeTransformer):
         return _call(weighed, [self.visit(node)])
 
     def _captured(self, outer: nodes.Filter) -> str:
-        """Make the innermost filter of a chain take a new variable instead of a block, and return the variable's name."""
+        """Make the innermost filter of a chain take a new variable instead of a block. Returns the variable's name."""
         self._blocks += 1
         name = f"_captured_block_{self._blocks}"
         while isinstance(outer.node, nodes.Filter):

@@ -1,4 +1,4 @@
-"""Where numbers come from: the NVML driver library, host memory, a recording."""
+"""The sources of the numbers: the NVML driver library, host memory, a recording."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from ..snapshot import DetailReading, DeviceInfo, MemoryReading
 
 
 class Source(Protocol):
-    """Something that knows devices. Calls about different devices may come from several threads at the same time;
-    calls about one device come one at a time for each method. Every call may block for as long as a driver does.
+    """A provider of devices and their readings.
+
+    Calls about different devices may come from several threads at the same time; calls about one device come one at a
+    time for each method. Every call may block for as long as a driver does.
     """
 
     @property
     def name(self) -> str:
-        """For people: "nvml", "host", "replay:FILE"."""
+        """The name for display: "nvml", "host", "replay:FILE"."""
         ...
 
     def scan(self) -> tuple[DeviceInfo, ...]:
-        """The devices there are now, dead ones included, in a fixed order. Comes again every few seconds and after
-        failures, and opens anew what was lost. Raises SourceUnavailable.
+        """The present devices, including dead ones, in a fixed order. Raises SourceUnavailable.
+
+        Called every few seconds and after failures; reopens what was lost.
         """
         ...
 
@@ -28,9 +31,9 @@ class Source(Protocol):
         ...
 
     def detail(self, device: DeviceInfo) -> DetailReading:
-        """Load and processes, once a second. What is not given is None. Raises DeviceUnreadable."""
+        """Load and processes, once a second. Missing values are None. Raises DeviceUnreadable."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all resources. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Several sources as one: the devices of those that are available, each asked by the source that it came from."""
+"""Several sources as one: the devices of all available sources, each read by the source that it came from."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ log = logging.getLogger(__name__)
 
 
 class CombinedSource:
-    """Sources side by side, in a fixed order. One that is not available is tried again at every scan.
+    """Combines sources in a fixed order. Unavailable sources are retried at every scan.
 
-    Devices of a source that was available once stay when it is no longer, so that their loss is seen and not only that
-    they are missing.
+    Devices of a source that becomes unavailable stay listed, so that their loss is reported and they do not just disappear.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        """Takes the sources over: `close` closes them."""
+        """Takes ownership of the sources: `close` closes them."""
         self._sources = tuple(sources)
-        self._devices: list[tuple[DeviceInfo, ...]] = [()] * len(self._sources)  # of the last scan that answered
+        self._devices: list[tuple[DeviceInfo, ...]] = [()] * len(self._sources)  # of the last successful scan
         self._owners: Mapping[str, Source] = {}  # by uuid; replaced as a whole, since other threads read it
         self._unavailable: Mapping[str, str] = {}
 
     @property
     def name(self) -> str:
-        """The names of all, available or not: "nvml+host"."""
+        """The names of all sources, available or not: "nvml+host"."""
         return "+".join(source.name for source in self._sources)
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Name and reason of the sources that were not available at the last scan."""
+        """Name and reason of the sources that were unavailable at the last scan."""
         return self._unavailable
 
     def scan(self) -> tuple[DeviceInfo, ...]:
-        """The devices of all. Raises SourceUnavailable, with every reason, where no source is available."""
+        """The devices of all sources. Raises SourceUnavailable, with every reason, if no source is available."""
         unavailable: dict[str, str] = {}
         for position, source in enumerate(self._sources):
             try:
@@ -53,15 +52,15 @@ class CombinedSource:
         return tuple(info for _, infos in found for info in infos)
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
-        """As its source says. Raises DeviceUnreadable."""
+        """Read from the device's source. Raises DeviceUnreadable."""
         return self._owner(device).memory(device)
 
     def detail(self, device: DeviceInfo) -> DetailReading:
-        """As its source says. Raises DeviceUnreadable."""
+        """Read from the device's source. Raises DeviceUnreadable."""
         return self._owner(device).detail(device)
 
     def close(self) -> None:
-        """Close all, whatever one of them raises. Idempotent, as theirs are."""
+        """Close all sources, even if one raises. Idempotent."""
         with ExitStack() as stack:
             for source in self._sources:
                 stack.callback(source.close)
@@ -73,7 +72,7 @@ class CombinedSource:
             raise DeviceUnreadable(f"none of {self.name} has a device {device.uuid} now", lost=True) from None
 
     def _tell(self, unavailable: Mapping[str, str]) -> None:
-        """Log what is news."""
+        """Log the changes."""
         for name, reason in unavailable.items():
             if self._unavailable.get(name) != reason:
                 log.info("%s is not available: %s", name, reason)

@@ -1,11 +1,11 @@
-"""This machine's memory as a device, with its processes; or a test device of a stated size, filled by named processes.
+"""This machine's memory as a device, with its processes; or a test device of a given size, filled by given processes.
 
-The host's used bytes are total - free, whoever holds them: processes, the kernel, files that were written and not yet
-stored. What a process holds is its resident set (RSS); pages that several share, such as libraries, count for each of
-them, so the processes' sum is no check of the used bytes.
+The host's used bytes are total - free: processes, the kernel, and written files that are not yet on disk. A process's
+use is its resident set (RSS). Pages shared by several processes, such as libraries, count for each of them, so the sum
+over processes may differ from the used bytes.
 
-A test device is used by exactly the resident sets of its members, without their children: used = sum of RSS, at most the
-capacity. Its shared pages count several times too, and a fork counts its parent's pages again if it is a member.
+A test device is used by the resident sets of its members, without their children: used = sum of RSS, at most the
+capacity. Shared pages count several times here too, and a forked member counts its parent's pages again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 class HostSource:
-    """One device of kind HOST. See the module's text for what its figures mean."""
+    """One device of kind HOST. The module's docstring defines its figures."""
 
     name = "host"
 
@@ -49,11 +49,11 @@ class HostSource:
         cgroups: Path = CGROUPS,
         machine_id: str | None = None,
     ) -> None:
-        """With `capacity_bytes` a test device, used by the processes `members`.
+        """With `capacity_bytes`: a test device, used by the processes `members`.
 
-        Which cgroup limits this process is looked up here and once, so that the device keeps its uuid; its limit is
-        read every time. `machine_id` stands in for this machine's. Raises ConfigInvalid: members without a capacity, no
-        bytes, a process that is not there.
+        The cgroup that limits this process is determined once, here, so that the device keeps its uuid; the limit is
+        read every time. `machine_id` replaces this machine's. Raises ConfigInvalid: members without a capacity, a
+        capacity below 1 byte, a missing process.
         """
         if capacity_bytes is None and members:
             raise ConfigInvalid(
@@ -65,18 +65,19 @@ class HostSource:
         self._proc, self._cgroups = proc, cgroups
         self._cgroup = limiting_cgroup(proc, cgroups) if capacity_bytes is None else None
         self._info = _info(capacity_bytes, self._cgroup, _machine_id() if machine_id is None else machine_id)
-        self._known: dict[int, psutil.Process] = {}  # of the last listing, since making one costs more than asking it
+        # From the last listing, since creating one costs more than reading it.
+        self._known: dict[int, psutil.Process] = {}
         self._users: dict[psutil.Process, str | None] = {}
-        self._lock = threading.Lock()  # over the members: a file must not be closed while it is read
+        self._lock = threading.Lock()  # guards the members: a file must not be closed while it is read
         self._members: tuple[_Member, ...] = ()
         if members:
             self.set_members(members)
 
     def set_members(self, pids: Iterable[int]) -> None:
-        """Let exactly these processes use the test device. May be called from any thread.
+        """Set the processes that use the test device. Thread-safe.
 
-        A member that lives on stays the same one. One that ended counts as 0 bytes, and may still be named. Raises
-        ConfigInvalid, and changes nothing: a process that is not there and was no member; no test device.
+        A running member is kept. An ended member counts as 0 bytes, and may still be listed. Raises ConfigInvalid, and
+        changes nothing: a missing process that was no member; no test device.
         """
         if self._capacity_bytes is None:
             raise ConfigInvalid("host memory is used by every process; only a test device has members")
@@ -108,10 +109,9 @@ class HostSource:
             raise DeviceUnreadable(f"host memory cannot be read: {error}") from error
 
     def detail(self, device: DeviceInfo) -> DetailReading:
-        """The 64 largest processes, the largest first: members, or those of the machine or the cgroup with at least 1 MiB.
+        """The 64 largest processes, largest first: members, or those of the machine or cgroup with at least 1 MiB.
 
-        Those that the system does not let us see are missing. Utilisation is None: it is about GPUs. Raises
-        DeviceUnreadable.
+        Processes hidden by the system are missing. Utilisation is None: it applies to GPUs. Raises DeviceUnreadable.
         """
         try:
             found = self._sizes() if self._capacity_bytes is None else self._member_sizes()
@@ -129,7 +129,7 @@ class HostSource:
             self._members = ()
 
     def _sizes(self) -> list[tuple[int, psutil.Process]]:
-        """(resident bytes, process) of those that are not small. About 7 µs for each process there is."""
+        """(resident bytes, process) of the processes that are not small. Takes about 7 µs per process on the machine."""
         import psutil
 
         known, self._known = self._known, {}
@@ -138,7 +138,7 @@ class HostSource:
             try:
                 process = known.get(pid) or psutil.Process(pid)
                 resident_bytes = process.memory_info().rss
-            except psutil.Error:  # it ended, or is not ours to see
+            except psutil.Error:  # it ended, or is hidden
                 continue
             self._known[pid] = process
             if resident_bytes >= SMALLEST_SHOWN_BYTES:
@@ -146,16 +146,16 @@ class HostSource:
         return found
 
     def _member_sizes(self) -> list[tuple[int, psutil.Process]]:
-        """The same of the members that live."""
+        """(resident bytes, process) of the running members."""
         with self._lock:
             return [(size, member.process) for member in self._members if (size := member.resident_bytes())]
 
     def _use(self, process: psutil.Process, resident_bytes: int) -> ProcessUse | None:
-        """Who runs it and what it is; None where it ended. Users are remembered; commands are not, since exec changes them."""
+        """The entry of a process; None if it ended. Users are cached; commands are not, since exec changes them."""
         import psutil
 
         try:
-            if not process.is_running():  # the pid may be another process' by now, which then comes with the next call
+            if not process.is_running():  # the pid may be reused; that process comes with the next call
                 self._known.pop(process.pid, None)
                 return None
             if process not in self._users:
@@ -163,16 +163,16 @@ class HostSource:
             command = " ".join(process.cmdline()) or process.name()
         except psutil.NoSuchProcess:
             return None
-        except psutil.AccessDenied:  # macOS, of another user's process
+        except psutil.AccessDenied:  # macOS, another user's process
             command = None
         return ProcessUse(process.pid, resident_bytes, kind="host", user=self._users.get(process), command=command)
 
 
 class _Member:
-    """A process of a test device, and no later one of the same pid."""
+    """A process of a test device, distinct from later processes with the same pid."""
 
     def __init__(self, pid: int) -> None:
-        """Raises ConfigInvalid where there is no such process, or none that we may look at."""
+        """Raises ConfigInvalid if there is no such process, or it is hidden."""
         import psutil
 
         self.pid = pid
@@ -180,7 +180,7 @@ class _Member:
         try:
             self.process = psutil.Process(pid)
             if sys.platform == "linux":
-                # An open file stays with the process that it was opened for, and reads in half a microsecond.
+                # An open file stays with the process for which it was opened, and is read in half a microsecond.
                 self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
             if self.process.is_running():
                 return
@@ -218,7 +218,7 @@ class _Member:
 
 
 def _continued(member: _Member | None, pid: int) -> _Member:
-    """The member if it lives, else the process that has its pid now, else the dead member. Raises ConfigInvalid."""
+    """The member if it runs, else the process that has its pid now, else the dead member. Raises ConfigInvalid."""
     if member is not None and member.resident_bytes():
         return member
     try:
@@ -237,25 +237,25 @@ def _close(members: Iterable[_Member], keep: Iterable[_Member] = ()) -> None:
 
 
 def _pids_within(directory: Path) -> set[int]:
-    """The processes in a cgroup and in those below it."""
+    """The processes in a cgroup and its descendants."""
     pids: set[int] = set()
     for folder, _, files in os.walk(directory):
         if "cgroup.procs" in files:
             try:
                 pids.update(map(int, Path(folder, "cgroup.procs").read_text().split()))
-            except FileNotFoundError:  # removed just now
+            except FileNotFoundError:  # just removed
                 continue
     return pids
 
 
 def _info(capacity_bytes: int | None, cgroup: Cgroup | None, machine_id: str) -> DeviceInfo:
-    """The device, its uuid made of the machine's id, which nobody may learn from it, and of what bounds the memory."""
+    """The device. Its uuid hashes the machine's id, which must stay secret, and the scope of the memory limit."""
     if capacity_bytes is not None:
         name, scope = f"test device of {format_bytes(capacity_bytes)}", f"capacity {capacity_bytes}"
     elif cgroup is None:
         name, scope = "host memory", "machine"
     else:
-        # The root of what a container sees has the same path in all of them, but their host names differ.
+        # The root that a container sees has the same path in all of them, but their host names differ.
         place = socket.gethostname() if cgroup.path == "/" else cgroup.path
         name, scope = f"host memory of cgroup {cgroup.path}", f"cgroup {place}"
     digest = hashlib.sha256(f"pagetide host memory\0{machine_id}\0{scope}".encode()).digest()
@@ -263,7 +263,7 @@ def _info(capacity_bytes: int | None, cgroup: Cgroup | None, machine_id: str) ->
 
 
 def _machine_id(files: Sequence[Path] = _MACHINE_ID_FILES) -> str:
-    """What this machine is known by for good (machine-id(5)); where there is none, its host name."""
+    """The machine's permanent id (machine-id(5)), or its host name."""
     for file in files:
         try:
             if found := file.read_text().strip():

@@ -1,18 +1,18 @@
-"""The NVML source: GPUs and MIG instances as the NVIDIA driver library tells of them, through pynvml.
+"""The NVML source: GPUs and MIG instances from the NVIDIA driver library, through pynvml.
 
-Nothing else in the project imports pynvml, and every call into it goes through `_Library.ask`. What is known of NVML
-and not obvious:
+Nothing else in the project imports pynvml, and every call into it goes through `_Library.ask`. Facts about NVML that
+are not obvious:
 
-- used = total - free. NVIDIA's pages disagree on whether `used` of the v2 structure holds the driver's reserve, so nothing
-  here reads it, nor does it matter that the v1 structure counts the reserve as used: both say the same `total` and `free`.
+- used = total - free. NVIDIA's pages disagree on whether `used` of the v2 structure includes the driver's reserve, so
+  nothing here reads it. The v1 structure counts the reserve as used; both give the same `total` and `free`.
 - A unified-memory chip (GB10) answers NOT_SUPPORTED for memory: its memory is the host's.
-- A GPU that is split into MIG instances gives its own memory and processes to root alone, each instance gives its own to
-  those who may use it, and only memory and processes. The process list of an instance's handle is of that instance:
-  the driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules), so the parent's is not asked.
-- Until R565 the driver gives pids as the host counts them. Since then it translates them for the pid namespace (the
-  container) of who asks, and leaves out processes that live outside of it. So in a container, pids of an old driver are
-  not to be looked up here, and an empty list of a new one does not say that there are no processes.
-- nvmlInit attaches no GPU, nvmlDeviceGetHandleByIndex does: a GPU that is back is found by asking for its handle anew. That
+- A GPU partitioned into MIG instances gives its own memory and processes to root alone. Each instance gives memory and
+  processes, and nothing else, to its permitted users. The process list of an instance's handle is of that instance: the
+  driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules), so the parent is not asked.
+- Until R565 the driver returns pids of the host. Since then it translates them for the caller's pid namespace (the
+  container), and omits processes outside of it. So in a container, pids from an old driver must not be looked up, and
+  an empty list from a new one does not mean that there are no processes.
+- nvmlInit attaches no GPU, nvmlDeviceGetHandleByIndex does: a returned GPU is found by asking for its handle anew. That
   call, and those for uuid and name, may hang for one GPU and not for the others, so each GPU is looked at by a thread of
   its own.
 """
@@ -44,7 +44,7 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's
 
 
 class _Code(IntEnum):
-    """nvmlReturn_t, as far as it makes a difference here."""
+    """The values of nvmlReturn_t that matter here."""
 
     UNINITIALIZED = 1
     INVALID_ARGUMENT = 2
@@ -68,7 +68,7 @@ _OF_ANOTHER_VERSION = {_Code.INVALID_ARGUMENT, _Code.FUNCTION_NOT_FOUND, _Code.A
 
 
 class _NvmlRefusal(Exception):
-    """NVML answered with an error; the message is NVML's own."""
+    """An error from NVML; the message is NVML's own."""
 
     def __init__(self, code: int, words: str) -> None:
         super().__init__(words)
@@ -84,8 +84,8 @@ class _Seen:
 
     info: DeviceInfo
     handle: Handle
-    failure: _NvmlRefusal | None = None  # why there is no handle: it was dead
-    max_instances: int | None = None  # of a GPU in MIG mode; None: it is not split
+    failure: _NvmlRefusal | None = None  # why there is no handle: the device was dead
+    max_instances: int | None = None  # of a GPU in MIG mode; None: not partitioned
 
     @property
     def is_split(self) -> bool:
@@ -96,7 +96,7 @@ class _Look(threading.Thread):
     """One look at one GPU, which takes as long as the driver does."""
 
     def __init__(self, look_at: Callable[[int], list[_Seen]], index: int) -> None:
-        super().__init__(name=f"look at GPU {index}", daemon=True)  # one that hangs dies with the process
+        super().__init__(name=f"look at GPU {index}", daemon=True)  # a hanging thread dies with the process
         self._look_at = look_at
         self.index = index
         self._found: list[_Seen] | Exception = []
@@ -104,7 +104,7 @@ class _Look(threading.Thread):
     def run(self) -> None:
         try:
             self._found = self._look_at(self.index)
-        except Exception as error:  # a fault of ours: whoever wants the result gets it
+        except Exception as error:  # an internal error: `found` raises it
             self._found = error
 
     def found(self) -> list[_Seen]:
@@ -117,9 +117,9 @@ class _Look(threading.Thread):
 class NvmlSource:
     """The NVIDIA devices of this machine; see `Source` for the contract.
 
-    Making one loads nothing: the first `scan` loads the driver library. `memory` and `detail` take no lock, so a device
-    that answers slowly keeps nobody waiting who asks for another one, and `scan` waits at most `patience_s` for all that
-    are slow, and once for each. `proc` is where the kernel shows its files.
+    Construction loads nothing: the first `scan` loads the driver library. `memory` and `detail` take no lock, so a slow
+    device does not delay calls about others. `scan` waits at most `patience_s` for all slow GPUs together, and once for
+    each. `proc` is the mount point of the kernel's files.
     """
 
     name = "nvml"
@@ -130,19 +130,19 @@ class NvmlSource:
         self._lock = threading.Lock()  # one scan or close at a time
         self._library = _Library()
         self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
-        self._looks: dict[int, _Look] = {}  # by index: begun, and their answers not yet taken
+        self._looks: dict[int, _Look] = {}  # by index: started, results not yet taken
 
     def scan(self) -> tuple[DeviceInfo, ...]:
         """The GPUs in NVML's order, each followed by its MIG instances. Raises SourceUnavailable.
 
-        A dead device is listed as it was known before, or with the uuid "index-N", and so is one that hangs: what that
-        answers in the end is taken by the next scan. NVML is shut down and initialised anew only when no GPU answers and
-        none hangs: then there is no call to disturb, and the driver may be reset or another one by then.
+        A dead device is listed as last known, or with the uuid "index-N". So is a hanging one; the next scan takes its
+        late result. NVML is shut down and reinitialised only if no GPU answers and none hangs: then there is no call to
+        disturb, and the driver may have been reset or replaced.
         """
         with self._lock:
             try:
                 if self._library.initialized:
-                    with suppress(_NvmlRefusal):  # asked again below, after a fresh start
+                    with suppress(_NvmlRefusal):  # retried below, after a fresh start
                         seen = self._look()
                         if self._hangs() or not all(device.failure for device in seen):
                             return self._keep(seen)
@@ -155,7 +155,7 @@ class NvmlSource:
                 raise _unavailable(refusal) from refusal
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
-        """Total and free bytes by nvmlDeviceGetMemoryInfo. Raises DeviceUnreadable."""
+        """Total and free bytes from nvmlDeviceGetMemoryInfo. Raises DeviceUnreadable."""
         seen = self._find(device)
         try:
             memory = self._library.memory(seen.handle)
@@ -166,7 +166,7 @@ class NvmlSource:
         return MemoryReading(memory.total, memory.free)
 
     def detail(self, device: DeviceInfo) -> DetailReading:
-        """Utilisation, temperature, power and processes; None for what NVML refuses of a device that is there.
+        """Utilisation, temperature, power and processes; None for what NVML refuses of a present device.
 
         Raises DeviceUnreadable.
         """
@@ -188,12 +188,12 @@ class NvmlSource:
         )
 
     def close(self) -> None:
-        """Give NVML back, unless a call into it hangs. Idempotent; a later `scan` opens it again."""
+        """Shut NVML down, unless a call into it hangs. Idempotent; a later `scan` opens it again."""
         with self._lock:
             self._seen = {}
             self._shutdown()
 
-    # --- what scan looks at
+    # --- scanning
 
     def _keep(self, devices: list[_Seen]) -> tuple[DeviceInfo, ...]:
         self._seen = {device.info.uuid: device for device in devices}
@@ -203,13 +203,13 @@ class NvmlSource:
         return any(look.is_alive() for look in self._looks.values())
 
     def _shutdown(self) -> None:
-        """Give NVML back, if no look hangs in it."""
+        """Shut NVML down, if no look hangs in it."""
         if not self._hangs():
-            self._looks = {}  # what they found is of no use to the next driver
+            self._looks = {}  # their results are useless to the next driver
             self._library.shutdown()
 
     def _look(self) -> list[_Seen]:
-        """Every device, dead or not. Raises _Refused where NVML as a whole does not answer."""
+        """Every device, dead or not. Raises _NvmlRefusal if NVML as a whole does not answer."""
         count = self._library.ask("nvmlDeviceGetCount")
         self._await_looks(count)
         hanging = {index: look for index, look in self._looks.items() if look.is_alive()}
@@ -222,14 +222,14 @@ class NvmlSource:
             gpu, *instances = looked[index] if index in looked else self._hanging(index)
             if index in looked and gpu.failure is None:
                 found += [gpu, *instances]
-            elif gpu.info.uuid in answered:  # indices have moved: what was known at this one answers at another
+            elif gpu.info.uuid in answered:  # indices have moved: this index's former device answers at another one
                 found.append(_Seen(_nameless(gpu.info.index), None, gpu.failure or _NO_ANSWER_YET))
             else:
                 found += [gpu, *instances]
         return found
 
     def _await_looks(self, count: int) -> None:
-        """Look at every GPU that no look hangs at, and wait until all looks ended, but not for those that hung before."""
+        """Start a look at every GPU without a hanging one, and wait until the new looks end or time out."""
         begun = [_Look(self._look_at_gpu, index) for index in range(count) if index not in self._looks]
         self._looks |= {look.index: look for look in begun}
         deadline = time.monotonic() + self._patience_s
@@ -239,8 +239,9 @@ class NvmlSource:
             look.join(max(0.0, deadline - time.monotonic()))
 
     def _hanging(self, index: int) -> list[_Seen]:
-        """A GPU that does not answer now, and its instances: as they were known, handles and all, since calls about them
-        may go on and tell the truth. One that was never known is a failure until it answers.
+        """A GPU that does not answer now, and its instances: as last known, with their handles.
+
+        Calls by these handles may still work. A GPU that was never known is a failure until it answers.
         """
         for seen in self._seen.values():
             if seen.info.index == str(index):
@@ -266,7 +267,7 @@ class NvmlSource:
         return found
 
     def _look_at(self, index: str, for_handle: tuple[Any, ...], parent: DeviceInfo | None = None) -> _Seen:
-        """The device of which `for_handle`, a call with its arguments, gives the handle."""
+        """The device behind the handle that `for_handle`, a call with its arguments, returns."""
         ask = self._library.ask
         uuid = None
         try:
@@ -284,16 +285,16 @@ class NvmlSource:
             return _Seen(self._remembered(uuid, index, parent), None, refusal)
 
     def _remembered(self, uuid: str | None, index: str, parent: DeviceInfo | None) -> DeviceInfo:
-        """What was known of a device that is dead now, and perhaps does not even give its uuid any more."""
+        """The last known info of a dead device, which may not even return its uuid any more."""
         for seen in self._seen.values():
             if seen.info.uuid == uuid or (uuid is None and seen.info.index == index):
                 return replace(seen.info, index=index)
         return _nameless(index, uuid, parent)
 
-    # --- what memory and detail ask
+    # --- reading
 
     def _find(self, device: DeviceInfo) -> _Seen:
-        """The device with a handle to ask it by. Raises DeviceUnreadable."""
+        """The device with its handle. Raises DeviceUnreadable."""
         seen = self._seen.get(device.uuid)
         if seen is None:
             raise DeviceUnreadable(f"NVML showed no device {device.uuid} when it was last asked for its devices")
@@ -302,7 +303,7 @@ class NvmlSource:
         return seen
 
     def _processes(self, handle: Handle) -> tuple[ProcessUse, ...] | None:
-        """Compute and graphics processes merged by pid; None where none is told and some may be hidden."""
+        """Compute and graphics processes merged by pid; None if none is reported and some may be hidden."""
         compute = _given(self._library.compute_processes, handle)
         graphics = _given(self._library.graphics_processes, handle)
         contained, translated = self._in_container(), self._library.translates_pids
@@ -314,29 +315,29 @@ class NvmlSource:
         for kind, processes in (("compute", compute), ("graphics", graphics or ())):
             for process in processes:
                 kinds[process.pid] = "compute+graphics" if kinds.get(process.pid, kind) != kind else kind
-                # Each list gives all that a process holds on the device: there is nothing to add up.
+                # Each list gives a process's whole use of the device: nothing to add up.
                 if used_bytes.get(process.pid) is None:
                     used_bytes[process.pid] = process.usedGpuMemory
-        ours = translated or not contained  # else a pid is nobody's here, or a stranger's
+        ours = translated or not contained  # else a pid means nothing here, or another process
         return tuple(ProcessUse(pid, used_bytes[pid], kinds[pid], *(_owner(pid) if ours else ())) for pid in kinds)
 
     def _in_container(self) -> bool:
         try:
             return os.readlink(self._proc / "self" / "ns" / "pid") != _INITIAL_PID_NAMESPACE
-        except OSError:  # not told: claim nothing that holds only outside of one
+        except OSError:  # unknown: assume a container, which claims less
             return True
 
 
 class _Library:
-    """The door to NVML. Its calls raise _Refused."""
+    """The access to NVML. Its calls raise _NvmlRefusal."""
 
     def __init__(self) -> None:
         self.initialized = False
         self.translates_pids = False
-        self._nvml: Any = None  # the module pynvml, from the first `init` on
+        self._nvml: Any = None  # the module pynvml, set by the first `init`
 
     def init(self) -> None:
-        """Load the driver library, if it is not, and initialise it."""
+        """Load the driver library if needed, and initialise it."""
         import pynvml
 
         self._nvml = pynvml
@@ -358,14 +359,14 @@ class _Library:
         )
 
     def shutdown(self) -> None:
-        """Give NVML back, if it was taken."""
+        """Shut NVML down, if it is initialised."""
         if self.initialized:
             self.initialized = False
-            with suppress(_NvmlRefusal):  # the driver has gone, and with it what we held
+            with suppress(_NvmlRefusal):  # the driver has gone, and its resources with it
                 self.ask("nvmlShutdown")
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """What pynvml's `function` answers."""
+        """The result of pynvml's `function`."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError as error:
@@ -373,7 +374,7 @@ class _Library:
 
 
 class _Versioned:
-    """A call about a device that old drivers know in an older version: the first that works, and that from then on."""
+    """A call that old drivers have in an older version: tries the newer one first, then keeps the one that works."""
 
     def __init__(self, newer: Callable[[Handle], Any], older: Callable[[Handle], Any]) -> None:
         self._call = newer
@@ -385,13 +386,13 @@ class _Versioned:
         except _NvmlRefusal as refusal:
             if refusal.code not in _OF_ANOTHER_VERSION or self._call is self._older:
                 raise
-        answer = self._older(device)  # an argument that is really invalid is refused here as well
+        answer = self._older(device)  # a really invalid argument is refused here as well
         self._call = self._older
         return answer
 
 
 def _given(ask: Callable[..., Any], *arguments: Any) -> Any:
-    """What `ask` answers; None where it is refused of a device that is there."""
+    """The result of `ask`; None if it is refused for a present device."""
     try:
         return ask(*arguments)
     except _NvmlRefusal as refusal:
@@ -401,19 +402,19 @@ def _given(ask: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = None) -> DeviceInfo:
-    """A device that was dead whenever it was looked at."""
+    """The info of a device that was dead in every scan."""
     kind = DeviceKind.MIG if parent else DeviceKind.GPU
     return DeviceInfo(uuid or f"index-{index}", index, kind, parent_uuid=parent.uuid if parent else None)
 
 
 def _owner(pid: int) -> tuple[str | None, str | None]:
-    """(user, command with arguments) of a process; None for what is not seen from here."""
+    """(user, command with arguments) of a process; None for what is hidden."""
     import psutil
 
     def told(ask: Callable[[], T]) -> T | None:
         try:
             return ask()
-        except psutil.Error:  # gone, or not ours to see
+        except psutil.Error:  # it ended, or is hidden
             return None
 
     process = told(lambda: psutil.Process(pid))

@@ -1,4 +1,4 @@
-"""From the text that names a source (`--source`) to the source."""
+"""Opens the source named by a `--source` option."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def open_source(spec: str, *, capacity_bytes: int | None = None, members: Sequen
         replay:FILE   a recording
 
     With `capacity_bytes`, host memory is a test device of that size, filled by the processes `members`. Raises
-    ConfigInvalid: another name, a test device where there is no host memory, a recording that cannot be played, a process
-    that is not there.
+    ConfigInvalid: unknown name, a test device without host memory, a recording that cannot be played, a missing
+    process.
     """
     kind, separator, file = spec.partition(":")
     if (kind == "replay") != bool(separator) or kind not in ("auto", "nvml", "host", "replay"):

@@ -1,4 +1,4 @@
-"""A recording played as if it happened now: the values of its time, in real time from the first scan to its end."""
+"""Replays a recording in real time, from the first scan to its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..snapshot import DetailReading, DeviceInfo, MemoryReading
 
 
 class ReplaySource:
-    """The devices of a recording. After its end none can be read any more, so that the end is seen; nothing loops."""
+    """The devices of a recording. After its end none can be read any more, so that the end is visible; it does not loop."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Reads the whole recording; `clock` gives nanoseconds. Raises ConfigInvalid, see `read_recording`."""
@@ -26,27 +26,27 @@ class ReplaySource:
         return f"replay:{self._recording.path}"
 
     def scan(self) -> tuple[DeviceInfo, ...]:
-        """The devices of this time, at the end those of the end. The first scan starts the recording."""
+        """The devices at the present time of the recording, or at its end. The first scan starts the replay."""
         if self._began_ns is None:
             self._began_ns = self._clock()
         return self._recording.devices_at(self._elapsed_s())
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
-        """What was recorded of this time. Raises DeviceUnreadable: its failure then, or the end."""
+        """The recorded memory at this time. Raises DeviceUnreadable: its failure then, or the end."""
         state = self._state(device)
         if state.memory_error is not None:
             raise DeviceUnreadable(state.memory_error)
         return state.memory or MemoryReading(None, None)
 
     def detail(self, device: DeviceInfo) -> DetailReading:
-        """What was recorded of this time. Raises DeviceUnreadable: its failure then, or the end."""
+        """The recorded detail at this time. Raises DeviceUnreadable: its failure then, or the end."""
         state = self._state(device)
         if state.detail_error is not None:
             raise DeviceUnreadable(state.detail_error)
         return state.detail or DetailReading()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no resource is open."""
 
     def _elapsed_s(self) -> float:
         return 0.0 if self._began_ns is None else (self._clock() - self._began_ns) / 1e9

@@ -1,1 +1,1 @@
-"""What people see: a snapshot as lines for a terminal, once or live, and as JSON."""
+"""The user's view of a snapshot: lines for a terminal, once or live, and JSON."""

@@ -30,15 +30,15 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` without what JSON has no word for."""
+    """`value` without values that JSON cannot express."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return None  # a trend that dies away to a denormal number fills memory in more seconds than a float can count
+        # A trend that decays to a denormal number predicts exhaustion after more seconds than a float can hold.
+        return None
     if isinstance(value, str):
-        return value.encode(
-            errors="replace"
-        ).decode()  # a command line need not be text: Python keeps such bytes as halves
+        # A command line need not be UTF-8: Python keeps such bytes as surrogate halves.
+        return value.encode(errors="replace").decode()
     return value

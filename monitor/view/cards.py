@@ -1,4 +1,4 @@
-"""Devices as cards: name and load, a bar of the memory with its amounts, a chart of the last minutes with the trend."""
+"""Devices as cards: name and load, a memory bar with amounts, a chart of the last minutes with the trend."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .table import Column, fitting, row
 from .text import BOLD, DIM, YELLOW, Line, blank, crop, cut, right, spread, width_of
 
 _TREND_WIDTH = 29  # "+212.5 MiB/s · full in 59 min"
-_ROOMY = 72  # cells from which a line has room for that
+_ROOMY = 72  # minimum line width, in cells, for the trend at full width
 _LOAD_BAR = 15
-_INDENT = 2  # cells behind the label, before name, bar and chart
+_INDENT = 2  # cells after the label, before name, bar and chart
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A device with the instances it is partitioned into."""
+    """A device and the MIG instances into which it is partitioned."""
 
     device: Device
     instances: tuple[Device, ...] = ()
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is memory to draw: not of a dead GPU, nor where all of it belongs to the instances."""
+        """Whether there is memory to draw: false for a dead GPU, or if all of it belongs to the instances."""
         return self.device.memory.total_bytes is not None
 
     def height(self, chart_rows: int) -> int:
@@ -52,17 +52,17 @@ class Group:
 
 
 def cards_height(groups: Sequence[Group], chart_rows: int) -> int:
-    """Lines that `cards_lines` gives."""
+    """The number of lines that `cards_lines` returns."""
     gaps = len(groups) - 1 if chart_rows and groups else 0
     return sum(group.height(chart_rows) for group in groups) + gaps
 
 
 def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: DeviceSummary) -> list[list[Line]]:
-    """The cards of each of `parts` below each other; without `chart_rows` they stand close, a small chart beside the bar."""
+    """The cards of each of `parts`, stacked. With `chart_rows` 0 they are compact, with a small chart beside the bar."""
     devices = [group.device for part in parts for group in part]
     load = [utilization_bar(devices, _LOAD_BAR, sheet), *load_columns(devices, sheet), power_limit(devices, sheet)]
     if not chart_rows:
-        load.insert(0, trend_column(sheet))  # which else stands beside the chart
+        load.insert(0, trend_column(sheet))  # otherwise beside the chart
     name_width = min(sheet.name_width, max(sheet.width // 3, 8))
     load = fitting(load, sheet.width - sheet.label_width - _INDENT - name_width - _INDENT)
     stacks = []
@@ -83,7 +83,7 @@ def _card(group: Group, load: Sequence[Column[Device]], chart_rows: int, sheet: 
 
 
 def _title(device: Device, load: Sequence[Column[Device]], sheet: DeviceSummary) -> Line:
-    """Index and name; on the right the load, or what is wrong."""
+    """Index and name; on the right the load, or the problem."""
     head = [label(device, sheet), blank(_INDENT)]
     room = max(sheet.width - width_of(head), 0)
     wrong = notice(device, sheet.now_ns)
@@ -113,7 +113,7 @@ def _memory(device: Device, chart_rows: int, sheet: DeviceSummary) -> list[Line]
 
 
 def _slim_memory(device: Device, sheet: DeviceSummary) -> Line:
-    """Bar, a small chart and the amounts in one line."""
+    """Bar, small chart and amounts in one line."""
     chart_width = max(_body_width(sheet) // 3, 0)
     (small,) = memory_chart(device, chart_width, 1, sheet)
     line = [blank(sheet.label_width + _INDENT), *memory_bar(device, _body_width(sheet) - chart_width - 2, sheet)]
@@ -121,7 +121,7 @@ def _slim_memory(device: Device, sheet: DeviceSummary) -> Line:
 
 
 def _instance(device: Device, sheet: DeviceSummary) -> Line:
-    """An instance of a partitioned GPU in one line, its bar ending where those of whole devices end."""
+    """An instance of a partitioned GPU in one line; its bar ends where those of whole devices end."""
     body, symbols = _body_width(sheet), sheet.symbols
     head = [blank(sheet.label_width + _INDENT), label(device, sheet), blank(1)]
     name = cut(name_of(device), max(min(sheet.name_width, body // 2 - sheet.label_width), 0), symbols)
@@ -140,7 +140,7 @@ def _amounts(device: Device, sheet: DeviceSummary) -> Line:
 
 
 def _side_width(sheet: DeviceSummary) -> int:
-    """Cells at the right of bar and chart, for amounts and trend."""
+    """Cells to the right of bar and chart, for amounts and trend."""
     return max(sheet.amounts_width + 1 + PERCENTAGE_WIDTH, _TREND_WIDTH if sheet.width >= _ROOMY else 0)
 
 

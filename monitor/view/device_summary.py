@@ -1,4 +1,4 @@
-"""What the view says of one device, piece by piece: bar, chart, amounts, trend, load, or why there is nothing to say."""
+"""The parts of one device's view: bar, chart, amounts, trend, load, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .symbols import Symbols, bar, chart, chart_columns, chart_reach
 from .table import Column
 from .text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
 
-YELLOW_FROM, RED_FROM = 0.80, 0.95  # shares of the memory that are used
+YELLOW_FROM, RED_FROM = 0.80, 0.95  # used shares of the memory
 MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """What devices that are drawn together share, so that their parts stand in line."""
+    """The layout shared by devices that are drawn together, so that their parts are aligned."""
 
     now_ns: int
     symbols: Symbols
     width: int
-    label_width: int  # of GPUs; the host's may stand out, so that all others need not
-    name_width: int  # with what stands out of the label
+    label_width: int  # of GPUs; the host's label may be longer, so that the others need not be
+    name_width: int  # includes what exceeds the label width
     used_width: int
     total_width: int
 
@@ -50,22 +50,22 @@ class DeviceSummary:
 
     @property
     def amounts_width(self) -> int:
-        """Cells of what `amounts` gives."""
+        """Cells of the result of `amounts`."""
         return self.used_width + self.total_width + len(" /  GiB")
 
 
 def name_of(device: Device) -> str:
-    """Its name, or its uuid where it has none."""
+    """The device's name, or its uuid without one."""
     return device.info.name or device.info.uuid
 
 
 def label(device: Device, sheet: DeviceSummary) -> Segment:
-    """Its index, as people call it."""
+    """The device's index, as displayed."""
     return Segment(f"{cut(device.info.index, MOST_LABEL, sheet.symbols):>{sheet.label_width}}", BOLD)
 
 
 def notice(device: Device, now_ns: int) -> tuple[str, Style] | None:
-    """Why the memory of `device` is not known or not known now; None while all is well."""
+    """Why the memory of `device` is unknown or outdated; None if it is current."""
     memory = device.memory
     if memory.error is not None:
         return memory.error, ALARM
@@ -78,13 +78,13 @@ def notice(device: Device, now_ns: int) -> tuple[str, Style] | None:
 
 
 def memory_bar(device: Device, width: int, sheet: DeviceSummary) -> Line:
-    """The share of the memory that is used, in the colour of the pressure; grey while it is not known now."""
+    """The used share of the memory, coloured by pressure; grey while it is unknown or outdated."""
     used, rest = bar(share_of(device.memory.used_bytes, device.memory.total_bytes), width, sheet.symbols)
     return [Segment(used, _pressure(device, sheet)), Segment(rest, DIM)]
 
 
 def memory_chart(device: Device, width: int, rows: int, sheet: DeviceSummary) -> list[Line]:
-    """`rows` lines of `width` cells, the newest value at their right end, in a quiet shade of the bar's colour."""
+    """`rows` lines of `width` cells, the newest value at the right, in a dim shade of the bar's colour."""
     total = device.memory.total_bytes
     values = _history(device, width) if total else []
     drawn = chart([share_of(value, total) for value in values], rows, sheet.symbols)
@@ -92,7 +92,7 @@ def memory_chart(device: Device, width: int, rows: int, sheet: DeviceSummary) ->
 
 
 def peak(device: Device, width: int, room: int, sheet: DeviceSummary) -> str:
-    """How high and how far back a chart of `width` cells reaches: "peak 98.2 GiB in 4 min", shorter for little room."""
+    """The peak and the time span of a chart of `width` cells: "peak 98.2 GiB in 4 min", shorter if `room` is small."""
     known = [value for value in _history(device, width) if value is not None]
     if not known:
         return ""
@@ -118,7 +118,7 @@ def percentage(device: Device, sheet: DeviceSummary) -> Segment:
 
 
 def trend(device: Device, room: int, sheet: DeviceSummary) -> list[tuple[str, Style]]:
-    """How fast memory fills and when it ends: one text where `room` cells hold both, else two; [] where it is not known."""
+    """The growth rate and the time to exhaustion: one text if both fit into `room` cells, else two; [] if unknown."""
     if notice(device, sheet.now_ns) is not None:
         return []
     seconds = device.memory.seconds_until_exhaustion
@@ -131,7 +131,7 @@ def trend(device: Device, room: int, sheet: DeviceSummary) -> list[tuple[str, St
 
 
 def trend_column(sheet: DeviceSummary) -> Column[Device]:
-    """When memory ends, or how fast it fills."""
+    """A column with the time to exhaustion, or the growth rate."""
 
     def soon(device: Device, cells: int) -> Line:
         said = trend(device, cells, sheet)
@@ -141,7 +141,7 @@ def trend_column(sheet: DeviceSummary) -> Column[Device]:
 
 
 def load_columns(devices: Sequence[Device], sheet: DeviceSummary) -> list[Column[Device]]:
-    """Utilisation, temperature and power; what none of `devices` tells has no width."""
+    """Utilisation, temperature and power; values that none of `devices` reports get no width."""
     symbols = sheet.symbols
     readings = [device.detail.reading for device in devices]
     utilized = any(reading.utilization is not None for reading in readings)
@@ -171,7 +171,7 @@ def load_columns(devices: Sequence[Device], sheet: DeviceSummary) -> list[Column
 
 
 def utilization_bar(devices: Sequence[Device], width: int, sheet: DeviceSummary) -> Column[Device]:
-    """The utilisation, drawn."""
+    """A column with the utilisation as a bar."""
     told = any(device.detail.reading.utilization is not None for device in devices)
 
     def draw(device: Device, cells: int) -> Line:
@@ -184,7 +184,7 @@ def utilization_bar(devices: Sequence[Device], width: int, sheet: DeviceSummary)
 
 
 def power_limit(devices: Sequence[Device], sheet: DeviceSummary) -> Column[Device]:
-    """What the power is limited to."""
+    """A column with the power limit."""
     told = any(device.detail.reading.power_limit_watts is not None for device in devices)
 
     def limit(device: Device, cells: int) -> Line:
@@ -201,7 +201,7 @@ def _history(device: Device, width: int) -> list[int | None]:
 
 
 def _pressure(device: Device, sheet: DeviceSummary) -> Style:
-    """The colour of the share of its memory that is used."""
+    """The colour for the used share of its memory."""
     share = share_of(device.memory.used_bytes, device.memory.total_bytes)
     if share is None or notice(device, sheet.now_ns) is not None:
         return DIM

@@ -1,4 +1,4 @@
-"""All devices in the richest form that there is room for: cards with high charts, with low ones, without, and then rows."""
+"""All devices in the richest form that fits: cards with high charts, with low ones, without charts, then table rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .symbols import Symbols
 from .text import DIM, Line, blank, cut, width_of
 
 _CHART_ROWS = range(8, -1, -1)
-_LEAST_WIDTH = 80  # of a column, where devices stand beside each other
+_LEAST_WIDTH = 80  # of a column, if devices are shown side by side
 _GAP = 3
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def device_lines(
     devices: Sequence[Device], now_ns: int, *, width: int, good: int | None, most: int | None, symbols: Symbols
 ) -> list[Line]:
-    """The devices in lines of `width` cells: the richest cards that take at most `good` lines, else rows, cut to `most` lines.
+    """The devices in lines of `width` cells: the richest cards within `good` lines, else rows cut to `most` lines.
 
     Without limits: cards with a chart of one line.
     """
@@ -43,7 +43,7 @@ def device_lines(
 
 
 def _groups(devices: Sequence[Device]) -> list[Group]:
-    """Instances with their GPU; one whose GPU is not shown stands alone."""
+    """Instances grouped with their GPU; an instance of a GPU that is not shown stands alone."""
     shown = {device.info.uuid for device in devices if device.info.parent_uuid is None}
     instances: dict[str, list[Device]] = {}
     alone = []
@@ -56,7 +56,7 @@ def _groups(devices: Sequence[Device]) -> list[Group]:
 
 
 def _rows(devices: Sequence[Device], columns: int, most: int, sheet: DeviceSummary) -> list[Line]:
-    """Rows, and how many devices found no room in `most` lines."""
+    """Rows, and the number of devices that do not fit into `most` lines."""
     shown = devices if -(-len(devices) // columns) + 1 <= most else devices[: max(most - 2, 0) * columns]
     lines = _beside(rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []
     if len(shown) < len(devices):
@@ -66,13 +66,13 @@ def _rows(devices: Sequence[Device], columns: int, most: int, sheet: DeviceSumma
 
 
 def _parts(items: Sequence[T], number: int) -> list[Sequence[T]]:
-    """At most `number` parts, each but the last of the same length."""
+    """At most `number` parts of equal length, except the last."""
     length = -(-len(items) // number)
     return [items[start : start + length] for start in range(0, len(items), length)]
 
 
 def _beside(parts: Sequence[Sequence[Line]], width: int) -> list[Line]:
-    """Columns of `width` cells beside each other."""
+    """Columns of `width` cells side by side."""
     lines = []
     for row in range(max(len(part) for part in parts)):
         line: Line = []

@@ -1,4 +1,4 @@
-"""Single keys from the terminal that a program is typed into, as they are pressed."""
+"""Single key presses from the terminal, without waiting for a line."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What arrow and function keys, pasted text and the terminal itself send: ESC [ ... letter, and ESC O letter (ECMA-48).
+# Input from arrow and function keys, pasted text and the terminal itself: ESC [ ... letter, and ESC O letter (ECMA-48).
 _SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
 
 
 class Keys:
-    """The keys typed into terminal `fd`. `read` after it was found readable, else it waits for one."""
+    """The keys typed into terminal `fd`. Call `read` when it is readable, else it blocks."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._begun = b""  # the beginning of a sequence whose end is still to come
+        self._begun = b""  # the start of an incomplete sequence
 
     def read(self) -> str | None:
-        """The letters and signs typed since the last call, without what arrow keys and their like send; None at the end."""
+        """The characters typed since the last call, without escape sequences of special keys; None at the end of input."""
         if not (typed := os.read(self.fd, 4096)):
             return None
         typed = _SEQUENCE.sub(b"", self._begun + typed)
@@ -31,9 +31,9 @@ class Keys:
 
 @contextmanager
 def keys_of(fd: int) -> Iterator[Keys | None]:
-    """The keys of `fd`, one by one and not shown; as it was before in the end. None where it is no terminal.
+    """Reads the keys of `fd` unbuffered and without echo; restores the terminal at the end. None if `fd` is no terminal.
 
-    Ctrl-C and Ctrl-Z go on being signals.
+    Ctrl-C and Ctrl-Z remain signals.
     """
     try:
         import termios

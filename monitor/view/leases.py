@@ -1,4 +1,4 @@
-"""The leases as a table: what each engine may hold of a device, what it holds, and what is wanted of it."""
+"""The leases as a table: each engine's limits on a device, its use, and its pending recalls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .symbols import Symbols, stacked_bar
 from .table import Column, fitting, row, titles, widest
 from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, YELLOW, Line, blank, cut, left, right, width_of
 
-_NARROW, _WIDE = 72, 100  # cells from which a state is told whole; from which names may be long
+_NARROW, _WIDE = 72, 100  # minimum widths, in cells, for full state texts and for long names
 _MOST_STATE = 34
 _STATE_STYLES = {"ok": DIM, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
-_PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: what grows is at its end
+_PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: the growing part at its end
 
 
 def lease_lines(
     leases: Sequence[LeaseUse], devices: Sequence[Device], *, width: int, most: int | None, symbols: Symbols
 ) -> list[Line]:
-    """A line of titles and one for each lease, by device and the largest first, in at most `most` lines.
+    """A header line and one line per lease, by device and the largest first, in at most `most` lines.
 
-    The last one counts those left out; where there is room for nothing else, all of them. [] without leases.
+    The last line counts the omitted ones; if there is room for nothing else, all of them. [] without leases.
     """
     if not leases or (most is not None and most < 1):
         return []
@@ -58,7 +58,7 @@ def _counted(leases: Sequence[LeaseUse], more: str, width: int, symbols: Symbols
 def _columns(
     leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int, symbols: Symbols
 ) -> list[Column[LeaseUse]]:
-    """All columns, as wide as `leases` need them; one in which nothing would stand has no width."""
+    """All columns, as wide as `leases` need them; an empty column has no width."""
     dash = symbols.dash
     engines = widest("ENGINE", (lease.engine for lease in leases), 10 if width < 60 else 14 if width < _WIDE else 28)
     names = [cut(lease.engine, engines, symbols) for lease in leases]
@@ -116,7 +116,7 @@ def _columns(
 
 
 def _bar(lease: LeaseUse, width: int, symbols: Symbols) -> Line:
-    """What is held by class, as shares of what is granted."""
+    """The held bytes by class, as shares of the granted bytes."""
     parts = lease.held_parts()
     whole = max(lease.granted_bytes, lease.held_bytes)
     pieces, rest = stacked_bar([share_of(parts[name], whole) or 0.0 for name in _PART_STYLES], width, symbols)
@@ -125,7 +125,7 @@ def _bar(lease: LeaseUse, width: int, symbols: Symbols) -> Line:
 
 
 def _state(lease: LeaseUse, symbols: Symbols) -> str:
-    """With what the engine is to be at, and since when: "recalling to 48.0 GiB, 340 ms"; or with what it could use."""
+    """The state with its recall target and age: "recalling to 48.0 GiB, 340 ms"; or with what the engine asks for."""
     if lease.state in ("recalling", "overdue") and lease.recall_target_bytes is not None:
         age = "" if lease.recall_age_seconds is None else f", {brief(lease.recall_age_seconds)}"
         return f"{lease.state} to {amount(lease.recall_target_bytes, symbols.dash)}{age}"

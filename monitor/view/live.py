@@ -1,4 +1,4 @@
-"""The view of a snapshot in a terminal: printed once, or live."""
+"""The terminal view of a snapshot: printed once, or live."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 _STDIN = 0
 _SORT_KEYS = {order.value[0]: order for order in Order}
-# These end or stop the process, which first has to give the terminal back. Windows has few of them.
+# These end or stop the process, which must restore the terminal first. Windows has few of them.
 _LEAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP") if hasattr(signal, name))
 
 
 def render_once(snapshot: Snapshot, console: Console) -> None:
-    """Print the view once, with all processes, in the width of `console`; plain text where it is no terminal."""
+    """Print the view once, with all processes, in the width of `console`; plain text if it is no terminal."""
     console.print(render(snapshot, width=console.width, symbols=_symbols(console), clock=datetime.now()), end="")
 
 
 def render_leases(snapshot: Snapshot, console: Console) -> None:
-    """Print all leases, in the width of `console`, or that there is none; plain text where it is no terminal."""
+    """Print all leases, in the width of `console`, or that there is none; plain text if it is no terminal."""
     console.print(leases_alone(snapshot, width=console.width, symbols=_symbols(console)), end="")
 
 
 def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Console) -> None:
-    """Show what `read` gives every `interval_s` seconds, and when a key or a new size asks for it, until q or Ctrl-C.
+    """Show what `read` returns every `interval_s` seconds, and after a key or a resize, until q or Ctrl-C.
 
-    Belongs into the main thread. Draws on the terminal's alternate screen; m, p and u sort the processes by memory, pid and
-    user. Where `console` is no terminal or cannot move its cursor (TERM=dumb), one print follows the other, and only Ctrl-C
-    ends it.
+    Must run in the main thread. Draws on the terminal's alternate screen; m, p and u sort the processes by memory, pid
+    and user. If `console` is no terminal or cannot move its cursor (TERM=dumb), prints repeatedly, and only Ctrl-C ends
+    it.
 
-    The terminal is as it was before when this returns or raises, and while Ctrl-Z holds the process. Raises ValueError for
-    an interval that is not above 0, SystemExit for SIGTERM, SIGHUP and SIGQUIT where the caller has no handlers of its own
-    for them, and what `read` raises.
+    Restores the terminal when it returns or raises, and while Ctrl-Z stops the process. Raises ValueError for an
+    interval that is not above 0, SystemExit for SIGTERM, SIGHUP and SIGQUIT if the caller has no handlers for them, and
+    what `read` raises.
     """
     if not interval_s > 0:
         raise ValueError(f"the interval between two drawings must be above 0 seconds, got {interval_s}")
@@ -62,13 +62,13 @@ def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Consol
 
 
 def _symbols(console: Console) -> Symbols:
-    """Unicode, unless the encoding of `console` lacks it, or its font: that of Linux' own console does."""
+    """Unicode, unless the encoding of `console` or its font lacks it, as that of the Linux console does."""
     limited = console.options.ascii_only or os.environ.get("TERM") == "linux"
     return ASCII if limited else UNICODE
 
 
 def _print_on(read: Callable[[], Snapshot], interval_s: float, console: Console) -> None:
-    """One print after the other, for ever."""
+    """Print repeatedly, forever."""
     while True:
         render_once(read(), console)
         time.sleep(interval_s)
@@ -88,7 +88,7 @@ class _Screen:
             self._hint += [Segment(f"  {key}"), Segment(f" {order}", DIM)]
 
     def run(self) -> None:
-        """Until q. A signal that ends or stops the process does so once the terminal is as it was before."""
+        """Run until q. A signal that ends or stops the process takes effect after the terminal is restored."""
         while True:
             with (
                 _signals_read(signal.SIGWINCH, *_LEAVING) as signals,
@@ -100,16 +100,16 @@ class _Screen:
                 return
             if left_by != signal.SIGTSTP:
                 raise SystemExit(128 + left_by)
-            signal.raise_signal(left_by)  # stops here, and goes on at SIGCONT
+            signal.raise_signal(left_by)  # stops here, and continues at SIGCONT
 
     def _show(self, signals: int, keys: Keys | None) -> int | None:
-        """Draw until q or the end of the keys: None; or until one of `_LEAVING`: that."""
+        """Draw until q or the end of input (returns None), or until one of `_LEAVING` (returns it)."""
         waited_for = [signals] if keys is None else [signals, keys.fd]
         next_read = time.monotonic()
         while True:
             if (now := time.monotonic()) >= next_read:
                 snapshot = self._read()
-                next_read = max(next_read + self._interval_s, now)  # even, but never in a hurry to catch up
+                next_read = max(next_read + self._interval_s, now)  # a regular beat, without catching up
             self._draw(snapshot, keys)
             ready, _, _ = select.select(waited_for, [], [], max(next_read - time.monotonic(), 0))
             if signals in ready and (left_by := next((n for n in os.read(signals, 64) if n in _LEAVING), None)):
@@ -137,9 +137,9 @@ class _Screen:
 
 @contextmanager
 def _signals_read(*numbers: int) -> Iterator[int]:
-    """A descriptor that gives each signal that comes as a byte: a select wakes up, and nothing is interrupted.
+    """A descriptor that yields each received signal as a byte: a select wakes up, and no call is interrupted.
 
-    Takes those of `numbers` that nobody handles, and gives them back.
+    Handles those of `numbers` that have the default handler, and restores it at the end.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -159,4 +159,4 @@ def _signals_read(*numbers: int) -> Iterator[int]:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """The byte in the pipe says it all; but without a handler in Python none would be written."""
+    """Does nothing: the byte in the pipe suffices, but none is written without a Python handler."""

@@ -1,4 +1,4 @@
-"""Amounts, rates and times as the view writes them: short, of even width, "–" where nothing is known."""
+"""Amounts, rates and times as the view formats them: short, of even width, "–" for unknown values."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 from ..units import GIB, MIB
 
-FULL_SOON_SECONDS = 3600  # a trend is not believed for longer than that
+FULL_SOON_SECONDS = 3600  # longer predictions of a trend are not shown
 URGENT_SECONDS = 300
 
 
 def share_of(part: int | None, whole: int | None) -> float | None:
-    """`part` of `whole`, None where either is not known or there is nothing to share."""
+    """`part` of `whole`; None if either is unknown or `whole` is 0."""
     return part / whole if part is not None and whole else None
 
 
@@ -65,5 +65,5 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Like `duration`, below a second in milliseconds: "12 ms"."""
+    """Like `duration`, but in milliseconds below a second: "12 ms"."""
     return f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else duration(seconds)

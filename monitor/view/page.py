@@ -1,4 +1,4 @@
-"""A snapshot as the lines of a page: who watches, the devices, the leases on them, their processes."""
+"""A snapshot as the lines of a page: the monitor, the devices, their leases, their processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .processes import Order, count_processes, process_lines
 from .symbols import UNICODE, Symbols
 from .text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, width_of
 
-_NARROW = 60  # cells; below that there is no margin
+_NARROW = 60  # cells; narrower pages have no margin
 _CLOCK_FROM = 24  # cells
-_LOW = 16  # lines; below that none is spent on the keys and on gaps below the head and above the leases
-_PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # lines that devices leave to these before they take a richer form, at least
+_LOW = 16  # lines; lower pages omit the keys and the gaps below the head and above the leases
+_PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # minimum lines that devices leave to these before they take a richer form
 
 
 def render(
@@ -31,10 +31,10 @@ def render(
     clock: datetime | None = None,
     keys: Line | None = None,
 ) -> SegmentLines:
-    """The page in at most `width` cells and `height` lines; None: in as many lines as it takes.
+    """The page in at most `width` cells and `height` lines; None: in as many lines as needed.
 
-    Depends on nothing but its arguments. `clock` is the time to be shown, `keys` a last line that says which keys do what.
-    Text from other people's processes is neutralised. No line is wider than `width`, so none wraps.
+    Depends only on its arguments. `clock` is the time to display, `keys` a last line with key hints. Text from other
+    users' processes is neutralised. No line is wider than `width`, so none wraps.
     """
     inner = _inner(width)
     low = height is not None and height < _LOW
@@ -67,14 +67,14 @@ def render(
 
 
 def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
-    """The leases alone, all of them, in at most `width` cells. As `render` otherwise."""
+    """Only the leases, all of them, in at most `width` cells. Otherwise like `render`."""
     inner = _inner(width)
     lines = lease_lines(snapshot.leases, snapshot.devices, width=inner, most=None, symbols=symbols)
     return _page(lines or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]], width)
 
 
 def _leases_unknown(snapshot: Snapshot, width: int, most: int | None, symbols: Symbols) -> list[Line]:
-    """A line that says why the leases are not known, if there is room for it; [] where they are."""
+    """A line with the reason why the leases are unknown, if there is room; [] if they are known."""
     if snapshot.leases_error is None or (most is not None and most < 1):
         return []
     return [[Segment(cut(f"leases are not known: {snapshot.leases_error}", width, symbols), ALARM)]]
@@ -94,9 +94,9 @@ def _page(lines: Sequence[Line], width: int) -> SegmentLines:
 
 
 def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
-    """Who watches, since when, and how old the oldest answer is; or that nobody does any more.
+    """The monitor, its uptime, and the age of the oldest answer; or that the monitor is silent.
 
-    That is judged by the monitor's own heartbeat: devices that are lost or slow say nothing of the monitor.
+    Silence is judged by the monitor's heartbeat: lost or slow devices say nothing about the monitor.
     """
     said: Line = [Segment("vram-monitor", BOLD), blank(2)]
     time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]

@@ -16,15 +16,15 @@ from .symbols import Symbols, bar
 from .table import Column, fitting, row, titles, widest
 from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
 
-_ROOMY = 100  # cells from which shares are drawn too, and the kind of a process is a word
+_ROOMY = 100  # minimum width, in cells, for share bars and full process kinds
 _SHARE_BAR = 12
-_SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as nvidia-smi writes them
+_SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as in nvidia-smi
 
 
 class Order(StrEnum):
-    """What the table is sorted by."""
+    """The sort order of the table."""
 
-    MEMORY = "memory"  # the biggest first
+    MEMORY = "memory"  # the largest first
     PID = "pid"
     USER = "user"
 
@@ -38,19 +38,19 @@ class _Use:
 
     @property
     def share(self) -> float | None:
-        """Of the device's memory."""
+        """The share of the device's memory."""
         return share_of(self.process.used_bytes, self.device.memory.total_bytes)
 
 
 def count_processes(devices: Sequence[Device]) -> int:
-    """How many there are to be shown."""
+    """The number of processes to show."""
     return sum(len(device.detail.reading.processes or ()) for device in devices)
 
 
 def process_lines(
     devices: Sequence[Device], *, width: int, most: int | None, order: Order, symbols: Symbols
 ) -> list[Line]:
-    """A line of titles and one for each process, in at most `most` lines; the last one counts those left out."""
+    """A header line and one line per process, in at most `most` lines; the last line counts the omitted ones."""
     uses = [_Use(device, process) for device in devices for process in device.detail.reading.processes or ()]
     if not uses:
         told = any(device.detail.reading.processes is not None for device in devices)
@@ -70,7 +70,7 @@ def process_lines(
 
 
 def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -> list[Column[_Use]]:
-    """All columns, as wide as `uses` need them; one in which nothing would stand has no width."""
+    """All columns, as wide as `uses` need them; an empty column has no width."""
     dash = symbols.dash
 
     def title(text: str, sorted_by: Order) -> str:
@@ -125,7 +125,7 @@ def _pid(use: _Use) -> str:
 
 
 def _sort_key(order: Order) -> Callable[[_Use], tuple[Any, ...]]:
-    """Ascending by this the table is in `order`; equals have the biggest first. What is not known comes last."""
+    """The sort key for `order`; equals are sorted by size, largest first. Unknown values come last."""
 
     def key(use: _Use) -> tuple[Any, ...]:
         process = use.process

@@ -1,4 +1,4 @@
-"""Devices as a table, a line each: the form for many devices, or for few lines."""
+"""Devices as a table, one line each: the form for many devices, or for few lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 24
 
 
 def rows_lines(parts: Sequence[Sequence[Device]], sheet: DeviceSummary) -> list[list[Line]]:
-    """Each of `parts` as a line of titles and a line for each device; their columns stand alike."""
+    """Each of `parts` as a header line and a line per device, with equal columns."""
     devices = [device for part in parts for device in part]
     labels = min(max(len(device.info.index) for device in devices), MOST_LABEL)
     names = min(max(len("NAME"), *(len(_short_name(device)) for device in devices)), _MOST_NAME)
@@ -45,7 +45,7 @@ def rows_lines(parts: Sequence[Sequence[Device]], sheet: DeviceSummary) -> list[
 
 
 def _columns(devices: Sequence[Device], names: int, sheet: DeviceSummary) -> list[Column[Device]]:
-    """All columns; the bar takes what the others leave."""
+    """All columns; the bar takes the remaining width."""
     return [
         Column("NAME", names, 7, lambda device, cells: [left(_short_name(device), cells, sheet.symbols)]),
         Column("MEMORY", _LEAST_BAR, 8, lambda device, cells: memory_bar(device, cells, sheet), stretches=True),

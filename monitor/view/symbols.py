@@ -1,4 +1,4 @@
-"""What the view draws with, in Unicode and in ASCII: bars, charts, marks."""
+"""The symbols of the view, in Unicode and in ASCII: bars, charts, marks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Symbols:
-    """One set of characters, each a cell wide."""
+    """A set of characters, each one cell wide."""
 
     ascii_only: bool
-    bar: str  # a cell that is used
-    half: str  # one that is used on its left
-    rest: str  # one that is free
+    bar: str  # a used cell
+    half: str  # a cell with its left half used
+    rest: str  # a free cell
     levels: str  # eight heights of a column, the last one full
     ellipsis: str
-    dash: str  # in the place of what is not known
+    dash: str  # for unknown values
     degree: str
     dot: str  # between two facts
     descending: str
@@ -51,7 +51,7 @@ ASCII = Symbols(
 
 
 def bar(share: float | None, width: int, symbols: Symbols) -> tuple[str, str]:
-    """(used part, free part) of a bar `width` cells wide, exact to half a cell; `share` 0..1, None where it is not known."""
+    """(used part, free part) of a bar `width` cells wide, exact to half a cell; `share` 0..1, None if unknown."""
     if share is None or not math.isfinite(share) or width < 1:
         return "", symbols.rest * max(width, 0)
     halves = round(min(max(share, 0.0), 1.0) * 2 * width)
@@ -60,17 +60,17 @@ def bar(share: float | None, width: int, symbols: Symbols) -> tuple[str, str]:
 
 
 def stacked_bar(shares: Sequence[float], width: int, symbols: Symbols) -> tuple[list[str], str]:
-    """(a piece for each of `shares`, free part): `bar` of their sum, its pieces ending at the nearest cell."""
+    """(a piece for each of `shares`, free part): `bar` of their sum, each piece ending at the nearest cell."""
     used, rest = bar(sum(shares), width, symbols)
     ends = [min(round(share * width), len(used)) for share in accumulate(shares)]
     return [used[begin:end] for begin, end in pairwise([0, *ends[:-1], len(used)])], rest
 
 
 def chart_columns(history: Sequence[int | None], width: int, newest: int) -> list[int | None]:
-    """The newest of `history` in at most `width` columns, oldest first: the highest value of each, None if none is known.
+    """The newest part of `history` in at most `width` columns, oldest first: the maximum of each, None if unknown.
 
-    `newest` numbers the last value, as all others from some beginning on. Values share a column by that number, so that
-    a column keeps its values while the chart moves to the left.
+    `newest` is the number of the last value; values are numbered consecutively. Values share a column by number, so a
+    column keeps its values while the chart moves to the left.
     """
     if width < 1:
         return []
@@ -90,7 +90,7 @@ def chart_reach(samples: int, width: int) -> int:
 
 
 def chart(columns: Sequence[float | None], rows: int, symbols: Symbols) -> list[str]:
-    """`rows` lines, the highest first, of columns between 0 and 1; a known zero is still seen, an unknown is blank."""
+    """`rows` lines, the highest first, of columns between 0 and 1; a known zero is visible, an unknown value is blank."""
     heights = [0 if share is None else min(max(round(share * rows * 8), 1), rows * 8) for share in columns]
     return [
         "".join(" " if (height := total - 8 * below) <= 0 else symbols.levels[min(height, 8) - 1] for total in heights)

@@ -1,7 +1,7 @@
-"""Text for a terminal: neutralised, measured in cells, cut and padded; lines are lists of rich's segments.
+"""Terminal text: neutralised, measured in cells, cut and padded. A line is a list of rich's segments.
 
-Names and command lines come from other people's processes. Nothing of them may reach the terminal but printable characters of
-a known width: no escape sequence, no line break, no mark that turns the writing direction.
+Names and command lines come from other users' processes. Only printable characters of a known width may reach the
+terminal: no escape sequence, no line break, no mark that changes the writing direction.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BUSY = Style(color="blue")
 ENGINE = Style(color="cyan")
 OTHER = Style(color="magenta")
 
-_MOST_CHARACTERS = 1024  # more than any terminal is wide; a command line may have two million
+_MOST_CHARACTERS = 1024  # more than any terminal's width; a command line may have two million
 
 
 def printable(text: str, *, ascii_only: bool) -> str:
-    """`text` on one line: runs of white space as one space, what cannot be shown as "\N{REPLACEMENT CHARACTER}" or "?"."""
+    """`text` on one line: runs of white space become one space, unprintable characters "\N{REPLACEMENT CHARACTER}" or "?"."""
     text = " ".join(text.split())
     if text.isascii() and text.isprintable():
         return text
@@ -38,18 +38,18 @@ def printable(text: str, *, ascii_only: bool) -> str:
     for character in unicodedata.normalize("NFC", text):
         if not character.isprintable() or (ascii_only and not character.isascii()):
             shown.append(unknown)
-        elif get_character_cell_size(character):  # a mark without a width of its own is dropped
+        elif get_character_cell_size(character):  # a zero-width mark is dropped
             shown.append(character)
     return "".join(shown)
 
 
 def cut(text: str, width: int, symbols: Symbols) -> str:
-    """`text`, neutralised, in at most `width` cells; ends in "…" where something is missing."""
+    """`text`, neutralised, in at most `width` cells; ends in "…" if cut."""
     longer = len(text) > _MOST_CHARACTERS
     return _cut(text[:_MOST_CHARACTERS], longer, width, symbols)
 
 
-@lru_cache(maxsize=1024)  # the same names and commands come every second
+@lru_cache(maxsize=1024)  # the same names and commands recur every second
 def _cut(text: str, longer: bool, width: int, symbols: Symbols) -> str:
     text = printable(text, ascii_only=symbols.ascii_only)
     if not longer and cell_len(text) <= width:
@@ -66,13 +66,13 @@ def _cut(text: str, longer: bool, width: int, symbols: Symbols) -> str:
 
 
 def left(text: str, width: int, symbols: Symbols, style: Style | None = None) -> Segment:
-    """A cell of a table: cut, and filled with spaces on its right."""
+    """A table cell: cut, and padded with spaces on its right."""
     text = cut(text, width, symbols)
     return Segment(text + " " * (width - cell_len(text)), style)
 
 
 def right(text: str, width: int, symbols: Symbols, style: Style | None = None) -> Segment:
-    """A cell of a table: cut, and filled with spaces on its left."""
+    """A table cell: cut, and padded with spaces on its left."""
     text = cut(text, width, symbols)
     return Segment(" " * (width - cell_len(text)) + text, style)
 
@@ -83,23 +83,23 @@ def blank(width: int) -> Segment:
 
 
 def width_of(line: Iterable[Segment]) -> int:
-    """Cells that `line` takes."""
+    """Cells of `line`."""
     return sum(segment.cell_length for segment in line)
 
 
 def spread(left_part: Line, right_part: Line, width: int) -> Line:
-    """`left_part` at the left border and `right_part` at the right one; what does not fit is cropped at the right."""
+    """`left_part` at the left edge and `right_part` at the right edge; what does not fit is cropped at the right."""
     gap = width - width_of(left_part) - width_of(right_part)
     return crop([*left_part, blank(max(gap, 1)), *right_part], width)
 
 
 def crop(line: Line, width: int) -> Line:
-    """`line` in at most `width` cells."""
+    """`line` cut to at most `width` cells."""
     return line if width_of(line) <= width else Segment.adjust_line_length(line, width, pad=False)
 
 
 def trimmed(line: Line) -> Line:
-    """`line` without spaces at its end."""
+    """`line` without trailing spaces."""
     line = list(line)
     while line and not (text := line[-1].text.rstrip(" ")):
         line.pop()

@@ -1,4 +1,4 @@
-"""What `pagetide run` is told: a YAML file, and flags that go before it, checked at the door and frozen into one tree.
+"""The configuration of `pagetide run`: a YAML file and flags, which override it, checked and frozen into one tree.
 
     model: demo                 a name, a folder or a hub id
     seed: 0                     with a line's number it gives the line its seed
@@ -7,8 +7,9 @@
     engine: {...}               the arguments of `LLM` by their names
     sampling: {...}             the fields of `SamplingParams` by their names
 
-Every field is a flag too: of `engine` and `sampling` by its own name, `--input` and `--output` are the paths, and the others of
-these carry their section's name before their own (`--input-format`). Paths in the file are relative to the file.
+Every field is also a flag. Fields of `engine` and `sampling` have their own names, `--input` and `--output` are the
+paths, and other fields of these sections are prefixed with the section (`--input-format`). Paths in the file are
+relative to the file.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from ..monitor.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from ..scheduler.request import SamplingParams
 
 FORMATS = ("auto", "text", "jsonl", "openai")
-MOST_SEED = 2**32 - 1  # the other half of a line's 64 bits is its number
+MOST_SEED = 2**32 - 1  # the other half of a line's 64-bit seed is its number
 STDIN = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """Where the prompts are. `format` is "text" (one a line), "jsonl", "openai" (batch), or "auto": as name and content say."""
+    """The input. `format` is "text" (one prompt a line), "jsonl", "openai" (batch), or "auto" (by name and content)."""
 
     path: str
     format: str = "auto"
@@ -46,7 +47,7 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where the records go, and what they repeat: the prompt as it was given, the ids of what was generated."""
+    """The output, and what its records include: the prompt as given, the ids of generated tokens."""
 
     path: str
     prompt: bool = True
@@ -55,7 +56,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The arguments of `LLM` besides the model, by their names. None is `LLM`'s own default."""
+    """The arguments of `LLM` besides the model, by their names. None: the default of `LLM`."""
 
     device: str | None = None
     dtype: str | None = None
@@ -77,13 +78,13 @@ class EngineOptions:
     self_check: bool | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Those that were given, for `LLM`."""
+        """The given arguments, for `LLM`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """One run."""
+    """The configuration of one run."""
 
     model: str
     input: InputOptions
@@ -94,7 +95,7 @@ class RunConfig:
 
 
 class SourcedValue(NamedTuple):
-    """A value, and who says so: "run.yaml:12" or "--temperature"."""
+    """A value and its source: "run.yaml:12" or "--temperature"."""
 
     value: Any
     where: str
@@ -102,7 +103,7 @@ class SourcedValue(NamedTuple):
 
 Settings = dict[tuple[str, str], SourcedValue]  # by section ("" is the top level) and key
 
-# Not settings of a run: a line's seed follows from the run's, and objects cannot be written down.
+# Not settings of a run: a line's seed follows from the run's, and objects cannot be written to a file.
 _NOT_SAMPLING = ("seed", "logits_processors")
 KEYS: dict[str, tuple[str, ...]] = {
     "": ("model", "seed"),
@@ -111,12 +112,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     "engine": tuple(f.name for f in fields(EngineOptions)),
     "sampling": tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING),
 }
-_SHORT = ("input", "output")  # a text in the place of the section is its path
+_SHORT = ("input", "output")  # a string in place of the section is its path
 _SWITCHES = (
     "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "trust_remote_code",
     "ignore_eos", "add_special_tokens",
 )  # fmt: skip
-_LISTS = ("stop", "stop_token_ids", "bad_words")  # flags that may be given often
+_LISTS = ("stop", "stop_token_ids", "bad_words")  # repeatable flags
 _TEXTS = (
     "model", "path", "format", "device", "dtype", "kv_memory", "prefix_cache_memory", "host_kv_memory", "stop", "bad_words",
     "json_schema", "regex", "grammar", "attention",
@@ -158,7 +159,7 @@ _HELP = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config`, and a flag for every field. None of them has a default: what is not given is left to the file."""
+    """Add `--config`, and a flag for every field. No flag has a default: omitted ones are left to the file."""
     parser.add_argument("--config", metavar="FILE", help="a YAML file; what flags say goes before it")
     for section, keys in KEYS.items():
         group = parser.add_argument_group(_TITLES[section])
@@ -188,7 +189,7 @@ def _dest(section: str, key: str) -> str:
 
 
 def _plain(text: str) -> Any:
-    """A flag's value: a number in any notation, else as YAML reads it."""
+    """Parse a flag's value: a number in any notation, else YAML."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -201,11 +202,11 @@ def _plain(text: str) -> Any:
 
 
 def read_config(args: argparse.Namespace) -> RunConfig:
-    """The run that the flags of `add_flags`, and the file they may name, ask for. The model is not looked up.
+    """Build the run's configuration from the flags of `add_flags` and the file they may name. Does not look up the model.
 
     Raises:
-        ConfigError: an unknown key, a value that is none, something missing; says which, and in which line or flag.
-        OSError: the file cannot be read.
+        ConfigError: An unknown key, an invalid value, or a missing one; the message names it with its line or flag.
+        OSError: The file cannot be read.
     """
     settings: Settings = _of_file(Path(args.config)) if args.config is not None else {}
     for section, keys in KEYS.items():
@@ -227,7 +228,7 @@ def _build(settings: Settings) -> RunConfig:
     }
     engine = EngineOptions(**of["engine"])
     sampling = _in_place(settings, "sampling", lambda: SamplingParams(**of["sampling"]))
-    unnamed = ModelSpec("", Path(), "")  # its own defaults are looked at when it is loaded
+    unnamed = ModelSpec("", Path(), "")  # the model's own defaults are checked when it is loaded
     _in_place(settings, "engine", lambda: EngineConfig.resolve(unnamed, **engine.arguments()))
     return RunConfig(
         **of[""],
@@ -239,7 +240,7 @@ def _build(settings: Settings) -> RunConfig:
 
 
 def _check(section: str, key: str, setting: SourcedValue) -> None:
-    """What neither `LLM` nor SamplingParams will look at."""
+    """Check the fields that neither `LLM` nor SamplingParams checks."""
     value, where = setting
     if section in ("engine", "sampling"):
         return
@@ -258,7 +259,7 @@ def _check(section: str, key: str, setting: SourcedValue) -> None:
 
 
 def _in_place(settings: Settings, section: str, make: Any) -> Any:
-    """What `make` gives. Its complaints begin with the name of what they are about: they are told with its place."""
+    """Call `make`, and add the source to its errors, which name the field they are about."""
     try:
         return make()
     except (ValueError, TypeError) as error:
@@ -302,7 +303,7 @@ def _of_file(file: Path) -> Settings:
 
 
 def _entries(file: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, str, yaml.Node]]:
-    """(key, its place, its value's node). YAML readers take the last of two equal keys and say nothing: refused here."""
+    """Yield (key, its place, its value's node). Raises ConfigError for duplicate keys, which YAML readers accept silently."""
     seen: dict[str, int] = {}
     for key, value in mapping.value:
         line = key.start_mark.line + 1
@@ -332,7 +333,7 @@ def _unknown(where: str, key: str, section: str, known: tuple[str, ...]) -> Conf
 
 
 def _from_folder(file: Path, place: tuple[str, str], setting: SourcedValue) -> SourcedValue:
-    """Paths of a file are relative to its folder; a model's only where it cannot be a name."""
+    """Resolve a file's paths relative to its folder; the model's only if it starts with ./ or ../ and so cannot be a name."""
     value = setting.value
     if not isinstance(value, str) or not value:
         return setting
@@ -343,9 +344,9 @@ def _from_folder(file: Path, place: tuple[str, str], setting: SourcedValue) -> S
 
 
 def fingerprint(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide what the records say, by name; plain data.
+    """The settings that determine the records' contents, by name; plain data.
 
-    Not among them is how the work is done (memory, sizes of batches, which of several GPUs): a run may go on with others.
+    It excludes how the work is done (memory, batch sizes, which of several GPUs): a run may resume with other values.
     """
     device = (config.engine.device or "auto").partition(":")[0]
     settings = {

@@ -1,4 +1,4 @@
-"""The input of `pagetide run`: lines of text, JSON objects or OpenAI batch requests, read one by one, never as a whole."""
+"""The input of `pagetide run`: lines of text, JSON objects or OpenAI batch requests, read one at a time."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _RENAMED = {
     "num_return_sequences": "n",
 }  # fmt: skip
 _OTHER = ("top_logprobs", "response_format")
-# What OpenAI's requests carry that changes no token; the model is the run's, whatever it says.
+# Fields of OpenAI's requests that change no token; `model` is ignored in favour of the run's.
 _NO_MATTER = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _ONLY = {"stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
 
 
 class Summary(NamedTuple):
-    """What one reading of the whole input tells."""
+    """The results of one pass over the whole input."""
 
     sha256: str
-    num_lines: int  # those that are not blank
+    num_lines: int  # non-blank lines
     format: Format
 
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    """One line: what it asks for, or `error`, which says why it cannot be asked.
+    """One line as a request, or `error`, the reason why it is invalid.
 
-    The prompt is a text, token ids, or with `messages` what the chat template makes of them. `sampling` holds the fields of
-    SamplingParams that the line itself gives, checked; `id` is copied to the record.
+    The prompt is a text, token ids, or `messages` for the chat template. `sampling` holds the fields of SamplingParams
+    that the line itself sets, checked; `id` is copied to the record.
     """
 
     line: int  # from 1
@@ -62,13 +62,13 @@ class InputRequest:
 
 
 class InvalidLine(ValueError):
-    """A line that cannot be asked; the message says why."""
+    """A line is no valid request; the message says why."""
 
 
 class InputFile:
-    """The file, open. Standard input is copied to a temporary file first, so that it can be read twice.
+    """The open input file. Standard input is first copied to a temporary file, so that it can be read twice.
 
-    Raises ConfigError when nothing says what its format is.
+    Raises ConfigError if the format is unknown.
     """
 
     def __init__(self, options: InputOptions) -> None:
@@ -88,7 +88,7 @@ class InputFile:
         self._file.close()
 
     def survey(self) -> Summary:
-        """Read all of it once. JSON lines are of OpenAI's form where the first object has a body, unless a format was given."""
+        """Read the whole input once. Without a given format, JSON lines are OpenAI's if the first object has a body."""
         looking, form = self._may_be_batch, self._format
         num_lines, digest = 0, hashlib.sha256()
         for _, raw in self.lines(digest):
@@ -98,9 +98,9 @@ class InputFile:
         return Summary(digest.hexdigest(), num_lines, form)
 
     def lines(self, digest: Any) -> Iterator[tuple[int, bytes | None]]:
-        """The lines that are not blank, by number from 1, without their ends; None for one too long to be read.
+        """Yield the non-blank lines with their numbers from 1, without line ends; None for a line that is too long.
 
-        `digest` takes in every byte that is passed, blank lines too.
+        `digest` is updated with every byte read, including blank lines.
         """
         self._file.seek(0)
         number = 0
@@ -131,7 +131,7 @@ def _copy_of_standard_input() -> BinaryIO:
 
 
 def read_line(number: int, raw: bytes | None, form: Format) -> InputRequest:
-    """What a line asks for. Raises nothing: what is wrong with it stands in its `error`."""
+    """Parse a line to a request. Raises nothing: an invalid line gets an `error`."""
     if form == "text":
         return _of_text(number, raw)
     content: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _object(raw: bytes | None) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of `pairs`. Raises ValueError where one of two values would be lost. Looks at each pair once."""
+    """An object of `pairs`. Raises ValueError for a duplicate key. Linear in the number of pairs."""
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
@@ -197,7 +197,7 @@ def _is_id(key: object) -> bool:
 
 
 def _of_object(number: int, content: dict[str, Any]) -> InputRequest:
-    """{"prompt" or "messages", "id" or "custom_id", and how to continue it}."""
+    """Parse {"prompt" or "messages", "id" or "custom_id", sampling fields}."""
     if "body" in content and "url" in content:
         raise InvalidLine("it is an OpenAI batch request, and the input is not of that format: say `format: openai`")
     given = {key: value for key, value in content.items() if value is not None}
@@ -213,7 +213,7 @@ def _of_object(number: int, content: dict[str, Any]) -> InputRequest:
 
 
 def _of_batch(number: int, content: dict[str, Any]) -> InputRequest:
-    """{"custom_id", "method": "POST", "url", "body"}."""
+    """Parse {"custom_id", "method": "POST", "url", "body"}."""
     key, method, url, body = (content.get(name) for name in ("custom_id", "method", "url", "body"))
     if not isinstance(key, str) or not key:
         raise InvalidLine(f"custom_id must be a text, got {key!r:.80}")
@@ -242,7 +242,7 @@ def _asked(number: int, door: InputKind, key: str | int | None, given: dict[str,
 
 
 def _prompt(prompt: object) -> str | list[int]:
-    """A text or token ids; a list of one of them, as OpenAI's requests may have it, is that one."""
+    """A text or token ids; a list with a single prompt, which OpenAI's requests allow, is that prompt."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -261,7 +261,7 @@ def _messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """With a content that is one text: templates write a list of parts out as Python would."""
+    """The message with its content as one text: templates would print a list of parts as Python does."""
     if not isinstance(message.get("role"), str):
         raise InvalidLine(f"a message must have a role, got {message!r:.80}")
     content = message.get("content")
@@ -274,7 +274,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """What the line says of how to continue it, by pagetide's names or OpenAI's. Raises ValueError for what makes no sense."""
+    """The line's sampling fields, by pagetide's names or OpenAI's. Raises ValueError for invalid ones."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         name = _RENAMED.get(key, key)
@@ -294,12 +294,12 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
         found |= _constraint(given["response_format"])
     if isinstance(bias := found.get("logit_bias"), dict):
         found["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
-    SamplingParams(**found)  # looks at it
+    SamplingParams(**found)  # validates the fields
     return found
 
 
 def _chat_logprobs(asked: object, top: object) -> object:
-    """`logprobs` true or false and how many most likely ones, as one number or None."""
+    """OpenAI's `logprobs` flag and `top_logprobs` as one number or None."""
     if not isinstance(asked, bool):
         raise InvalidLine(f"top_logprobs needs logprobs to be true, got {asked!r}")
     if top and not asked:
@@ -324,7 +324,7 @@ def _constraint(response_format: object) -> dict[str, Any]:
 
 
 def _token_id(text: str) -> int:
-    """A JSON object's keys are texts."""
+    """Parse a token id from a JSON object's key, which is a text."""
     if not text.isdecimal():
         raise InvalidLine(f"logit_bias must map token ids to numbers, got {text!r:.40}")
     return int(text)

@@ -1,10 +1,10 @@
-"""The output file of `pagetide run`: whole records only, in order, and a run that was killed goes on where it was.
+"""The output file of `pagetide run`: complete records in order; a killed run resumes where it stopped.
 
-    OUT.part       records so far; the one under work may be torn, and is cut off when a run goes on
-    OUT.run.json   what decides what the records say; the counts, once all are there
-    OUT            all records: the partial file under its last name
+    OUT.part       records so far; the last may be torn, and is cut off when a run resumes
+    OUT.run.json   the settings that determine the records; the counts, once all are there
+    OUT            all records: the partial file under its final name
 
-Whoever writes holds a lock on the partial file (flock), which ends with the process. Each step is on the disk before the next
+The writer holds a lock on the partial file (flock), which ends with the process. Each step is on disk before the next
 begins: the settings before the first record, the last record before the file gets its name.
 """
 
@@ -25,21 +25,21 @@ from ..engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
-SYNC_EVERY_S = 5.0  # of records, a failing machine loses no more
+SYNC_EVERY_S = 5.0  # a machine failure loses at most the records of this time
 
 
 def files_of(output: Path) -> tuple[Path, ...]:
-    """All that a run into `output` writes."""
+    """All files that a run into `output` writes."""
     beside = (".part", ".run.json", ".run.json.new")
     return (output, *(output.with_name(output.name + ending) for ending in beside))
 
 
 class InUse(OSError):
-    """Another run writes this output."""
+    """Another run is writing this output."""
 
 
 class Output:
-    """One output file, from its first record to its name. Use as a context manager: the lock ends with it."""
+    """One output file, from its first record to its final name. A context manager: the lock ends with it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Output:
         self._synced_at = clock()
 
     def finished(self, settings: Settings) -> dict[str, int] | None:
-        """The counts of a whole output made with `settings`; None if there is none. Read-only."""
+        """The counts of a complete output made with `settings`; None if there is none. Read-only."""
         if not self.path.exists() or self.part.exists():
             return None
         about = self._read_about()
@@ -57,12 +57,12 @@ class Output:
         return counts
 
     def begin(self, settings: Settings, *, restart: bool, overwrite: bool) -> None:
-        """Open the partial file, a new one or the one that is there, and lock it. Nothing is written to the output itself.
+        """Open and lock the partial file, new or existing. The output itself is not touched.
 
         Raises:
-            ConfigError: there is an output already, or a partial one made with other settings.
-            InUse: another run writes it.
-            OSError: the folder cannot be written to.
+            ConfigError: There is an output already, or a partial one made with other settings.
+            InUse: Another run is writing it.
+            OSError: The folder cannot be written to.
         """
         if self.path.is_dir():
             raise ConfigError(f"the output {self.path} is a folder: name a file in it")
@@ -88,10 +88,10 @@ class Output:
         self._file = file
 
     def recover(self, is_next: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-        """The records that are there already, one by one; behind the last, the file is ready for the next.
+        """Yield the existing records one by one; after the last, the file is ready for the next one.
 
-        `is_next` says whether a record belongs behind those before. What is torn, or does not belong, is cut off with all that
-        follows: a machine that failed may leave anything there.
+        `is_next` says whether a record follows those before. A torn or unexpected record is cut off with all that
+        follows: a machine failure may leave anything there.
         """
         file, kept = self._open(), 0
         with self.part.open("rb") as reader:
@@ -108,7 +108,7 @@ class Output:
         file.seek(kept)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a record. It survives the process at once, and the machine within SYNC_EVERY_S."""
+        """Append a record. It survives the process at once, and a machine failure after at most SYNC_EVERY_S."""
         file, data = self._open(), memoryview(_encoded(record))
         try:
             while data:
@@ -121,14 +121,14 @@ class Output:
             raise OSError(error.errno, told, str(self.part)) from error
 
     def finish(self, settings: Settings, counts: dict[str, int]) -> None:
-        """All records are written: give the file its name."""
+        """Give the complete file its final name."""
         os.fsync(self._open().fileno())
         self._write_about({"settings": settings, "counts": counts})
         os.replace(self.part, self.path)
         _sync_folder(self.path)
 
     def close(self) -> None:
-        """End the lock. What was written stays. Idempotent."""
+        """Release the lock. Written records stay. Idempotent."""
         if self._file is not None:
             self._file.close()
 
@@ -146,7 +146,7 @@ class Output:
         file = _opened(self.part)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock may have given the file its name meanwhile: then this is the output.
+            # Before this lock, another run may have renamed the file to the output.
             if not self.part.exists() or not os.path.samestat(os.stat(self.part), os.fstat(file.fileno())):
                 raise BlockingIOError
         except BlockingIOError:
@@ -179,7 +179,7 @@ class Output:
         return about if isinstance(about, dict) else {}
 
     def _write_about(self, about: dict[str, Any]) -> None:
-        """All or nothing, and on the disk."""
+        """Write the settings file atomically, and sync it to disk."""
         new = self._new_about
         with new.open("wb") as file:
             file.write((json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
@@ -190,19 +190,19 @@ class Output:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """For reading and writing, made if need be, without a buffer: a record is one write."""
+    """Open for reading and writing, created if missing, unbuffered: a record is one write."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
 
 
 def _difference(begun: object, now: Settings) -> str:
-    """The first settings that differ, as in "seed was 1 and is 2"; nothing where none does, or none is known."""
+    """The first settings that differ, as in "seed was 1 and is 2"; "" if none differ or the old ones are unknown."""
     if not isinstance(begun, dict):
         return ""
     said: list[str] = []
     for name in sorted({*begun, *now}):
         was, is_now = begun.get(name), now.get(name)
         if was != is_now:
-            digest = name in ("input", "model files")  # which says nothing to anybody
+            digest = name in ("input", "model files")  # a digest means nothing to the user
             said.append(f"the {name} changed" if digest else f"{name} was {_short(was)} and is {_short(is_now)}")
     return ", ".join(said[:3]) + (f", and {len(said) - 3} more" if len(said) > 3 else "")
 
@@ -223,7 +223,7 @@ def _whole_record(raw: bytes) -> dict[str, Any] | None:
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    """As UTF-8, but for texts that it has no bytes for (half of a surrogate pair): these are written as escapes."""
+    """A record as UTF-8; text that UTF-8 cannot encode (half of a surrogate pair) is written as escapes."""
     try:
         return (json.dumps(record, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -231,7 +231,7 @@ def _encoded(record: dict[str, Any]) -> bytes:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make a new name last. Not every file system can."""
+    """Make a new name durable. Not every file system supports it."""
     folder = os.open(path.absolute().parent, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

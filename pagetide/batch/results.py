@@ -1,7 +1,7 @@
-"""The records of `pagetide run`: what a line of the input became, plain or as OpenAI's batch answers it.
+"""The records of `pagetide run`: the result of each input line, plain or in the form of OpenAI's batch API.
 
-Nothing in a record depends on when, how fast or on what machine it was made: ids are of the input and the line, and where
-OpenAI's form wants a time of creation it is 0.
+A record does not depend on when, how fast or on what machine it was made: ids derive from the input and the line, and
+OpenAI's time of creation is 0.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ResultBuilder:
-    """Makes records. `model` is the name that answers carry, `run_id` what sets the ids of two inputs apart; `token_text` says
-    one token as text, for OpenAI's log-probabilities.
+    """Makes records.
+
+    `model` is the model name in the answers, `run_id` distinguishes the ids of different inputs, and `token_text`
+    converts a token to text for OpenAI's log-probabilities.
     """
 
     options: OutputOptions
@@ -32,7 +34,7 @@ class ResultBuilder:
     token_text: Callable[[int], str]
 
     def record(self, ask: InputRequest, output: RequestOutput) -> Record:
-        """What became of a line. `output` says nothing where the line itself could not be asked."""
+        """The record of a line. `output` is ignored if the line itself was invalid."""
         why = ask.error or failure_of(output)
         error = None if why is None else f"line {ask.line}: {why}"
         if ask.door == "plain":
@@ -119,23 +121,23 @@ class ResultBuilder:
         return {**one, "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in told.top]}
 
     def _token(self, token_id: int, logprob: float) -> Record:
-        """`bytes` is None for a token that is no whole character by itself."""
+        """`bytes` is None for a token that is not whole characters."""
         text = self.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": None if "�" in text else list(text.encode())}
 
 
 def failure_of(output: RequestOutput) -> str | None:
-    """Why a request was refused or failed, where it was."""
+    """The error of a request that was refused or failed; None otherwise."""
     return next((completion.error for completion in output.completions if completion.error is not None), None)
 
 
 def was_started(output: RequestOutput) -> bool:
-    """Whether the engine took the request; one that it refused at the door has no id."""
+    """Whether the engine accepted the request; a request refused at admission has no id."""
     return output.request_id != ""
 
 
 def line_of(record: Record) -> int | None:
-    """The line of the input that a record is of; None for what no `ResultBuilder` made."""
+    """The input line of a record; None if no `ResultBuilder` made it."""
     line = record.get("line")
     if line is None:
         line = str(record.get("id")).rpartition("_")[2]
@@ -144,12 +146,12 @@ def line_of(record: Record) -> int | None:
 
 
 def is_error(record: Record) -> bool:
-    """Whether the line was not served."""
+    """Whether the line failed."""
     return record.get("error") is not None
 
 
 def usage_of(record: Record) -> tuple[int, int]:
-    """Tokens of the prompt and of what was generated; (0, 0) of an error."""
+    """The numbers of prompt and generated tokens; (0, 0) for an error."""
     holder = record if "line" in record else (record.get("response") or {}).get("body") or {}
     usage = holder.get("usage") or {}
     return int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))

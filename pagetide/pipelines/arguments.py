@@ -1,4 +1,4 @@
-"""The arguments of a pipeline, at its making and at a call: known, harmless or refused, and sorted by who needs them."""
+"""The arguments of a pipeline and of its calls: recognizes supported, harmless and refused ones, and groups them by use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORM = ("return_full_text", "return_tensors", "return_text", "return_type")
 OTHERS = ("stop_sequence", "generate_kwargs", "tokenizer")
 
 Form = Literal["tensors", "new text", "full text"]
-_FORMS: Mapping[Any, Form] = {0: "tensors", 1: "new text", 2: "full text"}  # transformers' ReturnType by its values
+_FORMS: Mapping[Any, Form] = {0: "tensors", 1: "new text", 2: "full text"}  # the values of transformers' ReturnType
 
-# Accepted, said to be without effect, and why.
+# Accepted without effect: name and reason.
 HARMLESS: Mapping[str, str] = {
     "batch_size": "batches form by themselves, of whatever is there to be computed",
     "num_workers": "prompts are read in the caller's thread",
@@ -35,7 +35,7 @@ HARMLESS: Mapping[str, str] = {
     "use_safetensors": "safetensors are taken where they are there",
     "local_files_only": "nothing is ever downloaded",
 }
-# Of the making: refused, and why.
+# Refused by `pipeline`: name and reason.
 REFUSED: Mapping[str, str] = {
     "config": "the model's own configuration is used; change it in its folder, or give a loaded model",
     "feature_extractor": "only text is served",
@@ -51,31 +51,31 @@ REFUSED: Mapping[str, str] = {
     "load_in_8bit": "give a model that is saved in its quantised form",
 }
 
-CALL = frozenset({*TEXT, *FORM, *OTHERS, *HARMLESS})  # what a call takes, besides generation's settings
+CALL = frozenset({*TEXT, *FORM, *OTHERS, *HARMLESS})  # arguments of a call besides generation's settings
 
-_noted: set[str] = set()  # what was said already: once in a process is enough
+_noted: set[str] = set()  # names already logged in this process
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What was given for generation, and for the texts before and behind it. Nothing that was not given is here."""
+    """The given arguments for generation, and for texts (input and output). Holds only arguments that were given."""
 
     generation: Mapping[str, Any] = field(default_factory=dict)
-    text: Mapping[str, Any] = field(default_factory=dict)  # TEXT, and "form"
+    text: Mapping[str, Any] = field(default_factory=dict)  # the names of TEXT, and "form"
 
     def over(self, base: Arguments) -> Arguments:
-        """These, and those of `base` beneath them. A `generation_config` here takes the place of all settings there."""
+        """These arguments over those of `base`. A `generation_config` here replaces all generation settings of `base`."""
         beneath = base.generation
         if self.generation.get("generation_config") is not None:
-            stay = ("logits_processor", "prefix_allowed_tokens_fn", "seed")  # which no such configuration holds
+            stay = ("logits_processor", "prefix_allowed_tokens_fn", "seed")  # not part of any generation config
             beneath = {name: beneath[name] for name in stay if name in beneath}
         return Arguments({**beneath, **self.generation}, {**base.text, **self.text})
 
 
 def sort_arguments(given: Mapping[str, Any], generation_names: Collection[str], harmless: Collection[str]) -> Arguments:
-    """Sort what a call was given. `generation_names` are generation's own, of which `harmless` ones have no effect.
+    """Sort a call's arguments. `generation_names` are generation's own; the `harmless` ones of them have no effect.
 
-    Raises ValueError for an argument that nobody knows, with the nearest one that is known, and for a contradiction.
+    Raises ValueError for an unknown argument, naming the nearest known one, and for a contradiction.
     """
     given = dict(given)
     if (nested := given.pop("generate_kwargs", None)) is not None:
@@ -96,7 +96,7 @@ def sort_arguments(given: Mapping[str, Any], generation_names: Collection[str], 
 
 
 def flatten_model_kwargs(given: Mapping[str, Any], model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments of the making, those in `model_kwargs` among them, without harmless ones. Raises ValueError."""
+    """The arguments of `pipeline` merged with `model_kwargs`. Raises ValueError for refused arguments and contradictions."""
     flat = _merged(given, model_kwargs or {}, "model_kwargs")
     for name, why in REFUSED.items():
         if flat.pop(name, None) is not None:
@@ -116,7 +116,7 @@ def flatten_model_kwargs(given: Mapping[str, Any], model_kwargs: Mapping[str, An
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> None:
-    """Raise ValueError for the first name that is not known; says the nearest one that is."""
+    """Raise ValueError for the first unknown name, with the nearest known one."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -124,7 +124,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> N
 
 
 def note(name: str) -> None:
-    """Say once that an argument has no effect."""
+    """Log once that an argument has no effect."""
     if name not in _noted:
         _noted.add(name)
         why = HARMLESS.get(name, "the engine computes in its own way, with the same result")
@@ -141,8 +141,9 @@ def _merged(given: Mapping[str, Any], nested: Any, where: str) -> dict[str, Any]
 
 
 def _form(given: Mapping[str, Any]) -> Form | None:
-    """What is to be told, or None where nobody says. `return_tensors` asks for token ids by being given at all: so does
-    transformers' take it.
+    """The output form, or None if no argument sets it.
+
+    `return_tensors` selects token ids whatever its value, as in transformers.
     """
     full, tensors, text = (given.get(name) for name in ("return_full_text", "return_tensors", "return_text"))
     if given.get("return_type") is not None:
@@ -162,7 +163,7 @@ def _form(given: Mapping[str, Any]) -> Form | None:
 
 
 def _device(device: Any, device_map: Any) -> Any:
-    """A device as the engine has it. transformers' numbers are those of CUDA devices, and -1 is the CPU."""
+    """The device in the engine's notation. transformers' numbers are CUDA devices, and -1 is the CPU."""
     if device is not None and device_map is not None:
         raise ValueError("device and device_map cannot be given together")
     if isinstance(device_map, Mapping):

@@ -1,4 +1,4 @@
-"""One call of a pipeline: prompts into tokens and parameters, and what the engine gives into records."""
+"""One call of a pipeline: converts prompts to tokens and parameters, and the engine's outputs to records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Record = dict[str, Any]  # {"generated_text": ...} or {"generated_token_ids": ..
 
 
 class Prepared(NamedTuple):
-    """A prompt on its way: what it was, the ids that go to the engine, how many of them are its own, how to continue it."""
+    """A prepared prompt: the original, the ids for the engine, how many of them come from it, and the sampling parameters."""
 
     prompt: Prompt
     token_ids: list[int]
@@ -32,13 +32,13 @@ class Prepared(NamedTuple):
 
 @dataclass(slots=True)
 class _Failure:
-    """Why no more prompts are taken."""
+    """The error that ended the intake of prompts."""
 
     error: Exception | None = None
 
 
 class PipelineCall:
-    """One call of a pipeline: its arguments, resolved. Read-only."""
+    """One call of a pipeline, with resolved arguments. Read-only."""
 
     def __init__(
         self, llm: LLM, tokenizer: Any, defaults: ModelDefaults, arguments: Arguments, max_length: int | None
@@ -48,7 +48,7 @@ class PipelineCall:
         self._asked = arguments.text
         self._form = arguments.text.get("form", "full text")
         self.streamer = arguments.text.get("streamer")
-        self._max_length = max_length  # of the call, and not of the making, is one for the tokenizer too
+        self._max_length = max_length  # a max_length given to the call, not to `pipeline`, also goes to the tokenizer
         self._generation = defaults.resolve(arguments.generation, tokenizer.pad_token_id)
         self._prefix = self._asked.get("prefix", "")
         self._prefix_length = 0
@@ -60,7 +60,7 @@ class PipelineCall:
             raise ValueError(f"handle_long_generation must be None or 'hole', got {hole!r}")
 
     def prepare(self, prompt: Prompt) -> Prepared:
-        """A prompt's tokens and parameters, as transformers' `preprocess` has them. Raises ValueError."""
+        """The prompt's tokens and parameters, like transformers' `preprocess`. Raises ValueError."""
         ids = self._encode_chat(prompt) if isinstance(prompt, Conversation) else self._encode(self._prefix + prompt)
         if self._asked.get("handle_long_generation") == "hole":
             ids = self._cut(ids)
@@ -72,7 +72,7 @@ class PipelineCall:
         return Prepared(prompt, ids, own, self._generation.sampling_params(len(ids), self._prefix_length))
 
     def run(self, prepared: Iterable[Prepared]) -> Iterator[list[Record]]:
-        """The answers, in order. What goes wrong with a prompt is raised at its place, behind the answers before it."""
+        """The answers, in order. A prompt's error is raised at its place, after the answers before it."""
         if self.streamer is not None:
             for one in prepared:
                 yield self._records(one, generate_into(self.streamer, self._llm, one.token_ids, one.params))
@@ -92,7 +92,7 @@ class PipelineCall:
 
     def _encode_chat(self, chat: Conversation) -> list[int]:
         options = self._tokenizer_options()
-        options.pop("add_special_tokens", None)  # the template has them
+        options.pop("add_special_tokens", None)  # the chat template adds them
         goes_on = self._goes_on(chat)
         options |= {"tools": self._asked.get("tools"), "documents": self._asked.get("documents")}
         options |= {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, "return_dict": True}
@@ -111,12 +111,12 @@ class PipelineCall:
         return options
 
     def _goes_on(self, chat: Conversation) -> bool:
-        """Whether the chat's last message is to be continued, instead of being answered."""
+        """Whether to continue the chat's last message and not answer it."""
         last: bool = chat.messages[-1]["role"] == "assistant"
         return bool(self._asked.get("continue_final_message", last))
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """The end of a prompt that is too long for the model, with room for what is to be generated."""
+        """The end of a prompt that is too long for the model, with room for the new tokens."""
         new, most = self._generation.num_new_tokens(len(ids), self._prefix_length)[1], self._tokenizer.model_max_length
         if len(ids) + new <= most:
             return ids
@@ -125,12 +125,12 @@ class PipelineCall:
         return ids[-(most - new) :]
 
     def _records(self, asked: Prepared, output: RequestOutput) -> list[Record]:
-        """What came of a prompt, as transformers' `postprocess` tells it."""
+        """The records of one output, like transformers' `postprocess`."""
         _raise_errors(output)
         sequences = [completion.token_ids for completion in output.completions]
         pad = self._generation.pad_token_id
         longest = max(map(len, sequences))
-        if pad is not None:  # those that ended earlier are as long as the others there
+        if pad is not None:  # pad shorter sequences, as transformers does
             sequences = [ids + [pad] * (longest - len(ids)) for ids in sequences]
         return [self._record(asked, ids) for ids in sequences]
 
@@ -148,7 +148,8 @@ class PipelineCall:
             last = messages.pop()
             return {"generated_text": [*messages, {"role": last["role"], "content": last["content"] + text}]}
         answer: Any = {"role": "assistant", "content": text}
-        if getattr(self._tokenizer, "response_template", None) is not None:  # it says which part of the text is what
+        # the response template defines the parts of the text
+        if getattr(self._tokenizer, "response_template", None) is not None:
             before = self._decode(asked.token_ids[: asked.num_prompt_tokens])
             answer = self._tokenizer.parse_response(text, prefix=before, tools=self._asked.get("tools"))
         return {"generated_text": [*messages, answer]}
@@ -164,10 +165,10 @@ class PipelineCall:
 
 
 def _until_failure(prepared: Iterable[Prepared], failure: _Failure) -> Iterator[Prepared]:
-    """The prompts up to the first that cannot be prepared or taken; then `failure` says why."""
+    """The prompts up to the first one that fails to prepare; then `failure` holds the error."""
     try:
         yield from prepared
-    except Exception as error:  # also of the user's own source; raised at its place
+    except Exception as error:  # also errors of the caller's data source; raised at the failed prompt's place
         failure.error = error
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline is called with: a prompt, a list of them, or a stream; each a string or a chat."""
+"""The inputs of a pipeline: a prompt, a list of prompts, or a stream; each prompt a string or a chat."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ Prompt = str | Conversation
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """A single prompt, which is answered by a list of its continuations."""
+    """A single prompt; its result is a list of its continuations."""
 
     prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A list of prompts, which is answered by a list of such lists."""
+    """A list of prompts; its result is a list of such lists."""
 
     prompts: list[Prompt]
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Prompts that are taken as they are needed, and answered one by one; `open` begins anew where the source can."""
+    """Prompts that are taken when needed and answered one by one; `open` starts again if the source allows it."""
 
     open: Callable[[], Iterator[Prompt]]
-    length: int | None  # None: nobody knows
+    length: int | None  # None: unknown
 
 
 def read_inputs(given: Any) -> One | Several | Streamed:
-    """Tell what was given, as transformers' pipelines do; a data set or iterator of any kind is a stream.
+    """Classify the input as transformers' pipelines do; a data set or any other iterable is a stream.
 
-    Raises ValueError for what is none of these. Elements of a stream are checked when they are taken.
+    Raises ValueError for unsupported inputs. Elements of a stream are checked when they are taken.
     """
     if isinstance(given, str) or _is_their_chat(given):
         return One(_prompt(given))
@@ -75,7 +75,7 @@ def read_inputs(given: Any) -> One | Several | Streamed:
 
 
 def _read_generator(given: Any) -> One | Several | Streamed:
-    """A look at the first element tells a chat whose messages are generated from a stream of prompts."""
+    """Look at the first element to tell a generated chat (messages) from a stream of prompts."""
     try:
         first = next(given)
     except StopIteration:
@@ -87,7 +87,7 @@ def _read_generator(given: Any) -> One | Several | Streamed:
 
 
 def _elements(given: Any) -> Iterator[Any]:
-    """The elements of a data set: by their numbers where it has a length, for not all end by an IndexError."""
+    """The elements of a data set, by index if it has a length: not all data sets end with an IndexError."""
     if isinstance(given, Sized) and hasattr(given, "__getitem__"):
         return (given[i] for i in range(len(given)))
     return iter(given)
@@ -116,10 +116,10 @@ def _is_message(given: Any) -> bool:
 
 
 def _is_their_chat(given: Any) -> bool:
-    """transformers' Chat."""
+    """Whether it is transformers' Chat."""
     return type(given).__name__ == "Chat" and hasattr(given, "messages")
 
 
 def _is_column(given: Any) -> bool:
-    """transformers' KeyDataset, whose chats its pipelines answer all at once."""
+    """Whether it is transformers' KeyDataset; transformers' pipelines answer its chats all at once."""
     return type(given).__name__ == "KeyDataset" and hasattr(given, "key")

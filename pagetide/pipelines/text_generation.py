@@ -1,6 +1,6 @@
-"""The door for those who come from transformers: `pagetide.pipeline("text-generation", model=...)`.
+"""The entry point for users of transformers: `pagetide.pipeline("text-generation", model=...)`.
 
-The module is not called `pipeline`, since importing it would then put itself in the place of the function of that name.
+The module is not called `pipeline`, because importing it would then replace the function of that name.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def pipeline(
     model_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TextGenerationPipeline:
-    """A text-generation pipeline as transformers makes it, with this engine behind it.
+    """Make a text-generation pipeline like transformers', with this engine behind it.
 
     Args:
         task: "text-generation".
-        model: A name, a folder, a hub id in the local cache, a loaded transformers model, which stays as it is and shares
-            its weights, or an `LLM`, which the pipeline then uses and does not close.
-        tokenizer: A name, a folder, a hub id in the local cache or a loaded tokenizer; None is the model's own.
+        model: A name, a folder, a hub id in the local cache, a loaded transformers model (left unchanged, its weights
+            shared), or an `LLM`, which the pipeline uses and does not close.
+        tokenizer: A name, a folder, a hub id in the local cache or a loaded tokenizer; None: the model's own.
         model_kwargs: More options, as transformers takes them for loading the model.
-        options: `device`, `device_map`, `dtype` or `torch_dtype` and `trust_remote_code` as transformers has them; the engine
-            options of `LLM`, such as `kv_memory` or `max_seqs`; and what a call of the pipeline takes, as its defaults.
+        options: `device`, `device_map`, `dtype` or `torch_dtype` and `trust_remote_code` as in transformers; the engine
+            options of `LLM`, such as `kv_memory` or `max_seqs`; and defaults for the arguments of a call.
 
     Raises:
-        ValueError: an argument that nobody knows, or that is not served; says why.
-        ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: as `LLM` raises them.
+        ValueError: An argument is unknown or not supported; the message says why.
+        ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: As `LLM` raises them.
     """
     if task not in (_TASK, None):
         raise ValueError(f"the task {task!r} is not served: there is {_TASK!r}")
@@ -55,7 +55,7 @@ def pipeline(
         given = ", ".join([*engine_options, *(["tokenizer"] if tokenizer is not None else [])])
         raise ValueError(f"the LLM that was given is made already: {given} belong to its own making")
     arguments = sort_arguments(flat, _generation_names(), HARMLESS)
-    asked_for(arguments.generation)  # so that its errors come before the model is read
+    asked_for(arguments.generation)  # check early: errors come before the model is loaded
     llm = LLM(model, tokenizer=tokenizer, **engine_options) if own else model
     try:
         return TextGenerationPipeline(llm, arguments, closes=own)
@@ -66,15 +66,15 @@ def pipeline(
 
 
 class TextGenerationPipeline:
-    """Continues prompts and answers chats; takes and returns what transformers' pipeline of this name does.
+    """Continues prompts and answers chats, with the inputs and outputs of transformers' pipeline of this name.
 
-    Made by `pagetide.pipeline`. Use as a context manager, or `close` it, to give the memory back at a known time.
+    Made by `pagetide.pipeline`. Use it as a context manager, or call `close`, to release memory at a known time.
 
     Attributes:
         task: "text-generation".
-        llm: The engine. `model` is another name for it: there is no transformers model to be called.
+        llm: The engine; also available as `model`, since there is no transformers model to call.
         tokenizer: transformers' tokenizer.
-        generation_config: The model's own, which is looked at anew by each call.
+        generation_config: The model's own; each call reads it anew.
     """
 
     task = _TASK
@@ -93,32 +93,33 @@ class TextGenerationPipeline:
 
     @property
     def model(self) -> LLM:
-        """The engine, by the name that transformers has for the model."""
+        """The engine, under transformers' name for the model."""
         return self.llm
 
     @property
     def generation_config(self) -> Any:
-        """The model's own `GenerationConfig`; what is changed there counts from the next call on."""
+        """The model's own `GenerationConfig`; changes to it take effect with the next call."""
         return self._defaults.generation_config
 
     def __call__(self, text_inputs: Any, **options: Any) -> Any:
-        """Continue what was given.
+        """Continue the inputs.
 
         Args:
-            text_inputs: A string, a chat (a list of messages with "role" and "content"), a list of either; or, to be taken
-                as it is needed and answered one by one, a data set, a generator or any other iterable, endless ones
-                included.
+            text_inputs: A string, a chat (a list of messages with "role" and "content") or a list of either; or a data
+                set, a generator or any other iterable, even endless, which is read as needed and answered one by one.
             options: As transformers' pipeline takes them: `max_new_tokens`, `max_length`, `do_sample`, `temperature`,
-                `top_k`, `top_p`, `num_beams`, `num_return_sequences`, `return_full_text`, `return_tensors`, `streamer`, ...
-                And `seed`, with which the same prompt has the same answer; and `look_ahead`, the prompts that are taken from
-                a stream before the first of them is answered (default: twice as many as run at the same time).
+                `top_k`, `top_p`, `num_beams`, `num_return_sequences`, `return_full_text`, `return_tensors`, `streamer`,
+                ... Also `seed`, which makes the answer to a prompt reproducible, and `look_ahead`, the number of
+                prompts taken from a stream before the first is answered (default: twice as many as run at the same
+                time).
 
         Returns:
-            For one prompt a list of its continuations, `{"generated_text": ...}` or `{"generated_token_ids": ...}` each; for
-            a list of prompts a list of such lists; for a stream an iterator of them, in the order of the prompts.
+            For one prompt a list of its continuations, each `{"generated_text": ...}` or `{"generated_token_ids":
+            ...}`; for a list of prompts a list of such lists; for a stream an iterator of them, in the order of the
+            prompts.
 
         Raises:
-            ValueError: an argument or a prompt that is not served. In a stream it comes at the prompt's place.
+            ValueError: An argument or a prompt is not supported. In a stream it is raised at the prompt's place.
         """
         given = sort_arguments(options, _generation_names(), HARMLESS)
         if options.get("tokenizer") not in (None, self.tokenizer):
@@ -137,7 +138,7 @@ class TextGenerationPipeline:
         return kind(lambda: call.run(map(call.prepare, inputs.open())), inputs.length)
 
     def close(self) -> None:
-        """Give the engine's memory back, unless the `LLM` was made by somebody else. Idempotent."""
+        """Release the engine's memory, unless the caller supplied the `LLM`. Idempotent."""
         if self._closes:
             self.llm.close()
 
@@ -153,7 +154,7 @@ class TextGenerationPipeline:
 class Answers(Iterator[list[Record]]):
     """The answers to a stream of prompts, in its order. Reading drives the engine, which works some prompts ahead.
 
-    Once at its end it can be read again, which takes a data set from its beginning. `close` aborts what has not ended.
+    At its end it can be iterated again, which restarts a data set from its beginning. `close` aborts pending prompts.
     """
 
     def __init__(self, begin: Callable[[], Iterator[list[Record]]], length: int | None) -> None:
@@ -175,12 +176,12 @@ class Answers(Iterator[list[Record]]):
             raise
 
     def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
+        """Abort pending prompts. Idempotent."""
         self._run, self._ended = iter(()), True
 
 
 class SizedAnswers(Answers):
-    """The answers to a data set whose length is known, for progress bars."""
+    """The answers to a data set of known length, for progress bars."""
 
     def __len__(self) -> int:
         assert self._length is not None

@@ -42,7 +42,7 @@ CHILD = """
 import json, sys
 from pagetide import LLM
 with LLM("demo", device="cpu", dtype="float32", share=False, kv_memory="5MiB", block_size=8) as llm:
-    stream = llm.take_over(json.load(sys.stdin))
+    stream = llm.import_request(json.load(sys.stdin))
     json.dump([output.to_dict() for output in stream.outputs()], sys.stdout)
 """
 
@@ -476,7 +476,7 @@ def test_the_tokens_found_cached_are_those_of_where_it_began(engines: list[LLM])
     assert first.import_request(waiting).outputs()[0].num_cached_tokens == 28
 
 
-def test_tasks_take_over_and_export(exported: dict[str, Any], engines: list[LLM]) -> None:
+def test_tasks_import_request_and_export(exported: dict[str, Any], engines: list[LLM]) -> None:
     (output,) = engines[1].import_request(exported).outputs()
     told, endless = len(exported["token_ids"]), copy.deepcopy(exported)
     endless["sampling"]["max_new_tokens"] = 2000  # so that it does not end before it is exported
