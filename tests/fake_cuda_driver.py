@@ -1,6 +1,6 @@
 """A CUDA driver without a device: addresses, handles and memory kept by the book, faults on order.
 
-It answers the calls of `pagetide.allocator.cuda_driver.Driver`. What the real driver would refuse, it refuses with the
+It answers the calls of `pagetide.allocator.cuda_driver.CudaDriver`. What the real driver would refuse, it refuses with the
 same code, and writes it down in `violations`: code under test shall never do it, not even where it survives. Memory is
 full of GARBAGE until something is written; what was written to a handle stays in it, as on the device. Host memory is real:
 what is locked may be copied, within what was locked at a time.

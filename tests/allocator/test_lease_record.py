@@ -111,8 +111,8 @@ def test_another_process_sees_what_is_written() -> None:
     owner = RecordOwner(5)
     fd = owner.take_fd()
     program = f"""
-from pagetide.allocator.lease_record import RecordWriter
-writer = RecordWriter({fd})
+from pagetide.allocator.lease_record import LeaseRecordWriter
+writer = LeaseRecordWriter({fd})
 writer.set(5, 25)
 """
     subprocess.run([sys.executable, "-P", "-c", program], pass_fds=[fd], check=True, timeout=60)
