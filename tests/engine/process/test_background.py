@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from pagetide import LLM, SamplingParams
+from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.engine.process.background import BackgroundThread
+from pagetide.engine.requests.manager import KEEPER_BUSY_WAIT_S
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), MemoryError(), SystemExit(3)])
@@ -56,3 +58,21 @@ def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.
             "faults": 1,
             "last_fault": "RuntimeError: planted",
         }
+
+
+def test_the_memory_thread_leaves_steps_to_a_caller_that_makes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries keep buffers for each thread that computes."""
+    with LLM("demo", device="cpu", share=False, kv_memory={"min": "1MiB", "max": "8MiB"}) as llm:
+        manager, steps = llm._manager, list[int]()
+        llm.generate("the sea", SamplingParams(max_new_tokens=2), progress=False)
+        assert manager.open().core.clock() - manager._stepped_at < 60.0
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineMemory, "due", property(lambda self: True))
+            patch.setattr(manager, "_advance", lambda engine, ahead=True: steps.append(threading.get_ident()))
+            patch.setattr(
+                "pagetide.engine.requests.manager.STEPPING_S", 3600.0
+            )  # which no machine takes from here to there
+            for ago_s, made in ((0.0, 0), (1800.0, 0), (7200.0, 1)):
+                manager._stepped_at = manager.open().core.clock() - ago_s
+                assert manager._serve_memory() == KEEPER_BUSY_WAIT_S  # as the thread does, which may do so too
+                assert steps.count(threading.get_ident()) == made
