@@ -79,7 +79,7 @@ class Wheel:
 
 
 def is_wanted(machine: Machine, extras: Collection[str]) -> bool:
-    """Whether a machine is better served by the build for CPUs, as far as nobody chose another."""
+    """Whether the CPU build of torch suits this machine better. A choice by TORCH or pip's settings is not considered."""
     return machine.gets_cuda and not machine.has_driver and "cuda" not in extras
 
 

@@ -31,7 +31,7 @@ class Stamp:
     extras: tuple[str, ...]
     torch: str  # the value of TORCH, or nothing
     reuses_base: bool  # torch and its neighbours are those that were there before
-    cpu_build: bool = False  # nobody chose a torch, and the build for CPUs was taken, as there was no driver
+    cpu_build: bool = False  # the CPU build was taken: no driver, and the user chose no torch
     complete: bool = False  # False while packages are being installed
 
 

@@ -16,8 +16,8 @@ Of torch there are builds with CUDA, several GB with their libraries, and for CP
 driver the one for CPUs is taken from PyTorch's own index, unless the user chose: by TORCH, or by telling pip where
 packages come from (cpu_torch.py; docs/decisions/0035-cpu-build-of-torch.md).
 
-An environment that is broken, or that was interrupted, is made anew. One that somebody else made is completed in place,
-and a recent torch in it stays.
+An environment that is broken or incomplete is rebuilt. One that was made by other means is completed in place, and a recent
+torch in it stays.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def rebuild_reason(
     if release(runs_as) < (3, 11):
         return f"the one there is of Python {runs_as}"
     if stamp is None:
-        return None  # somebody else's: completed in place
+        return None  # not made by this script: completed in place
     if not stamp.complete:
         return "the last set-up was interrupted"
     if runs_as != stamp.python:
@@ -297,7 +297,8 @@ def set_up(environment: Environment, extras: Collection[str], torch: str, python
         if stamp == replace(wanted, complete=True):
             return
         if stamp:
-            environment.set_stamp(wanted)  # not complete: whoever finds it like this starts anew
+            # Not complete: if this set-up is interrupted, the next one rebuilds the environment.
+            environment.set_stamp(wanted)
     else:
         say(f"makes {environment.path.name} with {sys.executable}: {reason}")
         found = None if wanted.torch else torch_of_base(least_release(torch_needed))
@@ -328,7 +329,7 @@ def completing(environment: Environment, stamp: Stamp | None, wanted: Stamp, tor
     """What `wanted` means for an environment that stays: made of what it was made of. Read-only."""
     if stamp:
         return replace(wanted, base=stamp.base, reuses_base=stamp.reuses_base, cpu_build=stamp.cpu_build)
-    # Somebody else made it. A torch that will do is left alone, unless another was named.
+    # Not made by this script. A sufficient torch is kept, unless TORCH names another.
     version = environment.visible().get("torch", "0")
     return replace(wanted, base="", reuses_base=not wanted.torch and release(version) >= least_release(torch_needed))
 

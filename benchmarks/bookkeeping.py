@@ -43,8 +43,8 @@ def decode_steps(
 ) -> list[float]:
     """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
 
-    The pool is a fixed one, or one of `num_extents` extents that could come and go; with `caching` prefixes are kept. `ahead`
-    each step is planned before the result of the one before it is in, as an engine does whose device works by itself.
+    The pool is fixed, or has `num_extents` extents that could be mapped and unmapped. With `caching`, prefixes are cached.
+    With `ahead`, each step is planned before the previous step's result is available, as in asynchronous scheduling.
     """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16

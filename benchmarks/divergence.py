@@ -3,15 +3,15 @@
     python -m benchmarks.divergence [--json FILE] [--model demo] [--device cpu] [--dtypes float32 bfloat16] [--prompts 16]
                                     [--new-tokens 48] [--seed 0]
 
-Prompts out of the held-out text, greedy. What is right is each request alone, its prompt in one piece, nothing cached, in the
-same type. Against it: all at once; behind a prefix hit (a request with the first half of each prompt ran before, then one at
-a time); prompts in chunks of 16 (one at a time); and all at once in two fifths of the blocks that they need, where whoever is
-preempted is computed again, or swapped to the host and back.
+Prompts come from the held-out text; sampling is greedy. The reference is each request alone, in the same type, with its
+prompt in one piece and nothing cached. Compared with it: all requests at once; a prefix hit (a request with the first half of
+each prompt ran before; one at a time); prompts in chunks of 16 (one at a time); and all at once in two fifths of the blocks
+that they need, where preempted requests are recomputed, or swapped to the host and back.
 
-Two figures each: the share of tokens before a request's first difference; and the largest difference of a log-probability,
-over the whole vocabulary, at the positions up to there: those whose history is the same. Rounding explains both: a sum over
-another number of rows is taken in another order. In float32 every token must be the same, and log-probabilities within
-1e-4; in bfloat16 the figures are for the record.
+Each comparison has two figures: the share of tokens before a request's first difference; and the largest difference of a
+log-probability, over the whole vocabulary, at the positions up to there, which have the same history. Both come from
+rounding: a sum over another number of rows is taken in another order. In float32 every token must be the same, and
+log-probabilities within 1e-4; in bfloat16 the figures are only recorded.
 """
 
 from __future__ import annotations

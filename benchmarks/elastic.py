@@ -10,11 +10,11 @@ A recall is timed from the order, sent to the broker as `vram-monitor recall` se
 the kernel tells it to another process, is 1 GiB smaller; it is looked at every 0.1 ms. But for 16 MiB, since other memory
 of the process comes and goes too; after compaction but for 64 MiB, since torch's staging of copies stays in the heap.
 
-Real: broker, lease, keeper thread, preemption, compaction, mapping and unmapping. In `free`, `half` and `live` nobody
-makes steps; in `free-decode` the demo model decodes 8 sequences. In the other two under decode, and to fill pools, a
-stand-in for the model samples the same token always and takes 5 ms a step, since the CPU cannot decode 1 GiB of context
-in any such time. The pool does not grow by itself while a recall is measured: before the recall it is as large as it may
-be, and after a recall the broker grants nothing for two seconds.
+Real: broker, lease, keeper thread, preemption, compaction, mapping and unmapping. In `free`, `half` and `live` no steps
+run; in `free-decode` the demo model decodes 8 sequences. In the other two under decode, and to fill pools, a stand-in for
+the model always samples the same token and takes 5 ms a step, since the CPU cannot decode 1 GiB of context that fast. The
+pool does not grow by itself while a recall is measured: before the recall it has its maximum size, and after a recall the
+broker grants nothing for two seconds.
 
     free   1 GiB of extents without a live block       bare: unmapping 1 GiB
     cached 1 GiB full of blocks that only the prefix cache holds   bare: unmapping 1 GiB
@@ -121,7 +121,7 @@ class EngineProcess:
 
 @contextmanager
 def engine(device: PrivateDevice, moved_bytes: int, max_bytes: int, **arguments: Any) -> Iterator[EngineProcess]:
-    """A process with an engine whose pool is at most so large."""
+    """Start a process with an engine; its pool holds at most `max_bytes`."""
     arguments = {"max_bytes": max_bytes, "min_bytes": moved_bytes // 16, **arguments}
     with Worker(elastic_engine.serve, arguments, core=0) as worker:
         yield EngineProcess(worker, device.socket, moved_bytes)
@@ -146,7 +146,7 @@ def shape(rig: EngineProcess, kind: str) -> None:
 
 
 def idle_recalls(rig: EngineProcess, kind: str, rounds: int) -> tuple[Samples, Samples]:
-    """(seconds of each recall, bare seconds beside it); nobody makes steps."""
+    """Measure recalls while no steps run. Returns (seconds of each recall, seconds of its bare cost)."""
     took, bare = [], []
     for _ in range(rounds):
         shape(rig, kind)

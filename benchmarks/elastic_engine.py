@@ -37,8 +37,8 @@ TOKEN = 7  # that the stand-in gives
 
 
 class Forecast(LengthForecast):
-    """The engine's forecast; while the pool is filled, whoever runs is expected to end at once, and so all are admitted that
-    fit.
+    """The engine's length forecast. While the pool is filled, running sequences are expected to end at once, so that every
+    request that fits is admitted.
     """
 
     filling = False
@@ -82,7 +82,7 @@ class ElasticRig:
     # ---- the pool ---------------------------------------------------------------------------------
 
     def resize_to(self, num_extents: int) -> float:
-        """Have the pool at `num_extents` while nobody needs it. Growth is granted first.
+        """Resize the pool to `num_extents` while no request needs it. To grow, it first has the memory granted.
 
         Returns the seconds from the plan to its result.
         """
@@ -286,7 +286,7 @@ def compare_pools(rounds: int, pool_bytes: int, new_tokens: int) -> list[tuple[f
 
 
 def fix_pool(llm: LLM) -> None:
-    """Make an LLM's pool what it was before pools could breathe: mapped as a whole, without extents, nobody to move it."""
+    """Replace an LLM's pool by a fixed one: mapped as a whole, without extents, never resized."""
     with llm.locked_engine() as engine:
         core, arena, limits = engine.core, engine.arena, engine.core.scheduler.limits
         arena.map([e for e in range(arena.num_extents) if e not in arena.mapped_extents])

@@ -4,8 +4,8 @@
                                     [--hidden 512] [--layers 8] [--prompts 16] [--new-tokens 64]
 
 A random Llama (hidden 512, 8 layers, 8 heads over 4 KV heads, vocabulary 8192), 16 ragged prompts of 64 to 256 tokens, 64
-new tokens each, greedy, output tokens from end to end. Targets are for these sizes. The engines take turns, so that a machine
-whose speed drifts drifts for all; a figure is the median over the rounds of the ratio within a round. transformers'
+new tokens each, greedy, output tokens from end to end. Targets are for these sizes. The engines take turns, so that drift in
+the machine's speed affects all of them; a figure is the median over the rounds of the ratio within a round. transformers'
 `generate` gets the prompts padded on the left; its `generate_batch` is tuned: pages of 64, just enough blocks, 4,096 tokens
 a batch.
 """

@@ -191,7 +191,8 @@ class LoadDriver:
                 waiting.append(stream)
                 served.append(record)
             if waiting:
-                if _ended(waiting[0]):  # reading it makes a step, which is everybody's
+                # Reading one stream runs a step, which advances all requests.
+                if _ended(waiting[0]):
                     waiting.popleft()
             elif len(served) < len(arrivals):
                 time.sleep(max(0.0, min(0.005, began + arrivals[len(served)].at_s - time.monotonic())))

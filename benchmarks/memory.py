@@ -3,11 +3,11 @@
     python -m benchmarks.memory [--json FILE] [--batches 2000] [--dtype float32|bfloat16] [--hidden 256] [--layers 2]
                                 [--most 40] [--first 50] [--seed 0]
 
-The engine has a pool that grows and shrinks (5 to 12 MiB), a host tier, a prefix cache and a lease; meanwhile somebody
-reserves memory again and again, so that the broker recalls some. What is counted is the memory of the process besides
-mapped KV and the host tier: how far it rises above its value after the first `--first` batches; and, at every batch, what
-the process holds, all but the host tier, above what its lease grants. The process opens two engines: what is left after the
-second is compared with what the first one left.
+The engine has a pool that grows and shrinks (5 to 12 MiB), a host tier, a prefix cache and a lease. The process opens two
+engines, one after the other. While the second runs, a thread reserves memory repeatedly, so that the broker recalls some.
+Three figures have bounds: how far the memory besides mapped KV and the host tier rises above its value after the first
+`--first` batches; at every batch, what the process holds besides the host tier above what its lease grants; and what the
+second engine leaves above what the first one left.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ STEP_S = 0.005
 
 
 def standin(folder: Path) -> NvmlStandin:
-    """Eight GPUs whose memory is told after 0.1 ms."""
+    """A stand-in for NVML with eight GPUs; a query of a GPU's memory takes 0.1 ms."""
     nvml = NvmlStandin(folder)
     nvml.devices = [
         Gpu(

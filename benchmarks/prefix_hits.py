@@ -119,7 +119,7 @@ class ByScore:
 
     def victims(self, n: int) -> Nodes:
         nodes = np.flatnonzero(self._parked)
-        # whoever uses a node uses its ancestors: scores that grow with hits and time never fall towards the root
+        # A prompt that uses a node uses its ancestors too: scores that grow with hits and time never fall towards the root.
         return nodes[np.lexsort((-self._depth[nodes], self._used_at[nodes], self._score[nodes]))][:n]
 
     def remove(self, nodes: Nodes) -> None:
@@ -223,7 +223,7 @@ def made_loads(seed: int) -> dict[str, list[Prompt]]:
     conversations: 400 users in a closed loop, each behind one of 20 system prompts of 16 blocks (Zipf, exponent 1); a
     conversation has a geometric number of turns (mean 4), each adds 4 + an exponential number (mean 12) of blocks;
     between turns an exponential time. loop: 64 chains of 40 blocks in turn. scan: nothing ever comes again, behind one
-    shared system prompt. shift: conversations whose turns come 8 times as fast in the second half. system prompts:
+    shared system prompt. shift: conversations in which turns come 8 times as fast in the second half. system prompts:
     200 heads of 30 blocks by Zipf, each with 10 blocks of its own.
     """
     rng = np.random.default_rng(seed)

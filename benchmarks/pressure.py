@@ -104,7 +104,7 @@ def draw(kind: str, count: int, seed: int) -> Load:
 
 
 class PressureStub:
-    """The model: knows each request's true end, and nobody else does."""
+    """Stands in for the model. Only this stub knows each request's true end; the scheduler does not."""
 
     def __init__(self, load: Load) -> None:
         self.load = load

@@ -129,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def said(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read`, whose ValueError is a sentence for the user."""
+    """Wrap `read` for argparse: the message of its ValueError is shown to the user."""
 
     def reader(text: str) -> Any:
         try:
@@ -148,7 +148,7 @@ def share(text: str) -> float:
 
 
 def unwritable(file: Path) -> str | None:
-    """Why nothing can be written to `file`, whose folder is made; None where something can."""
+    """Why `file` cannot be written, or None if it can. Creates its folder."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

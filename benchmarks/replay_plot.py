@@ -1,4 +1,4 @@
-"""Pictures of a replay: who ran and waited, what the pool held and what was found over time; and how its cost grows."""
+"""Plots of a replay: running and waiting requests, pool contents and prefix hits over time; and how its cost scales."""
 
 from __future__ import annotations
 

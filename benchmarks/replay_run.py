@@ -3,7 +3,7 @@
     arrivals up to now ──► add          co-tenant's schedule ──► grow, or make_idle and give_back, between steps
     schedule ──► plan ──► seconds by the roofline; tokens by the trace ──► apply ──► latencies
 
-Nobody but the stub that stands for the model knows where an output ends.
+Only the stub that stands in for the model knows where an output ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = 200  # of the state that are taken while requests arrive, about
 
 @dataclass(frozen=True, slots=True)
 class PoolShare:
-    """The share of the pool that somebody else has: `shares[i]` from `times_s[i]` on."""
+    """The share of the pool that a co-tenant holds: `shares[i]` from `times_s[i]` on."""
 
     times_s: tuple[float, ...]
     shares: tuple[float, ...]
@@ -269,7 +269,7 @@ class Replay:
                 return
 
     def listen(self) -> None:
-        """Take in who has arrived by now, and what the co-tenant has."""
+        """Add the requests that have arrived by now, and apply the co-tenant's current share of the pool."""
         while self._arrivals[self._arrived] <= self.now:
             self.add(self._arrived)
             self._arrived += 1

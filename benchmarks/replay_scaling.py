@@ -74,7 +74,8 @@ def _requests(roofline: Roofline, num_requests: int) -> dict[tuple[str, str], fl
 
 def _running(roofline: Roofline, num_running: int) -> dict[tuple[str, str], float]:
     """Of a step with so many, of getting them there, and of one more."""
-    trace = distinct(num_running + _NEWCOMERS, 96, 3 * _STEPS)  # nobody ends before all have been timed
+    # The outputs are so long that no sequence ends before all steps are timed.
+    trace = distinct(num_running + _NEWCOMERS, 96, 3 * _STEPS)
     settings = settings_for(trace, roofline, 16)
     limits = replace(settings.limits, max_seqs=num_running + _NEWCOMERS, max_step_tokens=65_536)
     run = Replay(trace, replace(settings, limits=limits, num_blocks=45 * (num_running + _NEWCOMERS)))

@@ -24,13 +24,13 @@ class ReplayStub:
         turns = trace.turns
         self._first = np.cumsum([0] + [turn.output_tokens for turn in turns])  # of each request, in `_outputs`
         self._outputs = np.zeros(self._first[-1], np.int32)
-        self._number = np.zeros(seats, np.int64)  # by row: whose it is
+        self._number = np.zeros(seats, np.int64)  # by row: the number of its request
         self._next = np.zeros(seats, np.int64)  # by row: its next token in `_outputs`, but for those of `_decoding`
         self.ttft_s = np.full(len(turns), np.nan)
         self._last_s = np.array(
             [turn.at_s for turn in turns]
         )  # when each got its last token, or arrived; but for those
-        self.ended = np.zeros(len(turns), np.bool_)  # whose output is complete
+        self.ended = np.zeros(len(turns), np.bool_)  # by request: whether its output is complete
         self.cut_short = 0  # outputs for which there was no room in the pool
         self._lengths = np.diff(self._first)
         self._gaps: list[Seconds] = []

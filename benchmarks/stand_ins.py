@@ -32,7 +32,7 @@ def num_kept(logits_to_keep: torch.Tensor | int) -> int:
 
 
 def output_of(tokens: torch.Tensor, vocab_size: int) -> SimpleNamespace:
-    """A model's output whose logits [1, n, vocab_size] choose `tokens`, int64 [n]."""
+    """A model output with logits [1, n, vocab_size] that select `tokens`, int64 [n]."""
     logits = torch.zeros(1, len(tokens), vocab_size)
     logits[0].scatter_(1, tokens[:, None], 1.0)
     return SimpleNamespace(logits=logits)

@@ -1,12 +1,11 @@
-"""The tide: two engines and a stranger share one device's memory, and a picture of who held what over time.
+"""The tide: two engines and an external process share one device's memory; plots what each held over time.
 
     python examples/tide.py --seconds 60 --output docs/images/tide
 
-A test device of host memory; two engines with the bundled model, each a process with one core, fed by a bursty trace (the
-second ahead of the first, so that their bursts alternate); and a process that takes and returns memory and
-knows nothing of them. When all is done, the same requests are served again with room for all, by a second engine in each
-process, and the outputs are compared. Writes PREFIX.png and PREFIX.svg and prints a table. Needs the extra "examples" for
-the picture.
+The device is a test device of host memory. Each engine serves the bundled model in a process with one core, fed by a bursty
+trace (the second ahead of the first, so that their bursts alternate). The external process takes and returns memory and does
+not know of the engines. Afterwards a second engine in each process serves the same requests again with room for all, and the
+outputs are compared. Writes PREFIX.png and PREFIX.svg and prints a table. The plot needs the extra "examples".
 
 Without the folder of traces (azure2023_code_0-20min.csv) a synthetic trace as bursty is used: see `synthetic`.
 """
@@ -66,7 +65,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Who held what at one time; bytes of both engines in order."""
+    """Bytes that each process held at one time; tuples list both engines in order."""
 
     at_s: float
     other: tuple[int, ...]  # programs and weights
@@ -213,7 +212,8 @@ def _serve_trace(
             due.popleft()
         if open_streams:
             oldest = next(iter(open_streams))
-            chunk = next(open_streams[oldest])  # a step, which is everybody's
+            # Reading one stream runs a step, which advances all requests.
+            chunk = next(open_streams[oldest])
             if chunk.output is not None:
                 outputs[oldest] = chunk.output
                 del open_streams[oldest]

@@ -584,7 +584,7 @@ class KneserNey:
         self._index_contexts()
 
     def _pack(self, document: np.ndarray, order: int) -> np.ndarray:
-        """All n-grams of this order in the document whose last token is not its BOS, packed into integers."""
+        """All n-grams of this order in the document, packed into integers; those that end in its BOS are left out."""
         first = 1 if order == 1 else 0
         length = max(0, len(document) - order + 1)
         packed = np.zeros(length, dtype=np.int64)

@@ -60,7 +60,7 @@ class DeviceClock:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).random_(256)
 
     def free_bytes(self) -> int:
-        """What nobody holds of the device, as its driver says."""
+        """Free bytes of the device, as its driver reports them; without CUDA, available host memory."""
         return int(torch.cuda.mem_get_info(self.device)[0] if self.cuda else psutil.virtual_memory().available)
 
     def release(self) -> None:

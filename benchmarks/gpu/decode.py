@@ -187,7 +187,10 @@ def _ways(bench: Bench, llm: LLM, rows: int, steps: list[Step]) -> Iterator[Item
 
 @contextmanager
 def stripped(llm: LLM, overlap: bool) -> Iterator[None]:
-    """Without CUDA graphs, and with `overlap` or without it, as if the engine had been made so. Nobody uses it meanwhile."""
+    """Run an LLM without CUDA graphs, and with or without `overlap`, as if its engine had been built so.
+
+    Only the caller uses the LLM meanwhile.
+    """
     with llm.locked_engine() as parts:
         runner = parts.core.runner
     before = runner.graphs, runner.overlaps

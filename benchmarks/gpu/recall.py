@@ -1,8 +1,8 @@
-"""Recalls: of free blocks, of live ones that are swapped out, and what a pool that breathes costs the steps.
+"""Recalls of free blocks, recalls of live blocks that are swapped out, and what an elastic pool costs the steps.
 
-A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the driver tells that the memory
-is free. Real: broker, lease, keeper thread, preemption, swap, unmapping. Nobody makes steps in the first two, and none is under
-way. A step of the third is the time between the ends of two.
+A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the driver reports the memory
+free. Real: broker, lease, keeper thread, preemption, swap, unmapping. No step runs or is pending in the first two
+measurements. In the third, a step's time is the interval between the ends of two consecutive steps.
 """
 
 from __future__ import annotations

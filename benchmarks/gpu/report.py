@@ -151,7 +151,7 @@ def write(results: Mapping[str, Any], directory: Path) -> None:
     for name, text in (("gpu.json", json.dumps(results, indent=1) + "\n"), ("gpu.md", markdown(results))):
         half = directory / f"{name}.new"
         half.write_text(text)
-        half.replace(directory / name)  # whoever stops the run keeps a whole file
+        half.replace(directory / name)  # atomic: an interrupted run leaves a whole file
 
 
 def markdown(results: Mapping[str, Any]) -> str:

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from monitors import MonitorProcess
 
 DEADLINE_S = 30.0
-QUIET_S = 0.1  # the broker has greeted, and an engine without steps knows that nobody waits for the next one
+# In this time the broker greets a new connection, and an engine without steps notices that no caller waits for the next one.
+QUIET_S = 0.1
 FOR_EVER_S = 1e6
 
 
@@ -62,7 +63,10 @@ class PoolRig:
             time.sleep(0.02)  # meanwhile steps, or the keeper of memory, take in what the broker says
 
     def resize_to(self, num_extents: int) -> None:
-        """Have so many extents mapped, while nobody needs them. Raises RuntimeError where that cannot be."""
+        """Resize the pool to `num_extents` mapped extents while no request needs them.
+
+        Raises TimeoutError if the lease is not granted more, and RuntimeError if another number is mapped afterwards.
+        """
         missing = num_extents - len(self.arena.mapped_extents)
         if missing > 0:
             self.have_granted(missing * self.extent_bytes)
