@@ -189,16 +189,7 @@ class Lease:
         lease = cls(socket_path, request, clock)
         _of_this_process.add(lease)
         try:
-            deadline = time.monotonic() + timeout_s
-            while not lease._registered:
-                lease._connect(deadline)
-                assert lease._channel is not None
-                try:
-                    lease._admitted(lease._channel.wait(deadline, wire.RegisteredMessage))
-                except ProtocolMismatch as error:
-                    if not lease._speaks_older(error):
-                        raise
-                    lease._drop_channel()
+            lease._wait_registered(time.monotonic() + timeout_s)
         except BaseException:
             lease._free()
             raise
@@ -417,6 +408,18 @@ class Lease:
         self._epoll.register(self._channel, select.EPOLLIN)
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
         self._channel.send(replace(self._request, held_bytes=self._upper))
+
+    def _wait_registered(self, deadline: float) -> None:
+        """Connect until the broker has registered the lease, by an older protocol if it speaks no newer one."""
+        while not self._registered:
+            self._connect(deadline)
+            assert self._channel is not None
+            try:
+                self._admitted(self._channel.wait(deadline, wire.RegisteredMessage))
+            except ProtocolMismatch as error:
+                if not self._speaks_older(error):
+                    raise
+                self._drop_channel()
 
     def _admitted(self, message: wire.RegisteredMessage) -> None:
         assert self._channel is not None

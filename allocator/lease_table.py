@@ -285,7 +285,11 @@ class LeaseTable:
                 _, connection = self._reservations[order.reservation_id]
                 num_bytes = book.ledger.state.reservations[order.reservation_id].num_bytes
                 connection.send(wire.ReservedMessage(num_bytes))
-                log.info("%s are free for who reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid)
+                log.info(
+                    "%s are free for the process that reserved them (pid %d)",
+                    format_bytes(num_bytes),
+                    connection.peer.pid,
+                )
                 continue
             entry = self.entries[order.lease_id]
             if entry.connection is None:

@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.replay_clock import GPUS, MODELS, Roofline
 from benchmarks.replay_plot import draw, draw_scaling, pyplot
 from benchmarks.replay_report import Slo, figures_of, named, print_table, write
-from benchmarks.replay_run import NOBODY, PoolShare, ReplaySettings, replay, settings_for
+from benchmarks.replay_run import UNSHARED, PoolShare, ReplaySettings, replay, settings_for
 from benchmarks.replay_scaling import LOADS, measure
 from benchmarks.replay_traces import BLOCK_SIZES, FILES, BadTrace, Trace, synthetic
 
@@ -183,7 +183,7 @@ def runs_of(settings: ReplaySettings, args: argparse.Namespace) -> dict[str, Rep
     """By name, what to replay with."""
     tenants = {"co-tenant": args.tenant}
     if args.tenant is None:
-        tenants = {"alone": NOBODY, "co-tenant": PoolShare.parse(DEFAULT_TENANT)}
+        tenants = {"alone": UNSHARED, "co-tenant": PoolShare.parse(DEFAULT_TENANT)}
     runs = {name: replace(settings, tenant=tenant) for name, tenant in tenants.items()}
     host_gb = DEFAULT_HOST_GB * args.gpus if args.host_gb is None else args.host_gb
     slots = int(host_gb * 1e9 // settings.block_bytes) if settings.caching else 0
@@ -214,7 +214,7 @@ def describe(trace: Trace, runs: dict[str, ReplaySettings], slo: Slo) -> None:
             "own chunks depend on"
         )
     for name, run in runs.items():
-        if run.tenant is not NOBODY:
+        if run.tenant is not UNSHARED:
             print(f"{name}: {run.tenant}")
     print(f"SLO: first token within {slo.ttft_s:g} s, others every {slo.tpot_s:g} s on average")
 

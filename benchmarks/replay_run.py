@@ -69,7 +69,7 @@ class PoolShare:
         return self.times_s[place] if place < len(self.times_s) else np.inf
 
 
-NOBODY = PoolShare((0.0,), (0.0,))
+UNSHARED = PoolShare((0.0,), (0.0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ReplaySettings:
     roofline: Roofline
     limits: Limits
     ask_tokens: int  # max_new_tokens of every request, unless its output is longer still
-    tenant: PoolShare = NOBODY
+    tenant: PoolShare = UNSHARED
     caching: bool = True
     host_slots: int = 0  # blocks that the host tier holds
     sample_s: float = 1.0

@@ -394,7 +394,7 @@ def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) ->
             f"layer {index} shares K and V of layer {layer.shares}, which is no earlier layer with its own"
         )
     if replace(layer, shares=None) != layers[layer.shares]:
-        raise GeometryError(f"layer {index} differs from layer {layer.shares}, whose K and V it shares")
+        raise GeometryError(f"layer {index} differs from layer {layer.shares}, but shares its K and V")
 
 
 def _layer_name(layer: LayerShape) -> str:

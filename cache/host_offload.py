@@ -141,7 +141,7 @@ class HostOffloadPolicy:
             most[blocks] += 1
             most[slots + self._first_slot] += 1
         places = np.concatenate((findable, used_slots + self._first_slot))
-        assert (self._wanted[places] <= most[places]).all(), "something is wanted by one who does not wait"
+        assert (self._wanted[places] <= most[places]).all(), "a row that does not wait wants blocks"
 
     def _by_kind(self, slots: Int32) -> npt.NDArray[np.int64]:
         """How many of `slots` count for the statistics, by whether they were found before."""

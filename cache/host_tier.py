@@ -184,7 +184,7 @@ class HostTier:
         read = [slot for slots, _ in self._ins for slot in slots.tolist()]
         held = [*findable.tolist(), *(tail.slot for tail in self.tails.values()), *read]
         assert len({*free, *held}) == len(free) + len(held) == self.num_slots, "a slot is lost, or twice in use"
-        assert not self._leaving[free].any(), "a copy to a slot that nobody needs is owed"
+        assert not self._leaving[free].any(), "a copy to a free slot is queued"
         assert not self._leaving[read].any(), "a slot is to be read and written"
 
 

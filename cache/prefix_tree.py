@@ -88,7 +88,7 @@ class PrefixTree:
         """Check that `nodes`, those in use, have consistent parents and children. Raises AssertionError."""
         children: dict[int, list[int]] = {node: [] for node in nodes.tolist()}
         for node, parent in zip(nodes.tolist(), self.parents[nodes].tolist(), strict=True):
-            assert parent == NONE or parent in children, "a node whose parent cannot be found"
+            assert parent == NONE or parent in children, "a node without its parent"
             if parent != NONE:
                 children[parent].append(node)
         for node, expected in children.items():

@@ -193,13 +193,7 @@ class EngineConfig:
             ModelNotFound: see `resolve_model`.
             ConfigError: an argument has a wrong type or is out of range; the message names it.
         """
-        spec = model if isinstance(model, ModelSpec) else _resolve_source(model)
-        if tokenizer is not None:
-            spec = replace(spec, tokenizer_from=_resolve_tokenizer(tokenizer))
-        if trust_remote_code is not None:
-            if not isinstance(trust_remote_code, bool):
-                raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
-            spec = replace(spec, trust_remote_code=trust_remote_code)
+        spec = _resolve_spec(model, tokenizer, trust_remote_code)
         return cls(
             model=spec,
             device=check_device(spec.device or "auto" if device in (None, "auto") else device),
@@ -236,6 +230,18 @@ class EngineConfig:
                 f"use {-(-self.block_size // multiple) * multiple}, or block_size='auto'"
             )
         return self.block_size
+
+
+def _resolve_spec(model: object, tokenizer: object, trust_remote_code: object) -> ModelSpec:
+    """The model to load. An argument other than None replaces what the models file says. Raises as `EngineConfig.resolve`."""
+    spec = model if isinstance(model, ModelSpec) else _resolve_source(model)
+    if tokenizer is not None:
+        spec = replace(spec, tokenizer_from=_resolve_tokenizer(tokenizer))
+    if trust_remote_code is None:
+        return spec
+    if not isinstance(trust_remote_code, bool):
+        raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
+    return replace(spec, trust_remote_code=trust_remote_code)
 
 
 def _resolve_source(model: object) -> ModelSpec:

@@ -149,7 +149,7 @@ class EngineCore:
                 if is_interrupt(error):
                     interrupt = error
                 else:
-                    log.debug("a step that nobody wants any more failed", exc_info=error)
+                    log.debug("a discarded step failed", exc_info=error)
         return interrupt
 
 

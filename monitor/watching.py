@@ -198,8 +198,8 @@ def _is_seen_held(directory: RuntimeDir) -> bool:
 def _silence(directory: RuntimeDir) -> str:
     """A sentence about the monitor that holds the directory and does not answer."""
     pid = monitor_pid(directory)
-    who = "a process" if pid is None else f"process {pid}"
-    return f"{who} holds {directory.path} as its monitor and does not answer: it is stopped, or hangs; let it go on, or end it"
+    name = "a process" if pid is None else f"process {pid}"
+    return f"{name} holds {directory.path} as its monitor and does not answer: it is stopped, or hangs; let it go on, or end it"
 
 
 def _is_held(directory: RuntimeDir) -> bool:

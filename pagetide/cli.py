@@ -156,7 +156,7 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     )
     engine.add_argument(
         "--no-share", dest="share", action="store_const", const=False,
-        help="hold no lease: the memory is this engine's alone, and nobody can recall it",
+        help="hold no lease: the memory is this engine's alone and cannot be recalled",
     )  # fmt: skip
     engine.add_argument(
         "--no-overlap", dest="overlap", action="store_const", const=False,

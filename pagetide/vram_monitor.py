@@ -109,7 +109,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     serve.add_argument("--metrics-address", metavar="A", help="its address (default 127.0.0.1)")
     serve.add_argument("--group", metavar="G", help="watch for the whole machine, in /run/pagetide, for this group")
-    serve.add_argument("--headroom", metavar="SIZE", help="what nobody may lease (default: a sixteenth of each device)")
+    serve.add_argument("--headroom", metavar="SIZE", help="memory never leased (default: a sixteenth of each device)")
     serve.add_argument(
         "--user-engines", metavar="N", help="leases and reservations of one user at a time (default 64; not for root)"
     )
@@ -213,7 +213,7 @@ def _serve(args: argparse.Namespace) -> int:
             if taken == signal.SIGHUP:
                 _reload(daemon, args)
             if args.until_unused and daemon.unused():
-                log.info("nobody watches any more")
+                log.info("the last watcher has left")
                 break
     finally:
         daemon.stop()

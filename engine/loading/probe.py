@@ -252,7 +252,7 @@ class _Probe:
         if not call.is_causal or call.mask is None:
             return "lets a token see later ones"
         if call.rule is None:
-            return "makes an attention mask of its own, by a rule that nobody can see from outside"
+            return "makes an attention mask of its own, by a rule that cannot be seen from outside"
         return self.mask_complaint(call)
 
     def mask_complaint(self, call: _Call) -> str | None:

@@ -164,13 +164,17 @@ class EngineMemory:
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
         # Of the running recall: its time, the bytes held then, `_counted`.
         self._recall_from: tuple[float, int, tuple[int, int]] | None = None
-        pool_bytes = arena.num_extents * self._extent_bytes
-        most = None if lease is None else lease.max_bytes
-        self._most_base_bytes = math.inf if most is None else max(self._planned_bytes, most - pool_bytes)
-        if lease is not None:  # its min covered what loading might have taken
-            least = self._planned_bytes + min_extents * self._extent_bytes
-            lease.lower_min(min(lease.min_bytes, least))
+        self._most_base_bytes: float = math.inf
+        if lease is not None:
+            self._begin_lease(lease)
         self._report()
+
+    def _begin_lease(self, lease: Lease) -> None:
+        """Lower the guaranteed minimum to what is needed after loading, and bound what is counted beside the pool."""
+        lease.lower_min(min(lease.min_bytes, self._planned_bytes + self._min_extents * self._extent_bytes))
+        if lease.max_bytes is not None:
+            pool_bytes = self._arena.num_extents * self._extent_bytes
+            self._most_base_bytes = max(self._planned_bytes, lease.max_bytes - pool_bytes)
 
     # ---- before a step --------------------------------------------------------------------------
 

@@ -152,11 +152,7 @@ def plan_memory(
     if device.type == "cpu":
         weights += held_twice_bytes(checkpoint.text_config, dtype)
     primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
-    reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
-    if device.type == "cuda":
-        reserve += buffer_bytes(config.attention)
-        if config.cuda_graphs:
-            reserve += graph_bytes(checkpoint.text_config, config.max_seqs, dtype)
+    reserve = _reserve_bytes(config, checkpoint, device, dtype)
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
@@ -182,6 +178,16 @@ def plan_memory(
     )
     _refuse_bad_pool(plan, asked)
     return plan
+
+
+def _reserve_bytes(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
+    """Memory for a step: activations and logits, and on CUDA the kernels' buffers and captured steps."""
+    reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
+    if device.type == "cuda":
+        reserve += buffer_bytes(config.attention)
+        if config.cuda_graphs:
+            reserve += graph_bytes(checkpoint.text_config, config.max_seqs, dtype)
+    return reserve
 
 
 def _pool_of(base: Geometry, num_bytes: int) -> tuple[Geometry, int]:

@@ -232,7 +232,7 @@ def _check_model(data: Mapping[str, Any], model: str, vocab_size: int) -> None:
             f"has {vocab_size:,}: tokens mean something else here"
         )
     if data["model"] != model:
-        log.info("a request of the model %r goes on with %r, whose vocabulary has the same size", data["model"], model)
+        log.info("a request of the model %r continues on %r, with a vocabulary of the same size", data["model"], model)
 
 
 def _check(data: Mapping[str, Any], name: str, kind: type, optional: bool = False) -> None:

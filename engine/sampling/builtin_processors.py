@@ -96,9 +96,9 @@ class RepetitionPenalty:
         return self.seen.held(rows)
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
-        who, ids, _ = self.seen.nonzero(rows)
-        penalty = torch.from_numpy(self._penalty[rows]).to(x.device)[who]
-        of_row = index(places, x)[who]
+        lines, ids, _ = self.seen.nonzero(rows)
+        penalty = torch.from_numpy(self._penalty[rows]).to(x.device)[lines]
+        of_row = index(places, x)[lines]
         values = x[of_row, ids]
         x[of_row, ids] = torch.where(values < 0, values * penalty, values / penalty)
 
@@ -130,9 +130,9 @@ class FrequencyPenalty:
         return self._counts.held(rows)
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
-        who, ids, counts = self._counts.nonzero(rows)
-        frequency, presence = torch.from_numpy(self._penalties[rows]).to(x.device)[who].unbind(-1)
-        x[index(places, x)[who], ids] -= frequency * counts + presence
+        lines, ids, counts = self._counts.nonzero(rows)
+        frequency, presence = torch.from_numpy(self._penalties[rows]).to(x.device)[lines].unbind(-1)
+        x[index(places, x)[lines], ids] -= frequency * counts + presence
 
     def record_tokens(self, rows: Rows, tokens: Int64) -> None:
         self._counts.count(rows, tokens)

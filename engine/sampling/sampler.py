@@ -45,7 +45,7 @@ from .logits import (
 )
 from .noise import gumbel, uniform
 from .processors import Processors, Troubles
-from .transforms import NOBODY, DrawSettings, SamplingTransforms
+from .transforms import NO_DRAWS, DrawSettings, SamplingTransforms
 
 Candidate = tuple[Int32, Float32, Float32]  # token ids, log-probabilities and keys, each [k]; keys descending
 
@@ -144,10 +144,10 @@ class Sampler:
         plain = ~(treated | bad)
         bad[plain] = ~self._well(top[plain], rows[plain])
         for part, x in chunks(logits, np.flatnonzero(treated & ~bad)):
-            who, at = rows[part], positions[part]
-            self._treat(x, who, at)
-            tokens[part], top = self._drawn(who, at, x, self._transforms.draws(who))
-            bad[part] = ~self._well(top, who)
+            part_rows, at = rows[part], positions[part]
+            self._treat(x, part_rows, at)
+            tokens[part], top = self._drawn(part_rows, at, x, self._transforms.draws(part_rows))
+            bad[part] = ~self._well(top, part_rows)
         if not bad.any():
             self.record_tokens(rows, tokens)
             return tokens.astype(np.int32), None
@@ -206,8 +206,8 @@ class Sampler:
             well = self._well(argmax(x)[1], rows[part])
             drawn = np.flatnonzero(self._transforms.draws(rows[part]) & well)
             if drawn.size:
-                places, who = index(drawn, x), rows[part][drawn]
-                x[places] = self._transforms.scores(x[places], who, self._least_kept[who])
+                places, drawn_rows = index(drawn, x), rows[part][drawn]
+                x[places] = self._transforms.scores(x[places], drawn_rows, self._least_kept[drawn_rows])
             logprobs = x.cpu().numpy()
             for i in np.flatnonzero(well):
                 found[part[i]] = self._best(logprobs[i], int(rows[part[i]]), int(positions[part[i]]))
@@ -266,10 +266,10 @@ class Sampler:
         """The settings of `rows`; those with `drawing` draw."""
         places = np.flatnonzero(drawing)
         if not places.size:
-            return NOBODY
-        who = rows[places]
-        noise = uniform(self._seed[who], self._index[who], positions[places])
-        return self._transforms.settings(places, who, noise)
+            return NO_DRAWS
+        drawn = rows[places]
+        noise = uniform(self._seed[drawn], self._index[drawn], positions[places])
+        return self._transforms.settings(places, drawn, noise)
 
     def _drawn(self, rows: Rows, positions: Int64, logits: Tensor, drawing: Bool) -> Best:
         """(tokens, largest logits) of `rows` on the host; those with `drawing` draw. May overwrite `logits`."""

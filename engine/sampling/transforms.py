@@ -51,7 +51,7 @@ class DrawSettings:
     parts: tuple[RowGroup, ...]
 
 
-NOBODY = DrawSettings((), ())  # if no row draws
+NO_DRAWS = DrawSettings((), ())  # if no row draws
 
 
 class SamplingTransforms:
