@@ -1,6 +1,6 @@
 """The broker: leases device memory to engines over a Unix socket, and recalls it when others need it.
 
-    engines, users ── Connection ──► requests ──► LeaseTable: a Ledger per device ──► orders ──► Connection ──► engines
+    engines, users ── Connection ──► requests ──► LeaseTable: a DeviceAccount per device ──► orders ──► Connection ──► engines
                                                         ▲
                               every tick: measured memory, and the records of the leases
 
@@ -29,8 +29,9 @@ from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .broker_views import DeviceView, user_name
 from .errors import LeaseRefused
+from .lease_account import LeaseAccount
 from .lease_policy import Rules
-from .lease_table import LeaseAccount, LeaseTable, Readings
+from .lease_table import LeaseTable, Readings
 from .quota import Quota
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Broker:
             clock: Monotonic ns, the clock of the readings.
         """
         self._quota = quota
-        self._books = LeaseTable(readings, rules, quota, set_engines, clock)
+        self._table = LeaseTable(readings, rules, quota, set_engines, clock)
         self._path, self._gid, self._clock = socket_path, gid, clock
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # oldest first
@@ -88,18 +89,18 @@ class Broker:
         self._identity: os.stat_result | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._somebody = asyncio.Event()
-        self._settling: asyncio.Handle | None = None
-        self._settle_at = 0.0  # earliest time of the next decision, on the loop's clock
+        self._deciding: asyncio.Handle | None = None
+        self._decide_at = 0.0  # earliest time of the next decision, on the loop's clock
         self._accepting = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def leases(self) -> tuple[wire.LeaseView, ...]:
         """The leases as of the last order or tick. Thread-safe."""
-        return self._books.lease_views
+        return self._table.lease_views
 
     def devices(self) -> tuple[DeviceView, ...]:
         """The devices with leases or reservations. Thread-safe."""
-        return self._books.device_views
+        return self._table.device_views
 
     # ---- lifecycle ------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Broker:
         self._listener = listen(self._path, gid=self._gid)
         self._identity = os.stat(self._path)
         if succeeds:
-            self._books.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
+            self._table.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info(
                 "a broker was here before; its engines have %g s to come back. Limits that were set at it are forgotten: "
                 "set them again (vram-monitor limit)", self._grace_s,
@@ -130,8 +131,8 @@ class Broker:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticking
-        if self._settling is not None:
-            self._settling.cancel()
+        if self._deciding is not None:
+            self._deciding.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
@@ -142,7 +143,7 @@ class Broker:
         self._connections.clear()
         for lease_id in list(self._pidfds):
             self._unwatch(lease_id)
-        self._books.close()
+        self._table.close()
 
     def _remove_name(self) -> None:
         """Remove the socket's name, unless another broker has taken it."""
@@ -157,7 +158,7 @@ class Broker:
                 self.tick()
             except Exception:  # a failed tick must not end all leases
                 log.exception("the broker's tick failed; the next one is in %g s", tick_s)
-            if self._connections or self._books.entries:
+            if self._connections or self._table.leases:
                 await asyncio.sleep(tick_s)
                 continue
             self._somebody.clear()
@@ -170,23 +171,23 @@ class Broker:
         for connection in list(self._connections):
             connection.check_times(now_ns)
         self._resume_accepting()
-        self._books.measure_all()
-        self._books.settle()
-        for lease_id in self._pidfds.keys() - self._books.entries.keys():
+        self._table.measure_all()
+        self._table.decide_all()
+        for lease_id in self._pidfds.keys() - self._table.leases.keys():
             self._unwatch(lease_id)
 
-    def _settle_soon(self) -> None:
+    def _decide_soon(self) -> None:
         """Decide once the pending messages have been read, so that simultaneous requests are served together."""
-        if self._settling is None:
-            if (delay_s := self._settle_at - self._loop.time()) > 0:
-                self._settling = self._loop.call_later(delay_s, self._settle)
+        if self._deciding is None:
+            if (delay_s := self._decide_at - self._loop.time()) > 0:
+                self._deciding = self._loop.call_later(delay_s, self._decide)
             else:
-                self._settling = self._loop.call_soon(self._settle)
+                self._deciding = self._loop.call_soon(self._decide)
 
-    def _settle(self) -> None:
-        self._settling = None
-        self._settle_at = self._loop.time() + self._pause_s
-        self._books.settle()
+    def _decide(self) -> None:
+        self._deciding = None
+        self._decide_at = self._loop.time() + self._pause_s
+        self._table.decide_all()
 
     # ---- connections ----------------------------------------------------------------------------
 
@@ -239,15 +240,15 @@ class Broker:
                 reason.kind, connection.peer.pid, connection.peer.uid, reason,
             )  # fmt: skip
         if connection.reservation_id is not None:
-            self._books.unreserve(connection.reservation_id)
+            self._table.unreserve(connection.reservation_id)
         if connection.lease_id is not None:
-            self._books.end(self._books.entries[connection.lease_id], str(reason), may_return=True)
-        self._settle_soon()
+            self._table.end(self._table.leases[connection.lease_id], str(reason), may_return=True)
+        self._decide_soon()
 
     def _tell_once(self, kind: str, message: str, *arguments: object) -> None:
         """Log trouble that any client can cause: the first of each kind as a warning, later ones at debug level."""
-        log.log(logging.DEBUG if kind in self._told else logging.WARNING, message, *arguments)
-        self._told.add(kind)
+        log.log(logging.DEBUG if kind in self._logged else logging.WARNING, message, *arguments)
+        self._logged.add(kind)
 
     def _received(self, connection: Connection, message: wire.Message) -> None:
         """Answer one message. Raises Dropped for a violation of the protocol."""
@@ -264,7 +265,7 @@ class Broker:
             log.exception("a message of pid %d could not be answered", connection.peer.pid)
             raise Dropped("met a fault of the broker", repr(error)) from error
         if not isinstance(message, wire.ReportMessage):  # a report can wait for the tick
-            self._settle_soon()
+            self._decide_soon()
 
     def _greet(self, connection: Connection, message: wire.Message) -> None:
         if not isinstance(message, wire.HelloMessage):
@@ -272,7 +273,7 @@ class Broker:
         connection.greeted = True
         is_known = wire.OLDEST_PROTOCOL <= message.protocol <= wire.PROTOCOL
         connection.protocol = message.protocol if is_known else wire.PROTOCOL
-        connection.send(wire.WelcomeMessage(connection.protocol, self._books.epoch, os.getpid()))
+        connection.send(wire.WelcomeMessage(connection.protocol, self._table.epoch, os.getpid()))
         if not is_known:
             raise Dropped("is of another version", f"it speaks {message.protocol}, the broker {wire.PROTOCOL}")
 
@@ -281,30 +282,30 @@ class Broker:
             case wire.RegisterMessage():
                 self._register(connection, message)
             case wire.AskMessage():
-                self._books.ask(self._lease(connection), message)
+                self._table.ask(self._lease(connection), message)
             case wire.ReportMessage():
-                self._books.report(self._lease(connection), message)
+                self._table.report(self._lease(connection), message)
             case wire.UnmappedMessage():
-                self._books.unmapped(self._lease(connection), message)
+                self._table.unmapped(self._lease(connection), message)
             case wire.LowerMinMessage():
-                self._books.lower_min(self._lease(connection), message)
+                self._table.lower_min(self._lease(connection), message)
             case wire.ReleaseMessage():
-                self._books.end(self._lease(connection), "it was released", may_return=False)
+                self._table.end(self._lease(connection), "it was released", may_return=False)
             case wire.ListLeasesMessage():
-                if self._settling is not None:  # the answer reflects all earlier messages
-                    self._settling.cancel()
-                    self._settle()
-                for view in self._books.lease_views:
+                if self._deciding is not None:  # the answer reflects all earlier messages
+                    self._deciding.cancel()
+                    self._decide()
+                for view in self._table.lease_views:
                     connection.send(view)
                 connection.send(wire.DoneMessage())
             case wire.SetLimitMessage(engine, max_bytes):
-                connection.send(self._books.limit(self._commanded(connection, engine), max_bytes))
+                connection.send(self._table.limit(self._commanded(connection, engine), max_bytes))
             case wire.RecallBytesMessage(engine, num_bytes):
-                connection.send(self._books.recall(self._commanded(connection, engine), num_bytes))
+                connection.send(self._table.recall(self._commanded(connection, engine), num_bytes))
             case wire.ReserveMessage():
                 _refuse_second(connection)
                 self._check_places(connection)
-                self._books.reserve(connection, message)
+                self._table.reserve(connection, message)
             case _:
                 raise Dropped("says what only the broker may", type(message).__name__)
 
@@ -317,7 +318,7 @@ class Broker:
         pidfd = None
         try:
             pidfd = connection.pidfd()
-            entry = self._books.register(connection, request)
+            lease = self._table.register(connection, request)
         except BaseException as error:
             if pidfd is not None:
                 os.close(pidfd)
@@ -327,26 +328,26 @@ class Broker:
                 raise LeaseRefused(f"the broker cannot keep another lease: {error.strerror}") from error
             raise
         if pidfd is not None:
-            self._pidfds[entry.lease_id] = pidfd
-            self._loop.add_reader(pidfd, self._process_ended, entry)
+            self._pidfds[lease.lease_id] = pidfd
+            self._loop.add_reader(pidfd, self._process_ended, lease)
 
     def _check_places(self, comer: Connection) -> None:
         """Raise LeaseRefused if there is no place for another lease or reservation, in all or for this user."""
         holders = [connection.peer.uid for connection in self._connections if connection.needed]
         if self._quota is not None:
             uid = comer.peer.uid
-            self._quota.check_place(uid, user_name(uid), holders.count(uid), self._books.count_ended(uid))
+            self._quota.check_place(uid, user_name(uid), holders.count(uid), self._table.count_ended(uid))
         if len(holders) >= MAX_CONNECTIONS - _PLACES_TO_COME:
             raise LeaseRefused(
                 f"{len(holders)} engines and reservations are here, and there is no place for more; end some"
             )
 
-    def _process_ended(self, entry: LeaseAccount) -> None:
+    def _process_ended(self, lease: LeaseAccount) -> None:
         """End the lease of a process that has ended: its socket may stay open in a child."""
-        self._unwatch(entry.lease_id)
-        if entry.connection is not None:
-            entry.connection.drop(Dropped("is gone", "its process has ended"))
-        self._books.end(entry, "its process has ended", may_return=False)
+        self._unwatch(lease.lease_id)
+        if lease.connection is not None:
+            lease.connection.drop(Dropped("is gone", "its process has ended"))
+        self._table.end(lease, "its process has ended", may_return=False)
 
     def _unwatch(self, lease_id: int) -> None:
         pidfd = self._pidfds.pop(lease_id)
@@ -356,10 +357,10 @@ class Broker:
     def _lease(self, connection: Connection) -> LeaseAccount:
         if connection.lease_id is None:
             raise LeaseRefused("this connection holds no lease; register first")
-        return self._books.entries[connection.lease_id]
+        return self._table.leases[connection.lease_id]
 
     def _commanded(self, connection: Connection, engine: str) -> LeaseAccount:
-        return self._books.find(engine, connection.peer, os.geteuid())
+        return self._table.find(engine, connection.peer, os.geteuid())
 
 
 def _refuse_second(connection: Connection) -> None:

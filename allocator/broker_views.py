@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from . import wire
+from .lease_account import LeaseAccount, LeasedDevice
 from .lease_policy import LeaseState
-
-if TYPE_CHECKING:
-    from .lease_table import Book, LeaseAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +22,42 @@ class DeviceView:
     reserved_bytes: int
 
 
-def device_view(book: Book) -> DeviceView:
+def device_view(device: LeasedDevice) -> DeviceView:
     """The row of a device."""
-    state = book.ledger.state
-    granted = sum(tenant.granted_bytes for tenant in state.tenants.values())
+    state = device.account.state
+    granted = sum(lease.granted_bytes for lease in state.leases.values())
     return DeviceView(
-        book.info.uuid, state.capacity_bytes, state.rules.headroom_bytes, granted, state.foreign_bytes,
+        device.info.uuid, state.capacity_bytes, state.rules.headroom_bytes, granted, state.foreign_bytes,
         state.reserved_bytes,
     )  # fmt: skip
 
 
-def lease_view(entry: LeaseAccount, tenant: LeaseState, now_ns: int) -> wire.LeaseView:
+def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.LeaseView:
     """The row of a lease."""
-    recalls, demand, terms = tenant.recalls, tenant.demand, entry.terms
-    if tenant.ended:
-        state = "reaping"
+    recalls, demand, terms = state.recalls, state.demand, lease.terms
+    if state.ended:
+        status = "reaping"
     elif recalls:
-        state = "overdue" if tenant.overdue(now_ns) else "recalling"
+        status = "overdue" if state.overdue(now_ns) else "recalling"
     else:
-        state = "ok"
+        status = "ok"
     return wire.LeaseView(
-        entry.lease_id, terms.name, entry.peer.pid, user_name(entry.peer.uid), entry.device_uuid,
-        tenant.min_bytes, tenant.max_bytes, terms.weight, terms.priority,
-        granted_bytes=tenant.granted_bytes,
-        held_bytes=tenant.held_bytes,
-        held=entry.held,
-        free_bytes=tenant.free_bytes,
+        lease.lease_id, terms.name, lease.peer.pid, user_name(lease.peer.uid), lease.device_uuid,
+        state.min_bytes, state.max_bytes, terms.weight, terms.priority,
+        granted_bytes=state.granted_bytes,
+        held_bytes=state.held_bytes,
+        held=lease.held,
+        free_bytes=state.free_bytes,
         asked_bytes=demand.target_bytes if demand is not None and demand.expires_ns > now_ns else None,
-        state=state,
+        state=status,
         recall_target_bytes=recalls[-1].target_bytes if recalls else None,
         recall_age_ms=(now_ns - recalls[0].issued_ns) // 1_000_000 if recalls else None,
     )  # fmt: skip
 
 
-def named(entry: LeaseAccount) -> str:
+def named(lease: LeaseAccount) -> str:
     """The engine's name, pid and lease id, for messages."""
-    return f"{entry.terms.name!r} (pid {entry.peer.pid}, #{entry.lease_id})"
+    return f"{lease.terms.name!r} (pid {lease.peer.pid}, #{lease.lease_id})"
 
 
 @lru_cache(maxsize=64)

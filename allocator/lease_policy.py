@@ -73,7 +73,7 @@ class PendingRecall:
 
 @dataclass(slots=True)
 class LeaseState:
-    """One lease. Only `Ledger` changes it."""
+    """One lease. Only `DeviceAccount` changes it."""
 
     lease_id: int
     name: str
@@ -83,7 +83,7 @@ class LeaseState:
     weight: float = 1.0
     priority: int = 0  # a lower number is served first
     registered_max_bytes: int | None = None  # its max before any limit
-    granted_bytes: int = 0  # what it may hold, by the ledger
+    granted_bytes: int = 0  # what it may hold, by the account
     held_bytes: int = 0  # what it holds now, upper bound
     free_bytes: int = 0  # of these, free in its pool
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
@@ -120,7 +120,7 @@ class ReservedBytes:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """One device. Only `Ledger` changes it.
+    """One device. Only `DeviceAccount` changes it.
 
     `used_bytes` is None until the device has been measured. `foreign_bytes` is the amount that the last two
     measurements agree on; `peaks` holds the amounts they agreed on during the cool-down, as (time, bytes).
@@ -131,7 +131,7 @@ class SharedDevice:
     used_bytes: int | None = None
     foreign_bytes: int = 0
     peaks: Sequence[tuple[int, int]] = ()
-    tenants: dict[int, LeaseState] = field(default_factory=dict)
+    leases: dict[int, LeaseState] = field(default_factory=dict)
     reservations: dict[int, ReservedBytes] = field(default_factory=dict)
     base_bytes: int = 0  # foreign memory outside the reservations
 
@@ -144,17 +144,17 @@ class SharedDevice:
     def foreign_at_most_bytes(self) -> int:
         """Bytes held by external processes if every engine holds only its lower bound. Needs a measurement."""
         assert self.used_bytes is not None
-        return max(0, self.used_bytes - sum(tenant.lower_bytes for tenant in self.living()))
+        return max(0, self.used_bytes - sum(lease.lower_bytes for lease in self.living()))
 
     def living(self) -> list[LeaseState]:
         """The leases that have not ended."""
-        return [tenant for tenant in self.tenants.values() if not tenant.ended]
+        return [lease for lease in self.leases.values() if not lease.ended]
 
     @property
     def promised_bytes(self) -> int:
         """Bytes granted to living leases, plus those that ended leases may still map before they notice their end."""
-        living = sum(tenant.granted_bytes for tenant in self.living())
-        return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.tenants.values() if t.ended)
+        living = sum(lease.granted_bytes for lease in self.living())
+        return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.leases.values() if t.ended)
 
     def off_the_top(self, foreign_bytes: int) -> int:
         """The larger of foreign memory and base plus reserved memory, so that memory used under a reservation counts once."""
@@ -240,30 +240,30 @@ def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
     targets depend on what the leases could use and not on arrival order: once reached, they do not change.
     """
     movable = _movable(state, now_ns)
-    could_use = {tenant.lease_id: _could_use(state, tenant, now_ns) for tenant in movable}
+    could_use = {lease.lease_id: _could_use(state, lease, now_ns) for lease in movable}
     targets, left = _shares(state, movable, could_use, now_ns), _available(state, now_ns)
-    for tenant in movable:
-        stands = tenant.expected_bytes
-        level = stands + _floor(targets[tenant.lease_id] - stands, tenant.granule_bytes)
-        targets[tenant.lease_id] = max(tenant.min_bytes, level)
-        left -= targets[tenant.lease_id]
-    for tenant in sorted(movable, key=lambda tenant: _order_of_growth(tenant, targets[tenant.lease_id])):
-        more = targets[tenant.lease_id] + tenant.granule_bytes
-        if tenant.granule_bytes <= left and more <= could_use[tenant.lease_id]:
-            targets[tenant.lease_id] = more
-            left -= tenant.granule_bytes
+    for lease in movable:
+        stands = lease.expected_bytes
+        level = stands + _floor(targets[lease.lease_id] - stands, lease.granule_bytes)
+        targets[lease.lease_id] = max(lease.min_bytes, level)
+        left -= targets[lease.lease_id]
+    for lease in sorted(movable, key=lambda lease: _order_of_growth(lease, targets[lease.lease_id])):
+        more = targets[lease.lease_id] + lease.granule_bytes
+        if lease.granule_bytes <= left and more <= could_use[lease.lease_id]:
+            targets[lease.lease_id] = more
+            left -= lease.granule_bytes
     return targets
 
 
 def _shares(state: SharedDevice, movable: list[LeaseState], could_use: dict[int, int], now_ns: int) -> dict[int, int]:
     """The share of each movable lease, to the byte and never below its minimum."""
-    shares = {tenant.lease_id: tenant.min_bytes for tenant in movable}
+    shares = {lease.lease_id: lease.min_bytes for lease in movable}
     left = _available(state, now_ns) - sum(shares.values())
-    for priority in sorted({tenant.priority for tenant in movable}):
-        tier = [tenant for tenant in movable if tenant.priority == priority]
-        caps = [could_use[tenant.lease_id] - tenant.min_bytes for tenant in tier]
-        for tenant, more in zip(tier, water_fill(left, caps, [tenant.weight for tenant in tier]), strict=True):
-            shares[tenant.lease_id] += more
+    for priority in sorted({lease.priority for lease in movable}):
+        tier = [lease for lease in movable if lease.priority == priority]
+        caps = [could_use[lease.lease_id] - lease.min_bytes for lease in tier]
+        for lease, more in zip(tier, water_fill(left, caps, [lease.weight for lease in tier]), strict=True):
+            shares[lease.lease_id] += more
             left -= more
     return shares
 
@@ -289,7 +289,7 @@ def water_fill(amount: int, caps: Sequence[int], weights: Sequence[float]) -> li
 
 def _movable(state: SharedDevice, now_ns: int) -> list[LeaseState]:
     """The leases that may receive orders: neither ended nor overdue."""
-    return [tenant for tenant in state.living() if not tenant.overdue(now_ns)]
+    return [lease for lease in state.living() if not lease.overdue(now_ns)]
 
 
 def _below_low_mark(state: SharedDevice, foreign_bytes: int, now_ns: int) -> int:
@@ -297,7 +297,7 @@ def _below_low_mark(state: SharedDevice, foreign_bytes: int, now_ns: int) -> int
 
     Memory of ended leases is about to return: it causes no recall, and grants wait for it.
     """
-    overdue = sum(tenant.granted_bytes for tenant in state.living() if tenant.overdue(now_ns))
+    overdue = sum(lease.granted_bytes for lease in state.living() if lease.overdue(now_ns))
     return state.capacity_bytes - state.rules.headroom_bytes - state.off_the_top(foreign_bytes) - overdue
 
 
@@ -307,24 +307,24 @@ def _available(state: SharedDevice, now_ns: int) -> int:
     return _below_low_mark(state, foreign, now_ns) - state.rules.band_bytes
 
 
-def _could_use(state: SharedDevice, tenant: LeaseState, now_ns: int) -> int:
+def _could_use(state: SharedDevice, lease: LeaseState, now_ns: int) -> int:
     """Bytes that a lease has in use or asks for, in whole granules from its grant; at least its minimum."""
-    most = state.capacity_bytes if tenant.max_bytes is None else tenant.max_bytes
-    if tenant.ceiling is not None and tenant.ceiling.until_ns > now_ns:
-        most = min(most, tenant.ceiling.max_bytes)
-    wanted = max(tenant.min_bytes, tenant.in_use_bytes)
-    if tenant.demand is not None and tenant.demand.expires_ns > now_ns:
-        wanted = max(wanted, tenant.demand.target_bytes)
-    stands = max(tenant.min_bytes, tenant.expected_bytes)
-    wanted = stands + _ceil(wanted - stands, tenant.granule_bytes)
+    most = state.capacity_bytes if lease.max_bytes is None else lease.max_bytes
+    if lease.ceiling is not None and lease.ceiling.until_ns > now_ns:
+        most = min(most, lease.ceiling.max_bytes)
+    wanted = max(lease.min_bytes, lease.in_use_bytes)
+    if lease.demand is not None and lease.demand.expires_ns > now_ns:
+        wanted = max(wanted, lease.demand.target_bytes)
+    stands = max(lease.min_bytes, lease.expected_bytes)
+    wanted = stands + _ceil(wanted - stands, lease.granule_bytes)
     if wanted > most:
-        wanted = stands + _floor(most - stands, tenant.granule_bytes)
-    return max(tenant.min_bytes, wanted)
+        wanted = stands + _floor(most - stands, lease.granule_bytes)
+    return max(lease.min_bytes, wanted)
 
 
-def _order_of_growth(tenant: LeaseState, has_bytes: int) -> tuple[int, float, int]:
+def _order_of_growth(lease: LeaseState, has_bytes: int) -> tuple[int, float, int]:
     """Sort key: lowest priority number first, then the least served by weight, then the oldest."""
-    return tenant.priority, (has_bytes - tenant.min_bytes) / tenant.weight, tenant.lease_id
+    return lease.priority, (has_bytes - lease.min_bytes) / lease.weight, lease.lease_id
 
 
 # ---- orders -------------------------------------------------------------------------------------
@@ -344,111 +344,109 @@ def _ready(state: SharedDevice) -> Iterable[Ready]:
 
 def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
     """Grants up to the minimums first, then growth up to the targets, each within the room there is."""
-    takers = [tenant for tenant in _movable(state, now_ns) if not tenant.recalls]
-    granted = {tenant.lease_id: tenant.granted_bytes for tenant in takers}
+    takers = [lease for lease in _movable(state, now_ns) if not lease.recalls]
+    granted = {lease.lease_id: lease.granted_bytes for lease in takers}
     room, growth_room = state.room_bytes(), state.growth_room_bytes(now_ns)
-    for tenant in sorted(takers, key=lambda tenant: (tenant.priority, tenant.lease_id)):
-        missing = max(0, tenant.min_bytes - tenant.granted_bytes)
-        added = missing if missing <= room else _floor(max(0, room), tenant.granule_bytes)
-        granted[tenant.lease_id] += added
+    for lease in sorted(takers, key=lambda lease: (lease.priority, lease.lease_id)):
+        missing = max(0, lease.min_bytes - lease.granted_bytes)
+        added = missing if missing <= room else _floor(max(0, room), lease.granule_bytes)
+        granted[lease.lease_id] += added
         room -= added
         growth_room -= missing  # also what is still missing: minimums come before growth
-    for tenant in sorted(takers, key=lambda tenant: _order_of_growth(tenant, tenant.granted_bytes)):
-        missing = min(targets[tenant.lease_id] - granted[tenant.lease_id], growth_room)
-        if granted[tenant.lease_id] >= tenant.min_bytes and missing > 0:
-            added = _floor(missing, tenant.granule_bytes)
-            granted[tenant.lease_id] += added
+    for lease in sorted(takers, key=lambda lease: _order_of_growth(lease, lease.granted_bytes)):
+        missing = min(targets[lease.lease_id] - granted[lease.lease_id], growth_room)
+        if granted[lease.lease_id] >= lease.min_bytes and missing > 0:
+            added = _floor(missing, lease.granule_bytes)
+            granted[lease.lease_id] += added
             growth_room -= added
-    for tenant in takers:
-        if (total := granted[tenant.lease_id]) > tenant.granted_bytes:
-            yield Grant(tenant.lease_id, total, total - tenant.granted_bytes)
+    for lease in takers:
+        if (total := granted[lease.lease_id]) > lease.granted_bytes:
+            yield Grant(lease.lease_id, total, total - lease.granted_bytes)
 
 
 def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Recall]:
     """The recalls of leases above their targets."""
     movable = _movable(state, now_ns)
-    expected = sum(tenant.expected_bytes for tenant in movable)
-    takers = [tenant for tenant in movable if not tenant.recalls]
-    to_minimums = sum(max(0, tenant.min_bytes - tenant.granted_bytes) for tenant in takers)
-    to_targets = sum(
-        max(0, targets[tenant.lease_id] - max(tenant.min_bytes, tenant.granted_bytes)) for tenant in takers
-    )
+    expected = sum(lease.expected_bytes for lease in movable)
+    takers = [lease for lease in movable if not lease.recalls]
+    to_minimums = sum(max(0, lease.min_bytes - lease.granted_bytes) for lease in takers)
+    to_targets = sum(max(0, targets[lease.lease_id] - max(lease.min_bytes, lease.granted_bytes)) for lease in takers)
     low = _below_low_mark(state, state.foreign_bytes, now_ns)
     must = expected + to_minimums - low
     if expected > low:
         must = max(must, expected - low + state.rules.band_bytes)
     should = expected + to_minimums + to_targets - _available(state, now_ns) if to_targets else 0
 
-    surplus = {tenant.lease_id: max(0, tenant.expected_bytes - targets[tenant.lease_id]) for tenant in movable}
+    surplus = {lease.lease_id: max(0, lease.expected_bytes - targets[lease.lease_id]) for lease in movable}
     taken = _take(movable, surplus, must)
-    for tenant in movable:
-        if tenant.lease_id in taken:
-            yield _recall(state, tenant, taken[tenant.lease_id], for_growth=False)
-    givers = [tenant for tenant in movable if tenant.lease_id not in taken]
-    for tenant in givers:  # `rest_s` protects memory in use only; idle memory may be recalled at any time
-        if not _rested(tenant, state.rules.rest_s, now_ns):
-            surplus[tenant.lease_id] = min(surplus[tenant.lease_id], _hoarded(tenant))
+    for lease in movable:
+        if lease.lease_id in taken:
+            yield _recall(state, lease, taken[lease.lease_id], for_growth=False)
+    givers = [lease for lease in movable if lease.lease_id not in taken]
+    for lease in givers:  # `rest_s` protects memory in use only; idle memory may be recalled at any time
+        if not _rested(lease, state.rules.rest_s, now_ns):
+            surplus[lease.lease_id] = min(surplus[lease.lease_id], _hoarded(lease))
     more = _take(givers, surplus, should - sum(taken.values()))
-    for tenant in givers:
-        if tenant.lease_id in more:
-            yield _recall(state, tenant, more[tenant.lease_id], for_growth=True)
+    for lease in givers:
+        if lease.lease_id in more:
+            yield _recall(state, lease, more[lease.lease_id], for_growth=True)
 
 
 def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
     """Withdraw overdue recalls once there is room for the kept memory and no other lease could use more."""
-    overdue = [tenant for tenant in state.living() if tenant.overdue(now_ns)]
+    overdue = [lease for lease in state.living() if lease.overdue(now_ns)]
     if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
         return
     added = {grant.lease_id: grant.added_bytes for grant in grants}
     if state.growth_room_bytes(now_ns) < sum(added.values()):
         return
-    for tenant in _movable(state, now_ns):
-        if _could_use(state, tenant, now_ns) > tenant.granted_bytes + added.get(tenant.lease_id, 0):
+    for lease in _movable(state, now_ns):
+        if _could_use(state, lease, now_ns) > lease.granted_bytes + added.get(lease.lease_id, 0):
             return
-    for tenant in overdue:
-        if not any(recall.by_hand for recall in tenant.recalls):
-            yield Withdraw(tenant.lease_id)
+    for lease in overdue:
+        if not any(recall.by_hand for recall in lease.recalls):
+            yield Withdraw(lease.lease_id)
 
 
-def _take(tenants: Iterable[LeaseState], surplus: dict[int, int], needed: int) -> dict[int, int]:
+def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) -> dict[int, int]:
     """How much of each lease's surplus to take for `needed` bytes: whole granules, or the whole surplus.
 
     Idle bytes (free in a pool or never mapped) go first, then bytes in use of the lowest-priority leases.
     """
     taken: dict[int, int] = {}
 
-    def take(tenant: LeaseState, at_most: int) -> None:
+    def take(lease: LeaseState, at_most: int) -> None:
         nonlocal needed
-        already = taken.get(tenant.lease_id, 0)
+        already = taken.get(lease.lease_id, 0)
         wanted = min(at_most - already, needed)
         if wanted > 0:
-            whole = already + _ceil(wanted, tenant.granule_bytes)
-            taken[tenant.lease_id] = min(surplus[tenant.lease_id], whole)
-            needed -= taken[tenant.lease_id] - already
+            whole = already + _ceil(wanted, lease.granule_bytes)
+            taken[lease.lease_id] = min(surplus[lease.lease_id], whole)
+            needed -= taken[lease.lease_id] - already
 
-    givers = [tenant for tenant in tenants if surplus[tenant.lease_id] > 0]
-    for tenant in sorted(givers, key=lambda tenant: (-_hoarded(tenant), tenant.lease_id)):
-        take(tenant, min(_hoarded(tenant), surplus[tenant.lease_id]))
-    for tenant in sorted(
-        givers, key=lambda tenant: (-tenant.priority, -surplus[tenant.lease_id] / tenant.weight, tenant.lease_id)
+    givers = [lease for lease in leases if surplus[lease.lease_id] > 0]
+    for lease in sorted(givers, key=lambda lease: (-_hoarded(lease), lease.lease_id)):
+        take(lease, min(_hoarded(lease), surplus[lease.lease_id]))
+    for lease in sorted(
+        givers, key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id)
     ):
-        take(tenant, surplus[tenant.lease_id])
+        take(lease, surplus[lease.lease_id])
     return taken
 
 
-def _hoarded(tenant: LeaseState) -> int:
+def _hoarded(lease: LeaseState) -> int:
     """Bytes granted above the minimum that are not in use."""
-    return max(0, tenant.expected_bytes - max(tenant.min_bytes, tenant.in_use_bytes))
+    return max(0, lease.expected_bytes - max(lease.min_bytes, lease.in_use_bytes))
 
 
-def _recall(state: SharedDevice, tenant: LeaseState, num_bytes: int, *, for_growth: bool) -> Recall:
+def _recall(state: SharedDevice, lease: LeaseState, num_bytes: int, *, for_growth: bool) -> Recall:
     return Recall(
-        tenant.lease_id, tenant.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth
+        lease.lease_id, lease.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth
     )
 
 
-def _rested(tenant: LeaseState, rest_s: float, now_ns: int) -> bool:
-    return tenant.gave_for_growth_ns is None or now_ns - tenant.gave_for_growth_ns >= rest_s * 1e9
+def _rested(lease: LeaseState, rest_s: float, now_ns: int) -> bool:
+    return lease.gave_for_growth_ns is None or now_ns - lease.gave_for_growth_ns >= rest_s * 1e9
 
 
 def _floor(num_bytes: int, granule_bytes: int) -> int:

@@ -606,14 +606,14 @@ async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench
 @on_a_bench
 async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Bench) -> None:
     await bench.engine("a")
-    books = bench.broker._books
-    (entry,) = books.entries.values()
+    table = bench.broker._table
+    (lease,) = table.entries.values()
     engine_uid, owner_uid = 4001, 4000
-    entry.peer = broker_connection.Peer(entry.peer.pid, engine_uid)
+    lease.peer = broker_connection.Peer(lease.peer.pid, engine_uid)
     for uid in (0, owner_uid, engine_uid):
-        assert books.find("a", broker_connection.Peer(1, uid), owner_uid) is entry
+        assert table.find("a", broker_connection.Peer(1, uid), owner_uid) is lease
     with pytest.raises(LeaseRefused, match="is 4001's; only that user, root and 4000 may do that"):
-        books.find("a", broker_connection.Peer(1, 4002), owner_uid)
+        table.find("a", broker_connection.Peer(1, 4002), owner_uid)
 
 
 @on_a_bench
@@ -924,7 +924,7 @@ async def test_a_fault_in_an_answer_costs_one_client(bench: Bench) -> None:
     engine = await bench.engine("a", 100)
     faulty = Faulty(bench.clock)
     faulty.faulty = True
-    bench.broker._books._readings = faulty
+    bench.broker._table._readings = faulty
     unlucky = bench.client()
     with pytest.raises(BrokerUnavailable):
         await unlucky.say(wire.RegisterMessage("b", DEVICE, 0, None, 1.0, 0, 10, 0))

@@ -105,7 +105,7 @@ def test_a_life(folder: Path) -> None:
                 numbers.used = 300
             a.answer_unmapped(300)
             assert (a.recall, a.granted_bytes) == (None, 300)
-            wait_until(lambda: broker.leases()[0].granted_bytes == 300, "the ledger's fall")
+            wait_until(lambda: broker.leases()[0].granted_bytes == 300, "the grant to fall")
             BrokerClient(folder / "broker").limit("a", 250)
             assert wait_for(a, Limited) == Limited(250)
             assert a.max_bytes == 250
@@ -190,7 +190,7 @@ def test_the_minimum_stays_granted(folder: Path) -> None:
         assert a.wait_granted(500, 30)
         a.answer_unmapped(0)
         assert a.granted_bytes == 100
-        wait_until(lambda: broker.leases()[0].granted_bytes == 100, "the ledger's fall")
+        wait_until(lambda: broker.leases()[0].granted_bytes == 100, "the grant to fall")
 
 
 def test_the_descriptor_tells_when_to_poll(folder: Path) -> None:

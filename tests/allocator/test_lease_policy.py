@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagetide.allocator.device_account import DeviceAccount, LeaseTerms
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
 from pagetide.allocator.lease_policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
-from pagetide.allocator.ledger import LeaseTerms, Ledger
 
 MS = 1_000_000
 CAPACITY = 1000
@@ -34,39 +34,39 @@ class Device:
     told: list[Order] = field(default_factory=list)  # every order there was
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.rules, self.capacity)
+        self.account = DeviceAccount(self.rules, self.capacity)
         self.measure()
 
     def lease(
         self, lease_id: int, low: int = 0, high: int | None = None, *, weight: float = 1, priority: int = 0,
         granule: int = 10, held: int = 0,
     ) -> None:  # fmt: skip
-        self.ledger.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
+        self.account.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
         self.held[lease_id] = held
 
     def ask(self, lease_id: int, target: int, seconds: float = 1e6) -> None:
-        self.ledger.ask(lease_id, target, self.now_ns + int(seconds * 1e9))
+        self.account.ask(lease_id, target, self.now_ns + int(seconds * 1e9))
 
     def measure(self) -> None:
         """A measurement with no map under way."""
         used = self.stranger + sum(self.held.values())
         bounds = {lease_id: HeldBounds(held, held) for lease_id, held in self.held.items()}
-        self.ledger.measured(self.capacity, self.capacity - used, bounds, self.now_ns)
+        self.account.measured(self.capacity, self.capacity - used, bounds, self.now_ns)
 
     def settle(self) -> list[Order]:
-        orders = list(self.ledger.settle(self.now_ns))
+        orders = list(self.account.decide(self.now_ns))
         self.told += orders
         return orders
 
     def hold(self, lease_id: int, num_bytes: int) -> None:
         """The engine maps, or unmaps without a word."""
         self.held[lease_id] = num_bytes
-        self.ledger.hold(lease_id, num_bytes)
+        self.account.hold(lease_id, num_bytes)
 
     def unmap(self, lease_id: int, num_bytes: int) -> None:
         """The engine goes down to `num_bytes`, if it holds more, and says so."""
         self.hold(lease_id, min(num_bytes, self.held[lease_id]))
-        self.ledger.unmapped(lease_id, num_bytes)
+        self.account.unmapped(lease_id, num_bytes)
 
     def obey(self, orders: list[Order]) -> None:
         for order in orders:
@@ -90,10 +90,10 @@ class Device:
         return orders
 
     def granted(self, lease_id: int) -> int:
-        return self.ledger.state.tenants[lease_id].granted_bytes
+        return self.account.state.leases[lease_id].granted_bytes
 
     def grants(self) -> dict[int, int]:
-        return {lease_id: tenant.granted_bytes for lease_id, tenant in self.ledger.state.tenants.items()}
+        return {lease_id: lease.granted_bytes for lease_id, lease in self.account.state.leases.items()}
 
 
 # ---- registration -------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_a_max_below_the_min_is_refused() -> None:
 def test_what_an_ended_lease_was_promised_is_free_to_be_promised_again() -> None:
     device = Device()
     device.lease(1, low=900)
-    device.ledger.end(1, device.now_ns)
+    device.account.end(1, device.now_ns)
     device.lease(2, low=900)
     assert device.settle() == [Grant(2, 900, 900)]
 
@@ -174,7 +174,7 @@ def test_nothing_is_decided_while_the_device_is_not_measured() -> None:
     device = Device()
     device.lease(1)
     device.ask(1, 100)
-    device.ledger.unmeasured()
+    device.account.unmeasured()
     assert device.settle() == []
     device.measure()
     assert device.settle() == [Grant(1, 100, 100)]
@@ -185,9 +185,9 @@ def test_deciding_changes_nothing() -> None:
     for lease_id in (1, 2, 3):
         device.lease(lease_id, low=50 * lease_id)
         device.ask(lease_id, 400)
-    before = repr(device.ledger.state)
-    assert decide(device.ledger.state, device.now_ns) == decide(device.ledger.state, device.now_ns) != ()
-    assert repr(device.ledger.state) == before
+    before = repr(device.account.state)
+    assert decide(device.account.state, device.now_ns) == decide(device.account.state, device.now_ns) != ()
+    assert repr(device.account.state) == before
 
 
 # ---- shares -------------------------------------------------------------------------------------
@@ -210,10 +210,10 @@ def exact_fill(amount: int, caps: list[int], weights: list[float]) -> list[Fract
     return [min(Fraction(cap), weight * level) for cap, weight in zip(caps, exact, strict=True)]
 
 
-tenants = st.lists(st.tuples(st.integers(0, 10**12), st.sampled_from([0.001, 0.5, 1, 1.7, 3, 1000])), max_size=12)
+members = st.lists(st.tuples(st.integers(0, 10**12), st.sampled_from([0.001, 0.5, 1, 1.7, 3, 1000])), max_size=12)
 
 
-@given(amount=st.integers(0, 3 * 10**12), members=tenants)
+@given(amount=st.integers(0, 3 * 10**12), members=members)
 def test_filling_is_exact_to_the_byte(amount: int, members: list[tuple[int, float]]) -> None:
     caps, weights = [cap for cap, _ in members], [weight for _, weight in members]
     shares = water_fill(amount, caps, weights)
@@ -310,7 +310,7 @@ def test_what_lies_free_in_a_pool_is_recalled_first() -> None:
         device.lease(lease_id)
         device.ask(lease_id, target, seconds=0.001)
     device.obey(device.settle())
-    device.ledger.report(2, free_bytes=200)
+    device.account.report(2, free_bytes=200)
     device.lease(3)
     device.ask(3, 150)
     assert device.tick() == [Recall(2, 290, 1.0, for_growth=True)]
@@ -359,7 +359,7 @@ def test_who_holds_something_free_gives_before_one_who_uses_all() -> None:
     device.ask(1, 480, seconds=0.001)
     device.ask(2, 400)
     device.obey(device.settle())
-    device.ledger.report(1, free_bytes=30)
+    device.account.report(1, free_bytes=30)
     device.lease(3, low=50, high=50)  # 30 of them must be made room for; by weight the second has too much
     assert device.tick()[1:] == [Recall(1, 450, 1.0)]
 
@@ -395,11 +395,11 @@ def test_recalls_are_cumulative_and_the_grant_falls_by_answers_alone() -> None:
     assert device.granted(1) == 880
     device.unmap(1, 800)  # served in slices
     assert device.granted(1) == 800
-    assert [recall.target_bytes for recall in device.ledger.state.tenants[1].recalls] == [730, 630]
+    assert [recall.target_bytes for recall in device.account.state.leases[1].recalls] == [730, 630]
     device.unmap(1, 700)
-    assert [recall.target_bytes for recall in device.ledger.state.tenants[1].recalls] == [630]
+    assert [recall.target_bytes for recall in device.account.state.leases[1].recalls] == [630]
     device.unmap(1, 0)
-    assert device.ledger.state.tenants[1].recalls == ()
+    assert device.account.state.leases[1].recalls == ()
     assert device.granted(1) == 0
 
 
@@ -415,7 +415,7 @@ def test_who_gives_back_unasked_does_not_want_it_any_more() -> None:
     device.run(2)
     device.ask(2, 440)
     device.run(1)  # a recall, served at once: it wants the rest still
-    device.ledger.ask(2, 0, 0)
+    device.account.ask(2, 0, 0)
     device.unmap(2, 0)
     device.run(5)
     assert device.grants() == {1: 880, 2: 0}
@@ -442,13 +442,13 @@ def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> 
     assert isinstance(recall, Recall) and recall.lease_id == 1  # and engine 1 is stopped
     device.ask(1, 900)
     device.obey(device.tick(ms=1001))
-    tenant = device.ledger.state.tenants[1]
-    assert tenant.overdue(device.now_ns)
+    lease = device.account.state.leases[1]
+    assert lease.overdue(device.now_ns)
     device.run(20)
     assert device.granted(1) == 550  # nothing more, though it asks
     assert (device.granted(2), device.granted(3)) == (170, 160)  # what it leaves is shared, to the granule
-    device.unmap(1, tenant.expected_bytes)  # it goes on, late
-    assert not tenant.overdue(device.now_ns)
+    device.unmap(1, lease.expected_bytes)  # it goes on, late
+    assert not lease.overdue(device.now_ns)
     device.run(50)
     assert {lease_id: device.granted(lease_id) // 10 for lease_id in (2, 3)} == {2: 28, 3: 30}
 
@@ -462,7 +462,7 @@ def overdue_for_a_stranger() -> Device:
     device.stranger = 400
     assert [type(order) for order in [*device.tick(), *device.tick()]] == [Recall]
     device.tick(ms=1001)
-    assert device.ledger.state.tenants[1].overdue(device.now_ns)
+    assert device.account.state.leases[1].overdue(device.now_ns)
     return device
 
 
@@ -474,7 +474,7 @@ def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
     device.stranger = 0
     assert device.run(5) == [], "the stranger may be back"
     assert device.tick(ms=3000) == [Withdraw(1)]
-    assert (device.granted(1), device.ledger.state.tenants[1].recalls) == (600, ())
+    assert (device.granted(1), device.account.state.leases[1].recalls) == (600, ())
     device.ask(1, 800)
     assert device.tick() == [Grant(1, 800, 200)]
 
@@ -485,7 +485,7 @@ def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
     device.lease(2, low=50)
     device.ask(2, 900)
     device.run(200)
-    assert device.ledger.state.tenants[1].recalls and device.granted(2) == 280, "all but what the other keeps"
+    assert device.account.state.leases[1].recalls and device.granted(2) == 280, "all but what the other keeps"
     device.ask(2, 200)
     device.unmap(2, 200)
     assert Withdraw(1) in device.run(2)
@@ -494,9 +494,9 @@ def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
 def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
     device = overdue_for_a_stranger()
     device.stranger = 0
-    device.ledger.reserve(7, 500)
+    device.account.reserve(7, 500)
     assert not [order for order in device.run(200) if isinstance(order, Withdraw | Ready)]
-    device.ledger.unreserve(7)
+    device.account.unreserve(7)
     assert Withdraw(1) in device.run(2)
 
 
@@ -508,7 +508,7 @@ def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -
     with pytest.raises(InvalidLease, match="cannot hold"):
         device.lease(2, held=CAPACITY + 1)
     assert device.grants() == {1: 500}
-    device.ledger.register(3, LeaseTerms("liar", 1, None, 1.0, 0, 10), CAPACITY)
+    device.account.register(3, LeaseTerms("liar", 1, None, 1.0, 0, 10), CAPACITY)
     assert device.grants() == {1: 500, 3: CAPACITY - 500}
 
 
@@ -517,9 +517,9 @@ def test_a_lowered_minimum_is_what_is_promised_from_then_on() -> None:
     device.lease(1, low=500)
     device.run(1)
     assert device.granted(1) == 500
-    device.ledger.lower_min(1, 200)
+    device.account.lower_min(1, 200)
     with pytest.raises(InvalidLease, match="lowered, not raised"):
-        device.ledger.lower_min(1, 201)
+        device.account.lower_min(1, 201)
     device.lease(2, low=600)
     device.unmap(1, 0)
     assert device.granted(1) == 200
@@ -537,7 +537,7 @@ def test_who_was_cut_off_may_map_what_he_was_granted_until_he_sees_it() -> None:
     device.ask(2, 280)
     device.obey(device.tick())
     assert device.grants() == {1: 600, 2: 280}
-    device.ledger.end(1, device.now_ns, may_return=True)
+    device.account.end(1, device.now_ns, may_return=True)
     device.ask(2, 5000)
     assert device.tick() == [], "he holds 100 of it, and it is not the others' yet"
     device.held[1] = 600  # he maps it, and is measured
@@ -570,7 +570,7 @@ def test_what_lies_idle_goes_without_a_rest() -> None:
     device.lease(2)
     for step in range(85):
         device.ask(2, 10 * step)
-        device.ledger.report(1, free_bytes=device.held[1])
+        device.account.report(1, free_bytes=device.held[1])
         device.run(2)
         assert device.granted(2) >= 10 * step
 
@@ -643,9 +643,9 @@ def test_an_ordinary_map_does_not_look_like_a_stranger() -> None:
     device.run(1)
     for held in range(0, 880, 44):  # memory comes while it is measured; the record says between which bounds
         device.now_ns += 20 * MS
-        device.ledger.measured(CAPACITY, CAPACITY - held, {1: HeldBounds(0, 880)}, device.now_ns)
+        device.account.measured(CAPACITY, CAPACITY - held, {1: HeldBounds(0, 880)}, device.now_ns)
         assert device.settle() == []
-        assert device.ledger.state.foreign_bytes == 0
+        assert device.account.state.foreign_bytes == 0
 
 
 def test_while_an_engine_maps_the_rest_is_granted_by_the_worst_view() -> None:
@@ -655,9 +655,9 @@ def test_while_an_engine_maps_the_rest_is_granted_by_the_worst_view() -> None:
     device.ask(1, 500)
     device.settle()
     device.ask(2, 380)
-    device.ledger.measured(CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0)  # it may be 200 of a stranger's
+    device.account.measured(CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0)  # it may be 200 of a stranger's
     assert device.settle() == [Grant(2, 180, 180)]
-    device.ledger.measured(CAPACITY, CAPACITY - 500, {1: HeldBounds(500, 500)}, 0)
+    device.account.measured(CAPACITY, CAPACITY - 500, {1: HeldBounds(500, 500)}, 0)
     assert device.settle() == [Grant(2, 380, 200)]
 
 
@@ -670,7 +670,7 @@ def test_more_than_is_granted_counts_as_foreign() -> None:
     device.run(0)
     device.measure()
     device.measure()
-    assert device.ledger.state.foreign_bytes == 150
+    assert device.account.state.foreign_bytes == 150
     device.lease(2)
     device.ask(2, 5000)
     device.tick()
@@ -687,18 +687,18 @@ def test_a_dead_engines_bytes_are_granted_as_they_are_measured_back_and_not_befo
     device.ask(1, 700)
     device.ask(2, 180)
     device.run(3)
-    device.ledger.end(1, device.now_ns)
+    device.account.end(1, device.now_ns)
     device.ask(2, 5000)
     assert device.tick() == []
     assert device.granted(1) == 700  # visible until it is back
     device.held[1] = 300
     assert device.tick() == [Grant(2, 580, 400)]
     device.hold(2, 580)
-    assert device.ledger.reaped(device.now_ns) == ()
+    assert device.account.reaped(device.now_ns) == ()
     device.held[1] = 0
     assert device.tick() == [Grant(2, 880, 300)]
-    assert device.ledger.reaped(device.now_ns) == (1,)
-    device.ledger.drop(1)
+    assert device.account.reaped(device.now_ns) == (1,)
+    device.account.drop(1)
     assert device.run(200) == []
 
 
@@ -709,17 +709,17 @@ def test_memory_that_does_not_come_back_is_foreign_in_the_end(may_return: bool, 
     device.lease(1)
     device.ask(1, 500)
     device.run(2)
-    device.ledger.end(1, device.now_ns, may_return=may_return)
+    device.account.end(1, device.now_ns, may_return=may_return)
     device.held[1] = 200
     device.run(ticks)
-    assert device.ledger.reaped(device.now_ns) == ()
+    assert device.account.reaped(device.now_ns) == ()
     device.run(2)
-    assert device.ledger.reaped(device.now_ns) == (1,)
-    device.ledger.drop(1)
+    assert device.account.reaped(device.now_ns) == (1,)
+    device.account.drop(1)
     del device.held[1]
     device.stranger = 200
     device.run(2)
-    assert device.ledger.state.foreign_bytes == 200
+    assert device.account.state.foreign_bytes == 200
 
 
 def test_what_a_dead_engine_had_not_mapped_is_free_at_once() -> None:
@@ -731,7 +731,7 @@ def test_what_a_dead_engine_had_not_mapped_is_free_at_once() -> None:
     device.settle()
     device.hold(1, 200)
     device.measure()
-    device.ledger.end(1, device.now_ns)
+    device.account.end(1, device.now_ns)
     device.ask(2, 5000)
     assert device.settle() == [Grant(2, 680, 300)]
 
@@ -741,11 +741,11 @@ def test_memory_that_comes_back_slowly_is_waited_for() -> None:
     device.lease(1)
     device.ask(1, 800)
     device.run(2)
-    device.ledger.end(1, device.now_ns)
+    device.account.end(1, device.now_ns)
     for held in range(800, 50, -15):
         device.held[1] = held
         device.run(4)
-        assert device.ledger.reaped(device.now_ns) == ()
+        assert device.account.reaped(device.now_ns) == ()
 
 
 def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() -> None:
@@ -758,12 +758,12 @@ def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() ->
     device.ask(2, 280)
     device.run(3)
     device.held[1] = 0  # its record still says 400
-    device.ledger.measured(CAPACITY, 520, {1: HeldBounds(400, 400), 2: HeldBounds(280, 280)}, device.now_ns)
-    device.ledger.end(1, device.now_ns)
+    device.account.measured(CAPACITY, 520, {1: HeldBounds(400, 400), 2: HeldBounds(280, 280)}, device.now_ns)
+    device.account.end(1, device.now_ns)
     device.ask(2, 5000)
     assert device.tick() == [Grant(2, 680, 400)]
     device.run(7)
-    assert device.ledger.reaped(device.now_ns) == (1,)
+    assert device.account.reaped(device.now_ns) == (1,)
 
 
 def test_a_death_recalls_nothing_from_those_who_live() -> None:
@@ -774,7 +774,7 @@ def test_a_death_recalls_nothing_from_those_who_live() -> None:
     device.ask(1, 340)
     device.ask(2, 340)
     device.run(3)
-    device.ledger.end(1, device.now_ns)
+    device.account.end(1, device.now_ns)
     for held in (340, 200, 200, 90, 20, 0):
         device.held[1] = held
         assert not [order for order in device.tick() if isinstance(order, Recall)]
@@ -805,18 +805,18 @@ def test_a_limit_below_use_is_deferred_and_the_grant_follows_the_answers() -> No
     device.lease(1, low=100, high=800)
     device.ask(1, 5000)
     device.run(2)
-    assert device.ledger.limit(1, 500) == 300
+    assert device.account.limit(1, 500) == 300
     assert device.run(100) == []  # running requests keep their blocks
     device.unmap(1, 600)
     assert device.run(10) == [] and device.granted(1) == 600
     device.unmap(1, 450)
     device.ask(1, 5000)
     assert device.run(10) == [Grant(1, 500, 50)]
-    assert device.ledger.limit(1, 10_000) == 0
+    assert device.account.limit(1, 10_000) == 0
     device.run(10)
     assert device.granted(1) == 800  # no further than it was registered with
     with pytest.raises(InvalidLease, match="was promised 100 bytes"):
-        device.ledger.limit(1, 99)
+        device.account.limit(1, 99)
 
 
 def test_a_recall_by_hand_shrinks_the_engine_also_where_there_is_room() -> None:
@@ -825,7 +825,7 @@ def test_a_recall_by_hand_shrinks_the_engine_also_where_there_is_room() -> None:
     device.lease(2)
     device.ask(1, 400)
     device.run(2)
-    device.obey([device.ledger.recall(1, 300, device.now_ns)])
+    device.obey([device.account.recall(1, 300, device.now_ns)])
     device.ask(2, 5000)
     assert device.run(95) == [Grant(2, 480, 480)]  # the other gets what lay free, and not these
     device.run(10)
@@ -838,10 +838,10 @@ def test_a_recall_by_hand_that_is_overdue_is_not_withdrawn() -> None:
     device.lease(1, low=100)
     device.ask(1, 5000)
     device.run(2)
-    device.ledger.recall(1, 300, device.now_ns)
+    device.account.recall(1, 300, device.now_ns)
     assert device.run(300) == []
-    tenant = device.ledger.state.tenants[1]
-    assert tenant.overdue(device.now_ns) and tenant.expected_bytes == 580
+    lease = device.account.state.leases[1]
+    assert lease.overdue(device.now_ns) and lease.expected_bytes == 580
 
 
 def test_a_recall_by_hand_is_not_undone_at_once() -> None:
@@ -849,14 +849,14 @@ def test_a_recall_by_hand_is_not_undone_at_once() -> None:
     device.lease(1, low=100)
     device.ask(1, 5000)
     device.run(2)
-    order = device.ledger.recall(1, 300, device.now_ns)
+    order = device.account.recall(1, 300, device.now_ns)
     assert order == Recall(1, 580, 1.0, by_hand=True)
     device.obey([order])
     assert device.run(95) == []
     assert device.run(10) == [Grant(1, 880, 300)]
-    assert device.ledger.recall(1, 5000, device.now_ns).target_bytes == 100
+    assert device.account.recall(1, 5000, device.now_ns).target_bytes == 100
     with pytest.raises(LeaseRefused, match="nothing to recall"):
-        device.ledger.recall(1, 1, device.now_ns)
+        device.account.recall(1, 1, device.now_ns)
 
 
 def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() -> None:
@@ -866,7 +866,7 @@ def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() ->
     device.ask(1, 5000)
     device.run(3)
     assert device.granted(1) == 780
-    device.ledger.reserve(7, 300)
+    device.account.reserve(7, 300)
     assert device.settle() == [Recall(1, 480, 1.0)]
     assert device.tick() == []
     device.obey([Recall(1, 480, 1.0)])
@@ -874,7 +874,7 @@ def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() ->
     for taken in range(0, 301, 20):
         device.stranger = 100 + taken
         assert device.run(5) == []
-    device.ledger.unreserve(7)
+    device.account.unreserve(7)
     assert device.run(200) == []
     device.stranger = 100
     assert device.run(200) == [Grant(1, 780, 300)]
@@ -885,7 +885,7 @@ def test_a_reservation_is_not_for_strangers_who_have_left() -> None:
     device.stranger = 100
     device.lease(1)
     device.run(3)
-    device.ledger.reserve(7, 300)
+    device.account.reserve(7, 300)
     device.stranger = 0
     device.ask(1, 5000)
     device.run(200)
@@ -895,9 +895,9 @@ def test_a_reservation_is_not_for_strangers_who_have_left() -> None:
 def test_a_reservation_that_can_never_be_is_refused_with_the_numbers() -> None:
     device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20))
     device.lease(1, low=512 << 20)
-    device.ledger.reserve(1, 200 << 20)
+    device.account.reserve(1, 200 << 20)
     with pytest.raises(LeaseRefused, match=r"300.00 MiB cannot be reserved: of 1.00 GiB, 248.00 MiB are neither"):
-        device.ledger.reserve(2, 300 << 20)
+        device.account.reserve(2, 300 << 20)
 
 
 # ---- random lives -------------------------------------------------------------------------------
@@ -935,7 +935,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.rules = Rules(60, 20, cooldown_s=0.2, rest_s=0.05, recall_deadline_s=0.1, reaping_limit_s=1)
-        self.ledger = Ledger(self.rules, CAPACITY)
+        self.account = DeviceAccount(self.rules, CAPACITY)
         self.now_ns = 0
         self.engines: dict[int, Engine] = {}
         self.stranger = self.dead = 0
@@ -963,7 +963,7 @@ class World:
                 r.choice([0, 0, 1]), r.choice([5, 10, 30]),
             )  # fmt: skip
             try:
-                self.ledger.register(lease_id, terms, 0)
+                self.account.register(lease_id, terms, 0)
             except MinimumsExceedCapacity:
                 return
             self.engines[lease_id] = Engine(lease_id)
@@ -971,8 +971,8 @@ class World:
     def leave(self) -> None:
         if self.engines:
             engine = self.engines.pop(self.random.choice(list(self.engines)))
-            self.ledger.hold(engine.lease_id, engine.upper)
-            self.ledger.end(engine.lease_id, self.now_ns)
+            self.account.hold(engine.lease_id, engine.upper)
+            self.account.end(engine.lease_id, self.now_ns)
             self.dead += engine.held
 
     def strange(self) -> None:
@@ -992,13 +992,13 @@ class World:
                 shrinks = engine.under_way == engine.lower
                 engine.end()
                 if shrinks:
-                    self.ledger.hold(engine.lease_id, engine.upper)
-                    self.ledger.unmapped(engine.lease_id, engine.held)
-                    low = self.ledger.state.tenants[engine.lease_id].min_bytes
+                    self.account.hold(engine.lease_id, engine.upper)
+                    self.account.unmapped(engine.lease_id, engine.held)
+                    low = self.account.state.leases[engine.lease_id].min_bytes
                     engine.granted = min(engine.granted, max(engine.held, low))
-                    assert engine.granted == self.ledger.state.tenants[engine.lease_id].granted_bytes
+                    assert engine.granted == self.account.state.leases[engine.lease_id].granted_bytes
         elif (choice := r.random()) < 0.3:
-            self.ledger.ask(engine.lease_id, r.randrange(1000), self.now_ns + r.randrange(1, 300) * MS)
+            self.account.ask(engine.lease_id, r.randrange(1000), self.now_ns + r.randrange(1, 300) * MS)
         elif choice < 0.6:
             if (more := min(engine.granted - engine.held, self.free())) > 0:
                 engine.begin(engine.held + r.randint(1, more))
@@ -1008,7 +1008,7 @@ class World:
                 engine.recall = None
                 engine.begin(target)
         else:
-            self.ledger.report(engine.lease_id, r.randint(0, engine.held))
+            self.account.report(engine.lease_id, r.randint(0, engine.held))
 
     def look(self) -> None:
         """Read the records; measure; read them again and tell the ledger: three events, others in between."""
@@ -1028,31 +1028,31 @@ class World:
             for lease_id, bound in bounds.items():
                 assert bound.lower_bytes <= held[lease_id] <= bound.upper_bytes
             for engine in self.engines.values():
-                self.ledger.hold(engine.lease_id, engine.upper)
-            self.ledger.measured(CAPACITY, CAPACITY - used, bounds, self.now_ns)
-            for lease_id in self.ledger.reaped(self.now_ns):
-                self.ledger.drop(lease_id)
+                self.account.hold(engine.lease_id, engine.upper)
+            self.account.measured(CAPACITY, CAPACITY - used, bounds, self.now_ns)
+            for lease_id in self.account.reaped(self.now_ns):
+                self.account.drop(lease_id)
             self.known, self.window, self.sample = self.sample, None, None
 
     def settle(self) -> None:
-        orders = self.ledger.settle(self.now_ns)
+        orders = self.account.decide(self.now_ns)
         for order in orders:
             if isinstance(order, Grant):
-                tenant = self.ledger.state.tenants[order.lease_id]
-                assert order.added_bytes % tenant.granule_bytes == 0 or tenant.min_bytes <= order.granted_bytes
-                assert order.granted_bytes <= (tenant.max_bytes or CAPACITY)
-                assert not tenant.recalls
+                lease = self.account.state.leases[order.lease_id]
+                assert order.added_bytes % lease.granule_bytes == 0 or lease.min_bytes <= order.granted_bytes
+                assert order.granted_bytes <= (lease.max_bytes or CAPACITY)
+                assert not lease.recalls
                 self.engines[order.lease_id].granted = order.granted_bytes
                 self.grants += 1
             elif isinstance(order, Recall):
-                tenant = self.ledger.state.tenants[order.lease_id]
-                assert tenant.min_bytes <= order.target_bytes < tenant.granted_bytes
+                lease = self.account.state.leases[order.lease_id]
+                assert lease.min_bytes <= order.target_bytes < lease.granted_bytes
                 self.engines[order.lease_id].recall = order.target_bytes
                 self.recalls += 1
         if any(isinstance(order, Grant) for order in orders):
             used, held = self.known
             foreign = used - sum(num_bytes for lease_id, num_bytes in held.items() if lease_id in self.engines)
-            granted = sum(tenant.granted_bytes for tenant in self.ledger.state.living())
+            granted = sum(lease.granted_bytes for lease in self.account.state.living())
             assert granted + foreign + self.rules.headroom_bytes <= CAPACITY
 
 

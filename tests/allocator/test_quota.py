@@ -192,7 +192,7 @@ def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(
 def test_each_device_has_a_share_of_its_own(folder: Path) -> None:
     async def within() -> None:
         async with bound(folder) as bench:
-            bench.numbers = bench.broker._books._readings = TwoDevices(bench.clock)
+            bench.numbers = bench.broker._table._readings = TwoDevices(bench.clock)
             await bench.engine("a", 450)
             await bench.engine("b", 450, device_uuid="GPU-2")
             (answer,) = await bench.client().say(register("c", 1))

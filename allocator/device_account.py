@@ -1,8 +1,8 @@
-"""The ledger of one device: its leases, updated by engines' messages and by measurements.
+"""The account of one device: its leases, updated by engines' messages and by measurements.
 
     register ─► lives ── end: released, died, or its socket was cut ─► reaping ── its memory is back, or is foreign ─► gone
                  │ ▲
-       settle: grants, recalls    unmapped: the only way in which a grant falls
+       decide: grants, recalls    unmapped: the only way in which a grant falls
 
 `lease_policy.decide` computes the orders; this class applies them to its numbers and returns them. It reads no clock:
 each call is given the time, in monotonic nanoseconds.
@@ -67,7 +67,7 @@ class _Reaping:
     level_ns: int  # when that was
 
 
-class Ledger:
+class DeviceAccount:
     """The leases of one device. `state` is for reading."""
 
     def __init__(self, rules: Rules, capacity_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Ledger:
     # ---- requests of engines and users ----------------------------------------------------------
 
     def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
-        """Add a lease, granted what it already holds as far as the device has room; `settle` grants more.
+        """Add a lease, granted what it already holds as far as the device has room; `decide` grants more.
 
         Raises InvalidLease or MinimumsExceedCapacity, with nothing changed.
         """
@@ -91,46 +91,46 @@ class Ledger:
                 f"{terms.name!r} cannot hold {format_bytes(held_bytes)} of a device that has "
                 f"{format_bytes(self.state.capacity_bytes)}"
             )
-        others = sum(tenant.granted_bytes for tenant in self.state.living())
+        others = sum(lease.granted_bytes for lease in self.state.living())
         held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
-        tenant = LeaseState(
+        lease = LeaseState(
             lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
             registered_max_bytes=terms.max_bytes,
             granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
         )  # fmt: skip
-        self.state.tenants[lease_id] = tenant
+        self.state.leases[lease_id] = lease
         self._not_foreign(held_bytes)
-        return tenant
+        return lease
 
     def ask(self, lease_id: int, target_bytes: int, expires_ns: int) -> None:
         """Record the lease's demand: `target_bytes` in all, until `expires_ns`."""
-        self.state.tenants[lease_id].demand = LeaseDemand(target_bytes, expires_ns)
+        self.state.leases[lease_id].demand = LeaseDemand(target_bytes, expires_ns)
 
     def report(self, lease_id: int, free_bytes: int) -> None:
         """Record how many bytes are free in the lease's pool."""
-        self.state.tenants[lease_id].free_bytes = free_bytes
+        self.state.leases[lease_id].free_bytes = free_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
         Returning memory without a recall cancels the lease's demand.
         """
-        tenant = self.state.tenants[lease_id]
-        if not tenant.recalls:
-            tenant.demand = None
-        tenant.granted_bytes = min(tenant.granted_bytes, max(held_bytes, tenant.min_bytes))
-        tenant.held_bytes = min(tenant.held_bytes, tenant.granted_bytes)
-        tenant.recalls = tuple(recall for recall in tenant.recalls if recall.target_bytes < tenant.granted_bytes)
+        lease = self.state.leases[lease_id]
+        if not lease.recalls:
+            lease.demand = None
+        lease.granted_bytes = min(lease.granted_bytes, max(held_bytes, lease.min_bytes))
+        lease.held_bytes = min(lease.held_bytes, lease.granted_bytes)
+        lease.recalls = tuple(recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes)
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
         """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""
-        tenant = self.state.tenants[lease_id]
-        if min_bytes > tenant.min_bytes:
+        lease = self.state.leases[lease_id]
+        if min_bytes > lease.min_bytes:
             raise InvalidLease(
-                f"{tenant.name!r} was promised {format_bytes(tenant.min_bytes)}; its min can be lowered, not raised to "
+                f"{lease.name!r} was promised {format_bytes(lease.min_bytes)}; its min can be lowered, not raised to "
                 f"{format_bytes(min_bytes)}. Start it again with a higher min"
             )
-        tenant.min_bytes = min_bytes
+        lease.min_bytes = min_bytes
 
     def limit(self, lease_id: int, max_bytes: int) -> int:
         """Set the max of the lease, at most the registered one.
@@ -138,14 +138,14 @@ class Ledger:
         Returns the bytes granted above it, which the lease keeps until it unmaps. Raises InvalidLease below its
         minimum.
         """
-        tenant = self.state.tenants[lease_id]
-        if max_bytes < max(1, tenant.min_bytes):
+        lease = self.state.leases[lease_id]
+        if max_bytes < max(1, lease.min_bytes):
             raise InvalidLease(
-                f"{tenant.name!r} was promised {format_bytes(tenant.min_bytes)}; its max cannot be "
+                f"{lease.name!r} was promised {format_bytes(lease.min_bytes)}; its max cannot be "
                 f"{format_bytes(max_bytes)}. Start it again with a lower min"
             )
-        tenant.max_bytes = max_bytes if (most := tenant.registered_max_bytes) is None else min(max_bytes, most)
-        return max(0, tenant.granted_bytes - tenant.max_bytes)
+        lease.max_bytes = max_bytes if (most := lease.registered_max_bytes) is None else min(max_bytes, most)
+        return max(0, lease.granted_bytes - lease.max_bytes)
 
     def recall(self, lease_id: int, num_bytes: int, now_ns: int) -> Recall:
         """Recall `num_bytes` of what the lease holds, down to its minimum at most.
@@ -153,25 +153,25 @@ class Ledger:
         For one cool-down it does not grow again, and no lease gets these bytes. Raises LeaseRefused if there is nothing
         to recall above its minimum.
         """
-        tenant = self.state.tenants[lease_id]
-        held = min(tenant.held_bytes, tenant.expected_bytes)
-        target = max(tenant.min_bytes, held - num_bytes)
-        if target >= tenant.expected_bytes:
+        lease = self.state.leases[lease_id]
+        held = min(lease.held_bytes, lease.expected_bytes)
+        target = max(lease.min_bytes, held - num_bytes)
+        if target >= lease.expected_bytes:
             raise LeaseRefused(
-                f"{tenant.name!r} holds {format_bytes(held)}, and {format_bytes(tenant.min_bytes)} is its minimum: "
+                f"{lease.name!r} holds {format_bytes(held)}, and {format_bytes(lease.min_bytes)} is its minimum: "
                 "there is nothing to recall"
             )
         freed = max(0, held - target)
-        tenant.ceiling = Ceiling(target, now_ns + int(self.state.rules.cooldown_s * 1e9))
+        lease.ceiling = Ceiling(target, now_ns + int(self.state.rules.cooldown_s * 1e9))
         self._add_peak(now_ns, max(self.state.foreign_bytes, self.state.peak_bytes(now_ns)) + freed)
         order = Recall(lease_id, target, self.state.rules.recall_deadline_s, by_hand=True)
         self._apply(order, now_ns)
         return order
 
     def reserve(self, reservation_id: int, num_bytes: int) -> None:
-        """Reserve bytes for an external process; `settle` reports them free. Raises LeaseRefused if they can never be."""
+        """Reserve bytes for an external process; `decide` reports them free. Raises LeaseRefused if they can never be."""
         state = self.state
-        minimums = sum(tenant.min_bytes for tenant in state.living())
+        minimums = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes - minimums - state.reserved_bytes
         if num_bytes > room:
             raise LeaseRefused(
@@ -192,20 +192,20 @@ class Ledger:
         With `may_return` the engine may still be alive: its memory is awaited up to the reaping limit, and its grant
         counts for as long as it may not have noticed. Call again without it once the process is known to have ended.
         """
-        tenant = self.state.tenants[lease_id]
-        if not tenant.ended:
-            tenant.ended = True
-            tenant.demand, tenant.recalls = None, ()
-            self._reaping[lease_id] = _Reaping(now_ns, may_return, tenant.granted_bytes, now_ns)
+        lease = self.state.leases[lease_id]
+        if not lease.ended:
+            lease.ended = True
+            lease.demand, lease.recalls = None, ()
+            self._reaping[lease_id] = _Reaping(now_ns, may_return, lease.granted_bytes, now_ns)
         reaping = self._reaping[lease_id]
         if reaping.may_return and not may_return:
             reaping.may_return, reaping.level_ns = False, now_ns
         if not reaping.may_return:
-            tenant.granted_bytes = min(tenant.granted_bytes, tenant.held_bytes)  # it can never map the rest
+            lease.granted_bytes = min(lease.granted_bytes, lease.held_bytes)  # it can never map the rest
 
     def drop(self, lease_id: int) -> None:
         """Remove the lease: it continues under another id, or is reaped."""
-        del self.state.tenants[lease_id]
+        del self.state.leases[lease_id]
         self._reaping.pop(lease_id, None)
 
     # ---- measurements ---------------------------------------------------------------------------
@@ -214,14 +214,14 @@ class Ledger:
         """Apply a measurement of the device at `at_ns`, with the bounds of each lease at that instant."""
         state = self.state
         state.capacity_bytes, state.used_bytes = capacity_bytes, capacity_bytes - free_bytes
-        for tenant in state.tenants.values():
-            bound = bounds.get(tenant.lease_id, HeldBounds(0, tenant.granted_bytes))
+        for lease in state.leases.values():
+            bound = bounds.get(lease.lease_id, HeldBounds(0, lease.granted_bytes))
             # Memory beyond the grant counts as foreign, so that it is accounted for.
-            tenant.upper_bytes = min(bound.upper_bytes, tenant.granted_bytes)
-            tenant.lower_bytes = min(bound.lower_bytes, tenant.upper_bytes)
+            lease.upper_bytes = min(bound.upper_bytes, lease.granted_bytes)
+            lease.lower_bytes = min(bound.lower_bytes, lease.upper_bytes)
         self._measured_ns = at_ns
         self._shrink_reaped()
-        foreign = max(0, state.used_bytes - sum(tenant.upper_bytes for tenant in state.tenants.values()))
+        foreign = max(0, state.used_bytes - sum(lease.upper_bytes for lease in state.leases.values()))
         state.foreign_bytes = min(foreign, self._previous_foreign or 0)
         self._previous_foreign = foreign
         state.base_bytes = min(state.base_bytes, foreign)
@@ -234,7 +234,7 @@ class Ledger:
 
     def hold(self, lease_id: int, held_bytes: int) -> None:
         """Set the current upper bound from the lease's record."""
-        self.state.tenants[lease_id].held_bytes = held_bytes
+        self.state.leases[lease_id].held_bytes = held_bytes
 
     def reaped(self, now_ns: int) -> tuple[int, ...]:
         """The ended leases to `drop`; memory they still hold is foreign from then on."""
@@ -242,12 +242,12 @@ class Ledger:
         return tuple(
             lease_id
             for lease_id, reaping in self._reaping.items()
-            if self.state.tenants[lease_id].granted_bytes == 0
+            if self.state.leases[lease_id].granted_bytes == 0
             or now_ns - reaping.ended_ns > limit_ns
             or (not reaping.may_return and self._measured_ns - reaping.level_ns > _SETTLED_NS)
         )
 
-    def settle(self, now_ns: int) -> tuple[Order, ...]:
+    def decide(self, now_ns: int) -> tuple[Order, ...]:
         """Compute the orders, apply them here and return them for the broker to send."""
         orders = decide(self.state, now_ns)
         for order in orders:
@@ -259,21 +259,21 @@ class Ledger:
     def _apply(self, order: Order, now_ns: int) -> None:
         match order:
             case Grant(lease_id, granted_bytes):
-                self.state.tenants[lease_id].granted_bytes = granted_bytes
+                self.state.leases[lease_id].granted_bytes = granted_bytes
             case Recall(lease_id, target_bytes, deadline_s, for_growth, by_hand):
-                tenant = self.state.tenants[lease_id]
+                lease = self.state.leases[lease_id]
                 recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9), by_hand)
-                tenant.recalls = (*tenant.recalls, recall)
+                lease.recalls = (*lease.recalls, recall)
                 if for_growth:
-                    tenant.gave_for_growth_ns = now_ns
+                    lease.gave_for_growth_ns = now_ns
             case Withdraw(lease_id):
-                self.state.tenants[lease_id].recalls = ()
+                self.state.leases[lease_id].recalls = ()
             case Ready(reservation_id):
                 self.state.reservations[reservation_id].ready = True
 
     def _check_minimums(self, terms: LeaseTerms) -> None:
         state = self.state
-        promised = sum(tenant.min_bytes for tenant in state.living())
+        promised = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes
         if promised + terms.min_bytes > room:
             raise MinimumsExceedCapacity(
@@ -299,14 +299,14 @@ class Ledger:
         """
         left = self.state.foreign_at_most_bytes
         for lease_id, reaping in self._reaping.items():
-            tenant = self.state.tenants[lease_id]
-            remains = min(tenant.granted_bytes, left)
+            lease = self.state.leases[lease_id]
+            remains = min(lease.granted_bytes, left)
             left -= remains
-            tenant.lower_bytes = remains
+            lease.lower_bytes = remains
             if reaping.may_return and self._measured_ns - reaping.ended_ns < _UNAWARE_NS:
                 continue
-            tenant.granted_bytes = tenant.upper_bytes = remains
-            if remains <= reaping.level_bytes - tenant.granule_bytes:
+            lease.granted_bytes = lease.upper_bytes = remains
+            if remains <= reaping.level_bytes - lease.granule_bytes:
                 reaping.level_bytes, reaping.level_ns = remains, self._measured_ns
 
     def _add_peak(self, at_ns: int, num_bytes: int) -> None:
