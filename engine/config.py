@@ -20,6 +20,7 @@ from .loading.models import (
     check_attention,
     check_device,
     check_dtype,
+    loaded_spec,
     read_models,
     resolve_model,
     resolve_tokenizer,
@@ -247,8 +248,6 @@ def _resolve_spec(model: object, tokenizer: object, trust_remote_code: object) -
 def _resolve_source(model: object) -> ModelSpec:
     if isinstance(model, (str, os.PathLike)):
         return resolve_model(model)
-    from .loading.loaded import loaded_spec  # imports torch, as the loaded model has already
-
     return loaded_spec(model)
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .. import __version__
+from ..version import __version__
 from .snapshot import Device, LeaseUse, Snapshot
 
 MAX_PROCESSES = 64  # series per device; a host has hundreds of short-lived processes, each a series of its own

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

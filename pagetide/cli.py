@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from .version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

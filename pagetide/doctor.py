@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from . import __version__
+from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.self_check.report import CheckReport

@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import __version__
 from .allocator.errors import AllocatorError
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
 from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Snapshot
 from .monitor.units import format_bytes, parse_bytes
+from .version import __version__
 
 if TYPE_CHECKING:
     from .allocator.broker import Broker, BrokerThread

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import ConfigError, ModelNotFound, UnsupportedModel
+from ..errors import ConfigError, UnsupportedModel
 from .linears import packs
-from .models import DTYPES, ModelSpec, resolve_tokenizer
 from .weight_files import StoredTensor
 
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -109,29 +107,6 @@ class Loaded:
     def _dtype_to(self, dtype: torch.dtype) -> torch.dtype | None:
         """The target type of floating-point weights; None for a quantized model, which is never converted."""
         return None if getattr(self.config, "quantization_config", None) is not None else dtype
-
-
-def loaded_spec(model: object) -> ModelSpec:
-    """The `ModelSpec` of a loaded model, with the model's device and type.
-
-    Raises what `Loaded.of` raises.
-    """
-    loaded = Loaded.of(model)
-    own = loaded.model
-    origin, dtype = str(own.name_or_path), str(own.dtype).removeprefix("torch.")
-    try:
-        tokenizer = resolve_tokenizer(Path(origin) if Path(origin).exists() else origin) if origin else None
-    except ModelNotFound:
-        tokenizer = None  # the model's tokenizer is unknown
-    return ModelSpec(
-        name=origin or type(own).__name__,
-        path=Path(origin or type(own).__name__),
-        source="a loaded model",
-        tokenizer_from=tokenizer,
-        dtype=dtype if dtype in DTYPES else None,
-        device=str(own.device),
-        loaded=loaded,
-    )
 
 
 def checked_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:

@@ -175,6 +175,31 @@ def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEn
     return entries
 
 
+def loaded_spec(model: object) -> ModelSpec:
+    """The `ModelSpec` of a loaded model, with the model's device and type.
+
+    Raises what `Loaded.of` raises.
+    """
+    from .loaded import Loaded  # imports torch, as the loaded model has already
+
+    loaded = Loaded.of(model)
+    own = loaded.model
+    origin, dtype = str(own.name_or_path), str(own.dtype).removeprefix("torch.")
+    try:
+        tokenizer = resolve_tokenizer(Path(origin) if Path(origin).exists() else origin) if origin else None
+    except ModelNotFound:
+        tokenizer = None  # the model's tokenizer is unknown
+    return ModelSpec(
+        name=origin or type(own).__name__,
+        path=Path(origin or type(own).__name__),
+        source="a loaded model",
+        tokenizer_from=tokenizer,
+        dtype=dtype if dtype in DTYPES else None,
+        device=str(own.device),
+        loaded=loaded,
+    )
+
+
 def _looked_for(text: str) -> tuple[Path, bool]:
     """`text` as a path, and whether it exists. Raises ModelNotFound if the system cannot tell."""
     try:

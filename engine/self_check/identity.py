@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ...version import __version__
 
 # Distributions with code that runs on the device or calls its driver.
 DISTRIBUTIONS = ("torch", "triton", "cuda-bindings", "flash-attn", "flash-attn-3")

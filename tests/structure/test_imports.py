@@ -1,4 +1,4 @@
-"""Imports run one way, and torch lives in two places: the rules of docs/decisions and the architecture, as a test.
+"""Imports run one way and never in a circle, and torch lives in two places: the rules of the architecture, as a test.
 
 The rules are checked on the source (`violations`, which sees imports inside functions too) and once more on what a
 fresh interpreter really loads.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,10 @@ TORCH_MODULES = ("pagetide.engine", "pagetide.cache.storage")
 ROOTS = ("pagetide.cli", "pagetide.vram_monitor")
 # The command line run as a module is the one exception to that.
 MAY_IMPORT_ROOTS = ("pagetide.__main__",)
-# What the packages may take from the front door itself.
-FRONT_DOOR_NAMES = {"__version__"}
+# What the packages may import of pagetide itself.
+ROOT_NAMES = {"version"}
+# What pagetide/__init__.py may import at once: a name whose module has no imports.
+LEAVES = {"pagetide.version.__version__"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def _imports(node: ast.AST, package: str, eager: bool) -> Iterator[Import]:
 
 
 def _absolute(name: str, package: str) -> str:
-    """`name` as seen from `package`, without leading dots; a name that leaves the house begins with "?"."""
+    """`name` as seen from `package`, without leading dots; a name that leaves the package begins with "?"."""
     level = len(name) - len(name.lstrip("."))
     if level == 0:
         return name
@@ -87,7 +89,7 @@ def within(name: str, module: str) -> bool:
 
 
 def sources(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every module of the house: its name as installed, and its file. Read-only."""
+    """Every module of the repository: its name as installed, and its file. Read-only."""
     for folder in (*ORDER, "pagetide"):
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
@@ -99,27 +101,62 @@ def violations(root: Path) -> list[str]:
     found = []
     for name, path in sources(root):
         module = name.removesuffix(".__init__")
-        package = module if path.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        for imported in imports(ast.parse(path.read_text(encoding="utf-8")), _package(module, path)):
             for sentence in _breaches(module, imported):
                 found.append(f"{path.relative_to(root)}:{imported.line}: {sentence}")
     return found
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others, also in functions and for type checkers."""
+    files = {name.removesuffix(".__init__"): path for name, path in sources(root)}
+    graph = {
+        module: {
+            found
+            for imported in imports(ast.parse(path.read_text(encoding="utf-8")), _package(module, path))
+            if (found := _module_of(imported.target, files)) not in (None, module)
+        }
+        for module, path in files.items()
+    }
+    reached = {module: _reach(module, graph) for module in graph}
+    rings = {frozenset(m for m in reached[module] if module in reached[m]) for module in graph}
+    return sorted(sorted(ring) for ring in rings if ring)
+
+
+def _package(module: str, path: Path) -> str:
+    return module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+
+def _module_of(target: str, files: Mapping[str, Path]) -> str | None:
+    """The module of the repository that holds `target`, which is a module or a name in one; None for other libraries."""
+    return next((name for name in (target, target.rpartition(".")[0]) if name in files), None)
+
+
+def _reach(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """The modules that `start` imports, directly or through others."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for module in graph[waiting.pop()] - reached:
+            reached.add(module)
+            waiting.append(module)
+    return reached
 
 
 def _breaches(module: str, imported: Import) -> Iterator[str]:
     target = imported.target
     top = target.split(".")[0]
     if top == "?":
-        yield f"{target[1:]} leaves the house"
+        yield f"{target[1:]} leaves the package"
         return
     if not imported.relative and top in (*ORDER, "pagetide"):
         yield f"imports {target} by an absolute name; write it with dots"
     if _loads_torch(target) and not any(within(module, allowed) for allowed in (*TORCH_MODULES, *ROOTS)):
         yield f"imports {target}; torch and transformers belong in engine/ and cache/storage.py"
-    if module == "pagetide" and imported.eager and top not in sys.stdlib_module_names:
-        yield f"imports {target} at once; the front door is lazy"
+    if module == "pagetide" and imported.eager and top not in sys.stdlib_module_names and target not in LEAVES:
+        yield f"imports {target} at once; pagetide/__init__.py imports lazily"
     if within(target, "pagetide"):
-        yield from _house_breaches(module, target)
+        yield from _internal_breaches(module, target)
 
 
 def _loads_torch(target: str) -> bool:
@@ -128,28 +165,32 @@ def _loads_torch(target: str) -> bool:
     return top in TORCH_LIBRARIES or (top != "pagetide" and "torch" in below)
 
 
-def _house_breaches(module: str, target: str) -> Iterator[str]:
+def _internal_breaches(module: str, target: str) -> Iterator[str]:
     if any(within(target, root) for root in ROOTS) and module not in MAY_IMPORT_ROOTS:
         yield f"imports {target}; nothing imports a composition root"
         return
     own = module.split(".")[1] if "." in module else ""
     if own not in ORDER:
-        return  # the front door and the composition roots may import every package
+        return  # pagetide/__init__.py and the composition roots may import every package
     their = target.split(".")[1] if "." in target else ""
     if their not in ORDER:
-        if their not in FRONT_DOOR_NAMES:
-            yield f"imports {target}; of the front door a package may take only {', '.join(FRONT_DOOR_NAMES)}"
+        if their not in ROOT_NAMES:
+            yield f"imports {target}; of pagetide itself a package may import only {', '.join(ROOT_NAMES)}"
     elif ORDER.index(their) > ORDER.index(own):
         yield f"imports {target}; imports run {' -> '.join(ORDER)} and never back"
     elif own != "engine" and module not in TORCH_MODULES and any(within(target, holds) for holds in TORCH_MODULES):
         yield f"imports {target}, which loads torch"
 
 
-# ---- the house ----------------------------------------------------------------------------------
+# ---- the repository ----------------------------------------------------------------------------------
 
 
-def test_the_house_keeps_its_rules() -> None:
+def test_the_repository_keeps_its_rules() -> None:
     assert violations(ROOT) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert cycles(ROOT) == []
 
 
 def test_every_package_is_looked_at() -> None:
@@ -186,10 +227,11 @@ PLANTED = [
     ("engine/a.py", "from ..vram_monitor import main", "composition root"),
     ("pagetide/__init__.py", "def f():\n    from .cli import main", "composition root"),
     ("pagetide/cli.py", "from . import vram_monitor", "composition root"),
-    ("engine/a.py", "from .. import LLM", "of the front door"),
-    ("pagetide/__init__.py", "from .engine.llm import LLM", "the front door is lazy"),
-    ("pagetide/__init__.py", "import numpy", "the front door is lazy"),
-    ("engine/a.py", "from .... import x", "leaves the house"),
+    ("engine/a.py", "from .. import LLM", "of pagetide itself"),
+    ("engine/a.py", "from .. import __version__", "of pagetide itself"),
+    ("pagetide/__init__.py", "from .engine.llm import LLM", "imports lazily"),
+    ("pagetide/__init__.py", "import numpy", "imports lazily"),
+    ("engine/a.py", "from .... import x", "leaves the package"),
 ]
 
 ALLOWED = [
@@ -198,10 +240,10 @@ ALLOWED = [
     ("engine/torch_kernel.py", "from .torch_sampler import sample"),
     ("cache/storage.py", "import torch\nfrom ..allocator.arena import Arena\nfrom .geometry import Geometry"),
     ("scheduler/a.py", "import numpy as np\nfrom ..cache.manager import CacheManager\nfrom ..monitor import snapshot"),
-    ("engine/__init__.py", "from .. import __version__"),
+    ("engine/__init__.py", "from ..version import __version__"),
     (
         "pagetide/cli.py",
-        "import torch\nfrom .engine.llm import LLM\nfrom . import __version__\nfrom .cache import storage",
+        "import torch\nfrom .engine.llm import LLM\nfrom .version import __version__\nfrom .cache import storage",
     ),
     ("pagetide/__main__.py", "from .cli import main"),
     (
@@ -230,6 +272,26 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, text: str) -
     assert violations(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cache/a.py": "from .b import B", "cache/b.py": "def f():\n    from .a import A"},
+        {"cache/a.py": "from . import b", "cache/b.py": "if TYPE_CHECKING:\n    from .a import A"},
+        {
+            "cache/a.py": "from . import b",
+            "cache/b.py": "from .deep.c import C",
+            "cache/deep/c.py": "from ..a import A",
+        },
+    ],
+)
+def test_a_planted_cycle_is_reported(tmp_path: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        plant(tmp_path, path, text)
+    plant(tmp_path, "cache/outside.py", "from . import a")
+    names = sorted("pagetide." + path.removesuffix(".py").replace("/", ".") for path in files)
+    assert cycles(tmp_path) == [names]
+
+
 # ---- what is really loaded ----------------------------------------------------------------------
 
 
@@ -249,7 +311,7 @@ def test_pure_modules_do_not_load_torch(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint({"torch", "transformers"})
 
 
-def test_the_front_door_loads_nothing_but_the_standard_library() -> None:
+def test_pagetide_itself_loads_nothing_but_the_standard_library() -> None:
     # What the interpreter loads for itself, such as the finder of an editable install, is not pagetide's doing.
     assert loaded_by("import pagetide") - loaded_by("") - sys.stdlib_module_names == {"pagetide"}
 

@@ -23,7 +23,7 @@ from pagetide.engine.attention.flash_attn_kernel import Flash3Kernel, FlashKerne
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.loading.loaded import loaded_spec
+from pagetide.engine.loading.models import loaded_spec
 from pagetide.engine.loading.probe import probe
 
 HALF = torch.bfloat16

@@ -23,8 +23,8 @@ from transformers import (
 import pagetide
 from pagetide import LLM, ConfigError, ModelNotFound, SamplingParams, UnsupportedModel
 from pagetide.engine.loading.linears import LEAST_WEIGHTS, packs
-from pagetide.engine.loading.loaded import Loaded, loaded_spec
-from pagetide.engine.loading.models import resolve_tokenizer
+from pagetide.engine.loading.loaded import Loaded
+from pagetide.engine.loading.models import loaded_spec, resolve_tokenizer
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 PROMPT = [5, 17, 99, 4, 63]
