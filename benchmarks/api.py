@@ -1,4 +1,4 @@
-"""What each door costs: the same work through AsyncLLM, the pipeline and `pagetide run`, beside `LLM.generate`.
+"""The overhead of each API: the same work through `AsyncLLM`, the pipeline and `pagetide run`, compared with `LLM.generate`.
 
     python -m benchmarks.api [--json FILE] [--data DIR] [--rounds 7] [--prompts 256] [--new-tokens N] [--seed 0]
 

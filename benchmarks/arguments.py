@@ -1,4 +1,4 @@
-"""What several benchmarks take on the command line, refused with a sentence where it makes no sense."""
+"""Command-line arguments that several benchmarks share, with their checks."""
 
 from __future__ import annotations
 

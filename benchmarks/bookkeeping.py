@@ -1,4 +1,4 @@
-"""What a step costs besides the model: scheduler, block work and output lists. No model, no torch.
+"""The time of a step besides the model: scheduler, block bookkeeping and output lists. No model, no torch.
 
 python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--sequences 256 4096] [--repeats 50] [--seed 0]
 """

@@ -1,4 +1,4 @@
-"""How far a request's tokens and log-probabilities depend on what the engine does beside it, in float32 and in bfloat16.
+"""How much a request's tokens and log-probabilities depend on concurrent requests, in float32 and in bfloat16.
 
     python -m benchmarks.divergence [--json FILE] [--model demo] [--device cpu] [--dtypes float32 bfloat16] [--prompts 16]
                                     [--new-tokens 48] [--seed 0]

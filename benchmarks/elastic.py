@@ -1,4 +1,4 @@
-"""How fast an engine's memory goes back and comes, beside the bare cost of the same bytes, and what breathing costs.
+"""The speed of growing and shrinking an engine's pool, compared with mapping and copying the same bytes alone.
 
     python -m benchmarks.elastic [--json FILE] [--rounds 7] [--only free,half,...] [--moved 1GiB] [--seed 0]
 

@@ -1,4 +1,4 @@
-"""The engine that `benchmarks.elastic` measures: a process with a real `LLM("demo")`, told what to do over a pipe.
+"""The engine process that `benchmarks.elastic` measures: a real `LLM("demo")`, controlled over a pipe.
 
 Real: the engine and its pool (HostArena within a LeasedArena), its lease, its keeper thread, the runner's mapping, copying
 and unmapping, the sampler. A stand-in, where `computing` is off: the model's forward pass, which takes a fixed time and gives

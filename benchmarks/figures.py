@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: figures with their targets, the machine, the versions, the seed."""
+"""The output format of all benchmarks: figures with targets, the machine, versions and the seed."""
 
 from __future__ import annotations
 

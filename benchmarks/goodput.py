@@ -1,4 +1,4 @@
-"""Goodput of two engines on one device: halves of it for good, pools that breathe, and the whole of it for each.
+"""Goodput of two engines on one device: static halves, elastic pools, and a whole device for each engine.
 
     python -m benchmarks.goodput [--json FILE] [--data DIR] [--rounds 3] [--only static,pagetide,oracle]
                                  [--seconds 20] [--step-ms 10] [--seed 0]

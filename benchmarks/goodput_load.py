@@ -1,4 +1,4 @@
-"""The load of `benchmarks.goodput`: two streams of requests, out of a bursty trace or as bursty as one."""
+"""The load of `benchmarks.goodput`: two streams of requests, from a bursty trace or a synthetic one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resident memory over thousands of random batches on the CPU, beside what the plan and the lease say.
+"""Resident memory over thousands of random batches on the CPU, compared with the memory plan and the lease.
 
     python -m benchmarks.memory [--json FILE] [--batches 2000] [--dtype float32|bfloat16] [--hidden 256] [--layers 2]
                                 [--most 40] [--first 50] [--seed 0]

@@ -1,4 +1,4 @@
-"""What the monitor costs, how soon it sees, and that no reader ever sees a torn record.
+"""The monitor's CPU time and delay, and a check that no reader sees a torn record.
 
     python -m benchmarks.monitor [--json FILE] [--starts 7] [--seconds 8] [--seed 0]
 

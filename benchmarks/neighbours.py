@@ -1,4 +1,4 @@
-"""Tokens a second on the CPU quiet, beside a busy process, and of two engines at once.
+"""Tokens per second on the CPU: on a quiet machine, beside a busy process, and with two engines.
 
     python -m benchmarks.neighbours [--json FILE] [--rounds 3] [--seconds 5] [--hidden 512] [--layers 8] [--prompts 16]
                                     [--new-tokens 64] [--settle 1] [--seed 0]

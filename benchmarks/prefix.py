@@ -1,4 +1,4 @@
-"""What it costs to find a prompt's prefix and to make computed blocks findable, with the default policy. No model.
+"""The time to look up a prompt's prefix and to register computed blocks, with the default eviction policy. No model.
 
 python -m benchmarks.prefix [--json FILE] [--repeats 20] [--blocks 1000000] [--seed 0]
 """

@@ -1,4 +1,4 @@
-"""Hit ratios of the eviction policies, one request at a time, prefill only: over public traces and made loads.
+"""Hit ratios of the eviction policies over public traces and synthetic loads, one request at a time, prefill only.
 
 python -m benchmarks.prefix_hits [--data DIR] [--policy lru,reuse-density] [--requests N] [--json FILE] [--seed 0]
 

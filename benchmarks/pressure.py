@@ -1,4 +1,4 @@
-"""What too small a pool costs: tokens computed twice and steps taken, when only the model knows where each request ends.
+"""The cost of a pool that is too small: tokens computed twice and extra steps, with output lengths unknown in advance.
 
 python -m benchmarks.pressure [--json FILE] [--seeds 10] [--lengths uniform|lognormal|bimodal|fixed|drift|full]
                               [--requests 400]

@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, and a pipe to each."""
+"""Worker processes of a benchmark, each with a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: linears, attention, the rest of the model, packing, sampling, bookkeeping, the loop."""
+"""A profile of a step: linears, attention, the rest of the model, packing, sampling, bookkeeping, the loop."""
 
 from __future__ import annotations
 

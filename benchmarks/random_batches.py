@@ -1,4 +1,4 @@
-"""Random batches of requests of all kinds, for runs that look for what grows or breaks with time."""
+"""Random batches of requests of all kinds, for long runs."""
 
 from __future__ import annotations
 

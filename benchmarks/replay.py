@@ -1,4 +1,4 @@
-"""Traces replayed: the real scheduler and cache manager, a modelled clock instead of a model, a co-tenant's schedule.
+"""Replays traces with the real scheduler and cache manager, a modelled clock instead of a model, and external memory demand.
 
 python -m benchmarks.replay [--data DIR] [--trace mooncake] [--block 512] [--gpu h200] [--gpus 2]
                             [--tenant 0:0,300:0.4,600:0.1] [--host-gb 512] [--slo 5,0.1]

@@ -1,4 +1,4 @@
-"""What a step takes on a GPU that is not there: the roofline of a named GPU and a named model.
+"""The modelled time of a step: the roofline of a named GPU and model.
 
     computing = max(FLOPs / peak, bytes / bandwidth) + overhead + what moving blocks and mapping memory take
     copying   = bytes to and from the host / the link's bandwidth

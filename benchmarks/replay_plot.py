@@ -1,4 +1,4 @@
-"""Plots of a replay: running and waiting requests, pool contents and prefix hits over time; and how its cost scales."""
+"""Plots of a replay: running and waiting requests, pool contents and prefix hits over time, and scaling."""
 
 from __future__ import annotations
 

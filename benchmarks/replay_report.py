@@ -1,4 +1,4 @@
-"""What a replay says: its figures, a table with a column for each replay, and the JSON with all that they rest on."""
+"""The report of a replay: its figures, a table with a column for each replay, and JSON with the raw data."""
 
 from __future__ import annotations
 

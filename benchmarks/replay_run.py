@@ -1,4 +1,4 @@
-"""One replay: the real scheduler and cache manager serve a trace, and a modelled clock says when.
+"""One replay: the real scheduler and cache manager serve a trace, timed by a modelled clock.
 
     arrivals up to now ──► add          co-tenant's schedule ──► grow, or make_idle and give_back, between steps
     schedule ──► plan ──► seconds by the roofline; tokens by the trace ──► apply ──► latencies

@@ -1,4 +1,4 @@
-"""Stands for the model in a replay: gives the tokens of the trace, and takes the times."""
+"""The stand-in for the model in a replay: returns the trace's tokens and records times."""
 
 from __future__ import annotations
 

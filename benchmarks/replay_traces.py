@@ -1,4 +1,4 @@
-"""The requests of a replay: public traces of lengths, times and prefix ids, or a synthetic load of many turns.
+"""The requests of a replay: public traces of lengths, times and prefix ids, or a synthetic multi-turn load.
 
 Ids become tokens at full scale: an id stands for as many tokens as in its source (512 Mooncake, 64 agentic), so that a token
 of the replay is a token of the source, whatever the block size. Position p of a request is drawn from a generator seeded

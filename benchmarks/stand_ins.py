@@ -1,4 +1,4 @@
-"""Stand-ins for a model, in place of `Runner.model`: their logits leave no doubt which token comes next."""
+"""Stand-ins for a model, in place of `ModelRunner.model`: their logits determine the next token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swapping between two host pools, block by block, against one large copy of the same bytes by the same single thread.
+"""Swaps between two host pools, block by block, compared with one large copy of the same bytes by one thread.
 
 python -m benchmarks.swap [--json FILE] [--mib 128] [--for-the-record 512] [--kib 128 512 ...] [--repeats 15]
                           [--seed 0]

@@ -1,4 +1,4 @@
-"""Draw the terminal view of vram-monitor as an SVG: the picture in the README, of a machine that is made up.
+"""Draws the terminal view of vram-monitor as an SVG, of an invented machine: the picture in the README.
 
     python examples/draw_monitor.py
 

@@ -1,4 +1,4 @@
-"""Train the small bundled demo model from plain text on one CPU core.
+"""Trains the small bundled demo model from plain text on one CPU core.
 
 The engine needs a real model that anybody can carry in a repository: small enough for 16 MiB, good enough that its
 text is recognisably English, and with a tokenizer that survives any UTF-8 input.  This script makes one from scratch:

@@ -1,4 +1,6 @@
-"""`monitor.watch()`: a reader for an engine. If no monitor runs, one is started, which ends with its last user.
+"""Connects an engine to the monitor: `watch()` finds a running monitor or starts one, and replaces a dead one.
+
+A started monitor ends with its last user.
 
     user     shared lock on users.lock ── is a monitor there? ──no──► start one, wait for its record
     monitor  exclusive lock on monitor.lock, or end: another was first

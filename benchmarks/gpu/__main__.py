@@ -1,4 +1,4 @@
-"""Measures what needs a GPU, part by part; each part in a time box, its results written before the next one begins.
+"""The GPU benchmarks, part by part: each part has a time limit, and its results are written before the next part.
 
     python -m benchmarks.gpu --results benchmarks/results                the parts in the order of their value
     python -m benchmarks.gpu --only attention,swap --results DIR         some of them, and what they need

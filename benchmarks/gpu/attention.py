@@ -1,4 +1,4 @@
-"""Paged attention alone: decode by every kernel that is there and by tilings of the Triton one, and chunks of a prompt.
+"""Paged attention alone: decode by every installed kernel and by tilings of the Triton kernel, and prompt chunks.
 
 K and V lie as in the engine: one layer's piece of a block after the other, blocks of all layers strided, in random order. A
 measurement goes through all layers, one after the other, so that nothing of it is left in a cache. Every tiling is checked

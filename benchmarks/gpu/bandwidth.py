@@ -1,4 +1,4 @@
-"""The device's limits, which the other figures are shares of: memory, the link to the host, products, launches."""
+"""The device's limits, to which other figures are compared: memory bandwidth, host link, matrix products, launches."""
 
 from __future__ import annotations
 

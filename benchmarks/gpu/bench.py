@@ -1,4 +1,4 @@
-"""What every part is handed: sizes, the device, the random model, and what earlier parts of the run measured."""
+"""The context of every part: sizes, the device, the random model, and results of earlier parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's decode steps: how long they take, against what the memory bandwidth allows, and what each of its ways is worth.
+"""The engine's decode steps: their time, compared with the bound by memory bandwidth, and the effect of each optimization.
 
 Steps are timed from the return of one to the return of the next, while all rows decode. The bounded figures come first.
 """

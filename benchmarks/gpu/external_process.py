@@ -1,4 +1,4 @@
-"""A process that knows nothing of pagetide, and takes and returns memory at random, in pieces: on CUDA, or of the host."""
+"""A process without pagetide that allocates and frees memory at random, in pieces: CUDA memory, or host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine under more demand than its memory, beside an external process that takes and returns memory at random.
+"""An engine with more demand than memory, beside an external process that allocates and frees memory at random.
 
 The external process (external_process.py) asks the driver alone, in pieces of at most the headroom. Every 20 ms the bytes that
 the engine's pool holds are compared with those it could hold: its own, and what the driver calls free, less the headroom. A

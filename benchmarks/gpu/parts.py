@@ -1,4 +1,4 @@
-"""The parts of a run, and the process that they run in: one that breaks or hangs takes nothing with it but its own figures."""
+"""The parts of a run, each in a process of its own: a part that fails or hangs loses only its own figures."""
 
 from __future__ import annotations
 

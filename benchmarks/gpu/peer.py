@@ -1,4 +1,4 @@
-"""transformers' `generate_batch` on the same model, with the best attention that it finds, and CUDA graphs where they help it.
+"""transformers' `generate_batch` on the same model, with its best attention implementation and CUDA graphs if they help.
 
 By itself it takes graphs only with flash attention. So many sequences are decoded first as it chooses, then with graphs in any
 case, and decode is measured in the faster of the two ways; a first token as it chooses, for graphs serve no long prompt.

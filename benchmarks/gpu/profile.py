@@ -1,4 +1,4 @@
-"""Where the time of some decode steps goes, kernel by kernel, and when the device has nothing to do.
+"""A profile of decode steps: time per kernel, and idle time of the device.
 
 Kernels that a CUDA graph replays show by their names, as all others do. A step begins on the device with its one upload: so
 what the device waits for before a copy from the host it waits for between two steps.

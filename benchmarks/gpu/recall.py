@@ -1,4 +1,4 @@
-"""Recalls of free blocks, recalls of live blocks that are swapped out, and what an elastic pool costs the steps.
+"""Recalls of free blocks and of live blocks that are swapped out, and the cost of an elastic pool per step.
 
 A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the driver reports the memory
 free. Real: broker, lease, keeper thread, preemption, swap, unmapping. No step runs or is pending in the first two

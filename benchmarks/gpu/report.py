@@ -1,4 +1,4 @@
-"""What is measured and what is not: figures with their bounds, as JSON with raw samples and as a table in Markdown."""
+"""The report of a run: figures with their targets, as JSON with raw samples and as a Markdown table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine with a lease beside a monitor of its own, as the parts about memory need them."""
+"""An engine with a lease and a monitor of its own, for the parts that measure memory."""
 
 from __future__ import annotations
 

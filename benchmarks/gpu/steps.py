@@ -1,4 +1,4 @@
-"""The engine's steps as they are seen from outside: when each ended, what the host did for it, and what the device took."""
+"""The engine's steps observed from outside: when each ended, the host's time and the device's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swaps between the device's blocks and pinned host memory, against one large pinned copy: the host pool, and each way alone.
+"""Swaps between device blocks and pinned host memory, compared with one large pinned copy: the host pool, and each method.
 
 Blocks lie in random order on both sides, as after hours of work. `chosen` is the host pool as the engine uses it: every swap by
 the way that was the fastest when it was measured at the start. The others are those ways, each by itself; `staged`, which
