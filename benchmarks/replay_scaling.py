@@ -22,9 +22,9 @@ _EVICTING = 100  # requests that are timed in a full pool
 LOADS = {
     "requests": "the synthetic load at 3 requests/s, blocks of 512 tokens; the mean from the first arrival to the last end",
     "running sequences": "all queued at once, 96 tokens each in blocks of 16; the median of "
-    f"{_STEPS} steps in which each gains a token, and of {_NEWCOMERS} in which one more is seated",
+    f"{_STEPS} steps in which each gains a token, and of {_NEWCOMERS} in which one more is admitted",
     "blocks of the pool": "blocks of 16 tokens, all of them cached; the median of "
-    f"{_EVICTING} prompts of {_PROMPT:,} tokens that nobody has seen and that drive others out, making and looking up the "
+    f"{_EVICTING} new prompts of {_PROMPT:,} tokens that evict others, making and looking up the "
     "prompt included; building and resizing the pool once",
 }
 

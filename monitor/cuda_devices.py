@@ -80,13 +80,13 @@ def _in_cuda_order(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> l
         gpus[0].name is None or len({gpu.name for gpu in gpus}) > 1
     ):
         raise NoSuchDevice(
-            f"the GPUs are not all known to be of one model ({_names(gpus)}), and CUDA puts the fastest first, which nobody "
-            "else knows; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs in CUDA_VISIBLE_DEVICES"
+            f"the GPUs are not all known to be of one model ({_names(gpus)}), and CUDA's order, "
+            "fastest first, cannot be known outside of CUDA; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs in CUDA_VISIBLE_DEVICES"
         )
     places = [(numbers, gpu) for gpu in gpus if (numbers := _pci_numbers(gpu.pci_id)) is not None]
     if len(places) < len(gpus):
         raise NoSuchDevice(
-            f"not every GPU tells its PCI id ({_names(gpus)}), so their order in CUDA is not known; "
+            f"not every GPU reports its PCI id ({_names(gpus)}), so their order in CUDA is not known; "
             "name UUIDs in CUDA_VISIBLE_DEVICES"
         )
     return [gpu for _, gpu in sorted(places, key=lambda place: place[0])]

@@ -195,7 +195,7 @@ METRICS: tuple[Metric, ...] = (
     # their memory
     _device("vram_memory_total_bytes", "Memory there is.", lambda device, _: device.memory.total_bytes),
     _device(
-        "vram_memory_used_bytes", "Memory that is not free: everybody's, and the driver's own.",
+        "vram_memory_used_bytes", "Memory that is not free: of all processes, and of the driver itself.",
         lambda device, _: device.memory.used_bytes,
     ),
     _device("vram_memory_free_bytes", "Memory that is free.", lambda device, _: device.memory.free_bytes),
@@ -215,7 +215,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     # leases: what engines may hold, and hold
     Metric(
-        "vram_lease_info", "gauge", "1; whose lease it is.", (*_LEASE_LABELS, "user"), _of_leases(_lease_infos, max),
+        "vram_lease_info", "gauge", "1; the names of a lease.", (*_LEASE_LABELS, "user"), _of_leases(_lease_infos, max),
     ),
     _lease("vram_lease_min_bytes", "What the engine is guaranteed.", lambda lease: lease.min_bytes),
     _lease(

@@ -113,7 +113,7 @@ class _Handler(MetricsHandler):
         try:
             path = urlsplit(self.path).path
         except ValueError as error:  # such as "[" without "]"
-            return self.send_error(400, explain=f"the address that is asked for is none: {error}")
+            return self.send_error(400, explain=f"the request's address is invalid: {error}")
         if path != PATH:
             return self.send_error(404, explain=f"the metrics are at {PATH}")
         try:
@@ -245,7 +245,7 @@ class _Server(socketserver.ThreadingTCPServer):
         with self._lock:
             times = self._faults.take(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
         if times:
-            again = f" ({times} times since that was told last)" if times > 1 else ""
+            again = f" ({times} times since the last message)" if times > 1 else ""
             log.error("the metrics page could not be made%s", again, exc_info=error)
 
 

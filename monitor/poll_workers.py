@@ -2,13 +2,13 @@
 
 A driver may take seconds to answer for one device, and a call into it cannot be interrupted. One thread per device
 would do, but at 20 ms and eight devices, waking the threads costs more than the polling (3.5 % of a core against 2.2 %,
-measured). So one thread, the common lane, polls all members while they answer quickly. When an answer is late, a new
-lane takes over the other members. A late member returns to the common lane after a hundred quick answers.
+measured). So one thread, the common worker, polls all members while they answer quickly. When an answer is late, a new
+worker takes over the other members. A late member returns to the common worker after a hundred quick answers.
 
-    common lane   [0, 1, 2, 3]     1 hangs       lane A  [1]    still in the driver
-                                   ------>       lane B  [0, 2, 3]    the common one from now on
+    common worker   [0, 1, 2, 3]     1 hangs       worker A  [1]    still in the driver
+                                   ------>       worker B  [0, 2, 3]    the common one from now on
 
-A member is in one lane at a time, so it is never polled twice at the same time.
+A member is in one worker at a time, so it is never polled twice at the same time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def next_due_ns(due_ns: int, now_ns: int, interval_ns: int) -> int:
 
 
 class PollWorkers(Generic[Member]):
-    """Threads that call `ask(member)` for every member once an interval. Exceptions of `ask` are logged and end no lane.
+    """Threads that call `ask(member)` for every member once an interval. Exceptions of `ask` are logged and end no worker.
 
     Start them with `set_members`; call `check` about once an interval; end them with `stop`.
     """
@@ -48,7 +48,7 @@ class PollWorkers(Generic[Member]):
     def __init__(
         self, name: str, ask: Callable[[Member], None], interval_ns: int, *, late: Callable[[Member], None]
     ) -> None:
-        """`late` is called once for each member that moves into a lane of its own."""
+        """`late` is called once for each member that moves into a worker of its own."""
         self._interval_ns = interval_ns
         self._name = name
         self._ask = ask
@@ -57,7 +57,7 @@ class PollWorkers(Generic[Member]):
         self._changed = threading.Condition(self._lock)  # the interval or `_stopping`
         self._stopping = False
         self._faults = LogThrottle()
-        self._lanes: list[_Lane[Member]] = []  # the common one last
+        self._workers: list[_PollWorker[Member]] = []  # the common one last
 
     @property
     def interval_ns(self) -> int:
@@ -65,31 +65,31 @@ class PollWorkers(Generic[Member]):
         return self._interval_ns
 
     def set_interval(self, interval_ns: int) -> None:
-        """Change the interval now; waiting lanes do not complete a longer one first."""
+        """Change the interval now; waiting workers do not complete a longer one first."""
         with self._changed:
             self._interval_ns = interval_ns
             self._changed.notify_all()
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Poll these members from now on. A hanging member stays in its lane; removed ones are no longer polled."""
+        """Poll these members from now on. A hanging member stays in its worker; removed ones are no longer polled."""
         with self._lock:
             alone: list[Member] = []
-            for lane in self._lanes[:-1]:
-                hanging = (lane.asking[0],) if lane.asking else ()
-                lane.members = tuple(member for member in lane.members or hanging if member in members)
-                alone += lane.members
+            for worker in self._workers[:-1]:
+                hanging = (worker.asking[0],) if worker.asking else ()
+                worker.members = tuple(member for member in worker.members or hanging if member in members)
+                alone += worker.members
             common = tuple(member for member in members if member not in alone)
-            if self._lanes and self._lanes[-1].is_alive():
-                self._lanes[-1].members = common
+            if self._workers and self._workers[-1].is_alive():
+                self._workers[-1].members = common
             else:
                 self._open(common)
 
     def check(self) -> None:
-        """If the common lane waits for an answer longer than an interval, move its other members to a new lane."""
+        """If the common worker waits for an answer longer than an interval, move its other members to a new worker."""
         late = None
         with self._lock:
-            self._lanes = [lane for lane in self._lanes if lane.is_alive() or lane is self._lanes[-1]]
-            common = self._lanes[-1] if self._lanes else None
+            self._workers = [worker for worker in self._workers if worker.is_alive() or worker is self._workers[-1]]
+            common = self._workers[-1] if self._workers else None
             if common is None or self._stopping:
                 return
             asking = common.asking
@@ -102,29 +102,29 @@ class PollWorkers(Generic[Member]):
             self._late(late)
 
     def stop(self, timeout_s: float) -> bool:
-        """Stop polling. Returns whether all lanes ended; a lane that hangs in a driver dies with the process."""
+        """Stop polling. Returns whether all workers ended; a worker that hangs in a driver dies with the process."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            lanes = list(self._lanes)
-        for lane in lanes:
-            lane.join(max(0.0, deadline - time.monotonic()))
-        return not any(lane.is_alive() for lane in lanes)
+            workers = list(self._workers)
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        return not any(worker.is_alive() for worker in workers)
 
     def _open(self, members: tuple[Member, ...]) -> None:
-        lane = _Lane(self._name, self, members)
-        self._lanes.append(lane)
-        lane.start()
+        worker = _PollWorker(self._name, self, members)
+        self._workers.append(worker)
+        worker.start()
 
-    def _returned(self, lane: _Lane[Member]) -> bool:
-        """Move the only member of `lane` back into the common one. Returns whether it did."""
+    def _returned(self, worker: _PollWorker[Member]) -> bool:
+        """Move the only member of `worker` back into the common one. Returns whether it did."""
         with self._lock:
-            common = self._lanes[-1]
-            if common is lane:
+            common = self._workers[-1]
+            if common is worker:
                 return False
-            common.members += lane.members
-            lane.members = ()
+            common.members += worker.members
+            worker.members = ()
             return True
 
     def _wait(self, due_ns: int) -> int | None:
@@ -138,51 +138,51 @@ class PollWorkers(Generic[Member]):
                 self._changed.wait((due_ns - now_ns) / 1e9)
         return None
 
-    def _tell_fault(self, fault: Exception) -> None:
+    def _log_fault(self, fault: Exception) -> None:
         with self._lock:
-            news = self._faults.take(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
-        if news and not self._stopping:
+            is_new = self._faults.take(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
+        if is_new and not self._stopping:
             log.error("asking for %s failed, and goes on", self._name, exc_info=fault)
 
-    def _is_common(self, lane: _Lane[Member]) -> bool:
+    def _is_common(self, worker: _PollWorker[Member]) -> bool:
         with self._lock:
-            return self._lanes[-1] is lane
+            return self._workers[-1] is worker
 
 
-class _Lane(threading.Thread, Generic[Member]):
-    """A thread and the members that it polls. `members` is replaced as a whole, under the lock of the lanes."""
+class _PollWorker(threading.Thread, Generic[Member]):
+    """A thread and the members that it polls. `members` is replaced as a whole, under the lock of the workers."""
 
-    def __init__(self, name: str, lanes: PollWorkers[Member], members: tuple[Member, ...]) -> None:
+    def __init__(self, name: str, workers: PollWorkers[Member], members: tuple[Member, ...]) -> None:
         super().__init__(name=name, daemon=True)
         self.members = members
         self.asking: tuple[Member, int] | None = None  # the member being polled, and since when
-        self._of = lanes
+        self._of = workers
 
     def run(self) -> None:
-        lanes, quick = self._of, 0
+        workers, quick = self._of, 0
         due_ns: int | None = time.monotonic_ns()
         while due_ns is not None:
             quick = self._round(quick)
-            if not self.members and not lanes._is_common(self):
+            if not self.members and not workers._is_common(self):
                 return
-            if quick >= QUICK_ANSWERS_TO_RETURN and lanes._returned(self):
+            if quick >= QUICK_ANSWERS_TO_RETURN and workers._returned(self):
                 return
-            due_ns = lanes._wait(next_due_ns(due_ns, time.monotonic_ns(), lanes.interval_ns))
+            due_ns = workers._wait(next_due_ns(due_ns, time.monotonic_ns(), workers.interval_ns))
 
     def _round(self, quick: int) -> int:
         """Poll each member once. Returns the number of quick answers in a row."""
-        lanes = self._of
+        workers = self._of
         for member in self.members:
             began_ns = time.monotonic_ns()
-            with lanes._lock:
-                if member not in self.members or lanes._stopping:  # the member was removed meanwhile
+            with workers._lock:
+                if member not in self.members or workers._stopping:  # the member was removed meanwhile
                     continue
                 self.asking = (member, began_ns)
             try:
-                lanes._ask(member)
+                workers._ask(member)
             except Exception as fault:  # an error of one member must not stop the others
-                lanes._tell_fault(fault)
-            with lanes._lock:
+                workers._log_fault(fault)
+            with workers._lock:
                 self.asking = None
-            quick = quick + 1 if time.monotonic_ns() - began_ns < lanes.interval_ns // 4 else 0
+            quick = quick + 1 if time.monotonic_ns() - began_ns < workers.interval_ns // 4 else 0
         return quick

@@ -39,7 +39,7 @@ SCAN_AGAIN_S = 1.0  # after a device was lost
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A device and its state between polls. Each lane changes its own part; `lock` guards `slot`."""
+    """A device and its state between polls. Each worker changes its own part; `lock` guards `slot`."""
 
     info: DeviceInfo
     trend: Trend
@@ -115,7 +115,7 @@ class Poller:
         self._scan_wanted.set()
         self._rebeat.set()
         deadline = time.monotonic() + timeout_s
-        ended = [lanes.stop(deadline - time.monotonic()) for lanes in (self._memory, self._detail)]
+        ended = [workers.stop(deadline - time.monotonic()) for workers in (self._memory, self._detail)]
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             ended.append(not thread.is_alive())
@@ -156,7 +156,7 @@ class Poller:
             self._let_have(tuple(info for info in found if not wanted or _names(info) & wanted))
 
     def _let_have(self, infos: tuple[DeviceInfo, ...]) -> None:
-        """Put exactly these devices into the record and the lanes. Raises RecordError."""
+        """Put exactly these devices into the record and the workers. Raises RecordError."""
         if infos != self._infos:
             self._place(infos)
             self._infos = infos
@@ -235,7 +235,7 @@ class Poller:
             failure = error
             self._publish_memory(watched, asked_ns, MemoryReading(None, None), failure)
         if changes := watched.memory_news.take(_reason(failure), asked_ns):
-            self._tell(watched, failure, changes)
+            self._log_changes(watched, failure, changes)
 
     def _publish_memory(
         self, watched: _Watched, asked_ns: int, reading: MemoryReading, failure: Exception | None
@@ -283,7 +283,7 @@ class Poller:
                 self._writer.write_detail(watched.slot, detail)
 
     @staticmethod
-    def _tell(watched: _Watched, failure: Exception | None, changes: int) -> None:
+    def _log_changes(watched: _Watched, failure: Exception | None, changes: int) -> None:
         """Log what changed about a device."""
         index, uuid = watched.info.index, watched.info.uuid
         flapped = f" (it changed {changes} times in the last {QUIET_NS // 10**9} s)" if changes > 1 else ""

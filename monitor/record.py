@@ -40,10 +40,10 @@ _PAUSES, _PAUSE_S = 300, 0.005
 T = TypeVar("T")
 
 
-class _Seat(NamedTuple):
+class _DeviceSlot(NamedTuple):
     """The slot of a device, for as long as the device stays in the record."""
 
-    slot: int
+    index: int
     generation: int
 
 
@@ -62,8 +62,8 @@ class RecordWriter:
         self._file: RecordFile | None = None
         self._lay: Callable[[], RecordFile] | None = None
         self._lock = threading.Lock()  # keeps file and memory equal, also while the file is replaced
-        self._seats: dict[str, _Seat] = {}  # by uuid
-        self._by_position: tuple[_Seat, ...] = ()
+        self._slots: dict[str, _DeviceSlot] = {}  # by uuid
+        self._by_position: tuple[_DeviceSlot, ...] = ()
         self.set_devices(())
 
     @classmethod
@@ -94,28 +94,28 @@ class RecordWriter:
         if len({info.uuid for info in infos}) < len(infos):
             raise RecordError(f"a device comes twice in {[info.uuid for info in infos]}")
         generation = shared.words[layout.TABLE.sequence] + 1
-        new = [info.uuid for info in infos if info.uuid not in self._seats]
-        unused = set(range(layout.NUM_SLOTS)) - {seat.slot for seat in self._seats.values()}
-        given = {uuid: _Seat(slot, generation) for uuid, slot in zip(new, sorted(unused), strict=False)}
-        known = self._seats | given
+        new = [info.uuid for info in infos if info.uuid not in self._slots]
+        unused = set(range(layout.NUM_SLOTS)) - {slot.index for slot in self._slots.values()}
+        given = {uuid: _DeviceSlot(index, generation) for uuid, index in zip(new, sorted(unused), strict=False)}
+        known = self._slots | given
         table = codec.table_to_bytes([(*known[info.uuid], info) for info in infos], layout.TABLE.room_bytes)
         with self._lock:
             if self._file is not None:
-                self._file.reserve_details(seat.slot for seat in given.values())
+                self._file.reserve_details(slot.index for slot in given.values())
         interval_ns = shared.words[layout.BEAT_INTERVAL_NS]
-        for seat in given.values():
-            self._publish_memory(shared, seat, DeviceMemory(0, interval_ns, None, None, None, 0, 0))
-            self._publish_detail(shared, seat, DeviceDetail(0, interval_ns, DetailReading()))
+        for slot in given.values():
+            self._publish_memory(shared, slot, DeviceMemory(0, interval_ns, None, None, None, 0, 0))
+            self._publish_detail(shared, slot, DeviceDetail(0, interval_ns, DetailReading()))
         self._publish(shared, layout.TABLE, 0, table)
-        seats = {info.uuid: known[info.uuid] for info in infos}
-        self._seats, self._by_position = seats, tuple(seats.values())
+        slots = {info.uuid: known[info.uuid] for info in infos}
+        self._slots, self._by_position = slots, tuple(slots.values())
 
     def write_memory(self, position: int, memory: DeviceMemory) -> None:
         """Publish the memory numbers of one device; an error's text is cut to 96 bytes.
 
         Raises NoSuchDevice for a position without a device, RecordError for numbers of more than 64 bits.
         """
-        self._publish_memory(self._open(), self._seat(position), memory)
+        self._publish_memory(self._open(), self._slot_at(position), memory)
 
     def write_detail(self, position: int, detail: DeviceDetail) -> None:
         """Publish load, processes and history (MAX_HISTORY samples) of one device.
@@ -123,7 +123,7 @@ class RecordWriter:
         Command lines are cut to 512 characters. If the processes do not fit into 64 KiB, those with the least memory
         are left out, and the error says how many. Raises NoSuchDevice for a position without a device.
         """
-        self._publish_detail(self._open(), self._seat(position), detail)
+        self._publish_detail(self._open(), self._slot_at(position), detail)
 
     def beat(self, at_ns: int, interval_ns: int) -> None:
         """Write a heartbeat; the next one follows within `interval_ns`. Raises ValueError for an interval below 1."""
@@ -169,17 +169,17 @@ class RecordWriter:
             raise RecordError("the record is closed: its monitor has ended")
         return self._shared
 
-    def _seat(self, position: int) -> _Seat:
+    def _slot_at(self, position: int) -> _DeviceSlot:
         if not 0 <= position < len(self._by_position):
             raise NoSuchDevice(f"the record has {len(self._by_position)} devices, none at position {position}")
         return self._by_position[position]
 
-    def _publish_memory(self, shared: layout.SharedBytes, seat: _Seat, memory: DeviceMemory) -> None:
-        self._publish(shared, layout.MEMORY[seat.slot], seat.generation, codec.memory_to_bytes(memory))
+    def _publish_memory(self, shared: layout.SharedBytes, slot: _DeviceSlot, memory: DeviceMemory) -> None:
+        self._publish(shared, layout.MEMORY[slot.index], slot.generation, codec.memory_to_bytes(memory))
 
-    def _publish_detail(self, shared: layout.SharedBytes, seat: _Seat, detail: DeviceDetail) -> None:
-        place = layout.DETAIL[seat.slot]
-        self._publish(shared, place, seat.generation, codec.detail_to_bytes(detail, place.room_bytes))
+    def _publish_detail(self, shared: layout.SharedBytes, slot: _DeviceSlot, detail: DeviceDetail) -> None:
+        target = layout.DETAIL[slot.index]
+        self._publish(shared, target, slot.generation, codec.detail_to_bytes(detail, target.room_bytes))
 
     def _publish(self, shared: layout.SharedBytes, place: layout.Place, generation: int, payload: bytes) -> None:
         with self._lock:

@@ -102,7 +102,7 @@ class RecordFile:
             return f"cannot be looked at ({error.strerror})"
         if identity(status) != self._identity:
             raise RecordError(
-                f"another file lies at {self.path}, so nobody finds what this monitor (pid {os.getpid()}) measures: "
+                f"another file lies at {self.path}, so no reader finds what this monitor (pid {os.getpid()}) measures: "
                 "remove that file, or end the monitor that wrote it"
             )
         if status.st_size != layout.FILE_BYTES:
@@ -195,7 +195,7 @@ def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
     if path.parent != MACHINE_DIR and status.st_uid not in (0, user):
         raise RecordError(
             f"{name} belongs to user {status.st_uid}, neither to root nor to user {user}, who reads it: it is not believed. "
-            f"A monitor for everybody lies in {MACHINE_DIR} (`vram-monitor serve --group GROUP`)"
+            f"A monitor for all users lies in {MACHINE_DIR} (`vram-monitor serve --group GROUP`)"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RecordError(

@@ -104,8 +104,8 @@ class RecordingWriter:
             changes.append(_devices(devices))
         for device in snapshot.devices:
             written = self._written.setdefault(device.info.uuid, _Written())
-            told = (self._memory(device.memory, snapshot.at_ns, written), self._detail(device.detail, written))
-            changes += [{"uuid": device.info.uuid} | change for change in told if change is not None]
+            state = (self._memory(device.memory, snapshot.at_ns, written), self._detail(device.detail, written))
+            changes += [{"uuid": device.info.uuid} | change for change in state if change is not None]
         if not changes and now_s - self._told_s >= HEARTBEAT_S:
             changes.append({})
         self._put([{"at_s": now_s} | change for change in changes])
@@ -136,13 +136,13 @@ class RecordingWriter:
             error = STALE
         elif error is None and used is not None and used < 0:
             error = IMPOSSIBLE
-        told: dict[str, Any] = {"error": error}
+        state: dict[str, Any] = {"error": error}
         if error is None:
-            told = {"total_bytes": memory.total_bytes, "free_bytes": memory.free_bytes}
-        if told == written.memory:
+            state = {"total_bytes": memory.total_bytes, "free_bytes": memory.free_bytes}
+        if state == written.memory:
             return None
-        written.memory = told
-        return told
+        written.memory = state
+        return state
 
     def _detail(self, detail: DeviceDetail, written: _Written) -> dict[str, Any] | None:
         now, last = detail.reading if detail.error is None else detail.error, written.detail
@@ -294,17 +294,17 @@ class _Content:
     def _take(self, line: object) -> None:
         if not isinstance(line, dict):
             raise _Malformed("is no JSON object")
-        told = line.keys() - {"at_s", "uuid"}
+        fields = line.keys() - {"at_s", "uuid"}
         at_s = _seconds("at_s", line.get("at_s"))
         if at_s < self.at_s:
             raise _Malformed(f"goes back in time: second {at_s} after second {self.at_s}")
         self.at_s = at_s
         if "uuid" in line:
-            self._take_state(line["uuid"], {name: line[name] for name in told})
-        elif told == {"devices"}:
+            self._take_state(line["uuid"], {name: line[name] for name in fields})
+        elif fields == {"devices"}:
             self._take_devices(line["devices"])
-        elif told:
-            raise _Malformed(f"tells {', '.join(sorted(told))} of no device: it has no uuid")
+        elif fields:
+            raise _Malformed(f"has {', '.join(sorted(fields))} but no uuid")
 
     def _take_devices(self, devices: object) -> None:
         if not isinstance(devices, list):
@@ -317,23 +317,23 @@ class _Content:
             self.states.setdefault(info.uuid, _Steps())
         self.presence.add(self.at_s, infos)
 
-    def _take_state(self, uuid: object, told: dict[str, Any]) -> None:
+    def _take_state(self, uuid: object, fields: dict[str, Any]) -> None:
         steps = self.states.get(uuid) if isinstance(uuid, str) else None
         if steps is None:
-            raise _Malformed(f"tells of a device that no line introduced: {uuid!r}")
+            raise _Malformed(f"names a device that no line introduced: {uuid!r}")
         old = steps.at(self.at_s, RecordedState())
-        if told.keys() == {"total_bytes", "free_bytes"}:
-            new = replace(old, memory=_memory(told), memory_error=None)
-        elif told.keys() == {"error"}:
-            new = replace(old, memory=None, memory_error=_text(told["error"]))
-        elif told.keys() == {"detail"}:
-            new = replace(old, detail=_detail(told["detail"], old.detail), detail_error=None)
-        elif told.keys() == {"detail_error"}:
-            new = replace(old, detail=None, detail_error=_text(told["detail_error"]))
+        if fields.keys() == {"total_bytes", "free_bytes"}:
+            new = replace(old, memory=_memory(fields), memory_error=None)
+        elif fields.keys() == {"error"}:
+            new = replace(old, memory=None, memory_error=_text(fields["error"]))
+        elif fields.keys() == {"detail"}:
+            new = replace(old, detail=_detail(fields["detail"], old.detail), detail_error=None)
+        elif fields.keys() == {"detail_error"}:
+            new = replace(old, detail=None, detail_error=_text(fields["detail_error"]))
         else:
             raise _Malformed(
-                "must tell total_bytes and free_bytes, or error, or detail, or detail_error, "
-                f"but tells {', '.join(sorted(told)) or 'nothing'}"
+                "must have total_bytes and free_bytes, or error, or detail, or detail_error, "
+                f"but has {', '.join(sorted(fields)) or 'nothing'}"
             )
         steps.add(self.at_s, new)
 

@@ -141,7 +141,7 @@ def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event)
             else:
                 waits = True
                 log.warning(
-                    "the monitor in %s has ended; it was no engine's, so it is waited for until somebody starts it again",
+                    "the monitor in %s has ended; no engine started it, so its operator must start it again",
                     directory.path,
                 )
         except RecordError:  # the reader was closed

@@ -113,11 +113,11 @@ def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = Fa
     """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group."""
     from .engine.attention.backends import NAMES as ATTENTION
 
-    told = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
+    help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     if required:
-        parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=told)
+        parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=help_text)
     else:
-        parser.add_argument("model", metavar=model, help=told)
+        parser.add_argument("model", metavar=model, help=help_text)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     engine.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")

@@ -66,21 +66,21 @@ def main(
     """
     from .engine.self_check.identity import cuda_devices
 
-    told = machine()
+    report = machine()
     try:
         there = (devices or cuda_devices)()
     except (ImportError, OSError) as error:  # a library that torch needs is missing
-        there, told["torch_error"] = [], f"{type(error).__name__}: {error}"
+        there, report["torch_error"] = [], f"{type(error).__name__}: {error}"
     from .engine.self_check.check import self_check
 
     check = check or self_check
-    told["devices"] = [
+    report["devices"] = [
         one | {"self_check": check(int(one["device"][5:]), again=refresh, tries=tries or refresh).to_dict()}
         for one in _chosen(device, there)
     ]
-    print(json.dumps(told, indent=1) if as_json else "\n".join(describe(told)))
-    off = any(one["self_check"]["state"] == "failed" for one in told["devices"])
-    return int(off or told["torch_error"] is not None)
+    print(json.dumps(report, indent=1) if as_json else "\n".join(describe(report)))
+    off = any(one["self_check"]["state"] == "failed" for one in report["devices"])
+    return int(off or report["torch_error"] is not None)
 
 
 def machine() -> dict[str, Any]:
@@ -135,31 +135,31 @@ def _is_there(module: str) -> bool:
 # ---- as text ------------------------------------------------------------------------------------
 
 
-def describe(told: dict[str, Any]) -> Iterator[str]:
+def describe(report: dict[str, Any]) -> Iterator[str]:
     """The results of `machine` and the checks, as lines of text."""
     from .monitor.units import format_bytes
 
-    yield f"pagetide {told['pagetide']}, Python {told['python']}, {told['system']}"
-    there = [f"{name} {version}" for name, version in told["versions"].items() if version is not None]
+    yield f"pagetide {report['pagetide']}, Python {report['python']}, {report['system']}"
+    there = [f"{name} {version}" for name, version in report["versions"].items() if version is not None]
     yield _row("versions", ", ".join(there))
-    if told["torch_error"] is not None:
-        yield _row("torch", f"cannot be imported: {told['torch_error']}")
-    yield _row("driver", f"NVIDIA {told['driver']}" if told["driver"] else "no NVIDIA driver is seen")
-    host = told["host"]
+    if report["torch_error"] is not None:
+        yield _row("torch", f"cannot be imported: {report['torch_error']}")
+    yield _row("driver", f"NVIDIA {report['driver']}" if report["driver"] else "no NVIDIA driver is seen")
+    host = report["host"]
     yield _row("host", f"{format_bytes(host['total_bytes'])} of memory, {format_bytes(host['free_bytes'])} free")
-    for one in told["devices"]:
+    for one in report["devices"]:
         yield _row(one["device"], f"{one['name']}, capability {one['capability']}, {format_bytes(one['total_bytes'])}")
-    if not told["devices"] and told["torch_error"] is None:
-        hint = ", though there is a driver: is this a torch with CUDA?" if told["driver"] else ""
+    if not report["devices"] and report["torch_error"] is None:
+        hint = ", though there is a driver: is this a torch with CUDA?" if report["driver"] else ""
         yield _row("cuda", f"torch sees no CUDA device{hint}")
-    for name, extra in told["extras"].items():
+    for name, extra in report["extras"].items():
         yield _row(f"[{name}]", f"{'installed' if extra['installed'] else 'not installed'}: {extra['for']}")
-    monitor = told["monitor"]
+    monitor = report["monitor"]
     runs = (
         f"process {monitor['pid']} watches {monitor['source']}" if monitor["pid"] else "none runs, an engine starts one"
     )
     yield _row("monitor", f"{runs}, in {monitor['runtime_dir']}")
-    for one in told["devices"]:
+    for one in report["devices"]:
         yield from _checked(one)
 
 

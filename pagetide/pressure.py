@@ -72,7 +72,7 @@ class ExternalProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ChildProcessError(f"the stranger has ended with status {self._process.wait()}")
+            raise ChildProcessError(f"the external process has ended with status {self._process.wait()}")
         return int(line)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class PrivateDevice:
     Engines use the device if they are made in a process with `environ`, or inside `here`.
     """
 
-    def __init__(self, capacity_bytes: int, headroom_bytes: int, stranger: ExternalProcess | None = None) -> None:
+    def __init__(self, capacity_bytes: int, headroom_bytes: int, external: ExternalProcess | None = None) -> None:
         """Start the monitor and wait until it answers. Raises MonitorFailed with its output if it ends or does not answer."""
         self.capacity_bytes = capacity_bytes
         self.headroom_bytes = headroom_bytes
@@ -110,7 +110,7 @@ class PrivateDevice:
         self._reader: RecordReader | None = None
         try:
             self._users.wait_shared(END_S)  # the monitor ends when this lock is free, also after this process is killed
-            self._process = self._start(stranger)
+            self._process = self._start(external)
             self._reader = self._wait(self._process)
         except BaseException:
             self.close()
@@ -180,11 +180,11 @@ class PrivateDevice:
     ) -> None:
         self.close()
 
-    def _start(self, stranger: ExternalProcess | None) -> subprocess.Popen[bytes]:
+    def _start(self, external: ExternalProcess | None) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-P", "-m", "pagetide.vram_monitor", "serve", "--until-unused", "--source", "host",
             "--runtime-dir", str(self._directory.path), "--capacity", str(self.capacity_bytes),
-            "--headroom", str(self.headroom_bytes), *(() if stranger is None else ("--members", str(stranger.pid))),
+            "--headroom", str(self.headroom_bytes), *(() if external is None else ("--members", str(external.pid))),
         ]  # fmt: skip
         with self._directory.log.open("wb") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

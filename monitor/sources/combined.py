@@ -44,7 +44,7 @@ class CombinedSource:
                 self._devices[position] = source.scan()
             except SourceUnavailable as error:
                 unavailable[source.name] = str(error)
-        self._tell(unavailable)
+        self._log_unavailable(unavailable)
         if len(unavailable) == len(self._sources):
             raise SourceUnavailable("; ".join(f"{name}: {reason}" for name, reason in unavailable.items()))
         found = list(zip(self._sources, self._devices, strict=True))
@@ -71,7 +71,7 @@ class CombinedSource:
         except KeyError:
             raise DeviceUnreadable(f"none of {self.name} has a device {device.uuid} now", lost=True) from None
 
-    def _tell(self, unavailable: Mapping[str, str]) -> None:
+    def _log_unavailable(self, unavailable: Mapping[str, str]) -> None:
         """Log the changes."""
         for name, reason in unavailable.items():
             if self._unavailable.get(name) != reason:

@@ -411,17 +411,17 @@ def _owner(pid: int) -> tuple[str | None, str | None]:
     """(user, command with arguments) of a process; None for what is hidden."""
     import psutil
 
-    def told(ask: Callable[[], T]) -> T | None:
+    def or_none(ask: Callable[[], T]) -> T | None:
         try:
             return ask()
         except psutil.Error:  # it ended, or is hidden
             return None
 
-    process = told(lambda: psutil.Process(pid))
+    process = or_none(lambda: psutil.Process(pid))
     if process is None:
         return None, None
     with process.oneshot():
-        return told(process.username), " ".join(told(process.cmdline) or ()) or told(process.name)
+        return or_none(process.username), " ".join(or_none(process.cmdline) or ()) or or_none(process.name)
 
 
 def _unavailable(refusal: _NvmlRefusal) -> SourceUnavailable:

@@ -172,7 +172,7 @@ def load_columns(devices: Sequence[Device], sheet: DeviceSummary) -> list[Column
 
 def utilization_bar(devices: Sequence[Device], width: int, sheet: DeviceSummary) -> Column[Device]:
     """A column with the utilisation as a bar."""
-    told = any(device.detail.reading.utilization is not None for device in devices)
+    known = any(device.detail.reading.utilization is not None for device in devices)
 
     def draw(device: Device, cells: int) -> Line:
         if (share := device.detail.reading.utilization) is None:
@@ -180,18 +180,18 @@ def utilization_bar(devices: Sequence[Device], width: int, sheet: DeviceSummary)
         used, rest = bar(share, cells - len("util "), sheet.symbols)
         return [Segment("util ", DIM), Segment(used, BUSY), Segment(rest, DIM)]
 
-    return Column("", width if told else 0, 2, draw)
+    return Column("", width if known else 0, 2, draw)
 
 
 def power_limit(devices: Sequence[Device], sheet: DeviceSummary) -> Column[Device]:
     """A column with the power limit."""
-    told = any(device.detail.reading.power_limit_watts is not None for device in devices)
+    known = any(device.detail.reading.power_limit_watts is not None for device in devices)
 
     def limit(device: Device, cells: int) -> Line:
         watts = device.detail.reading.power_limit_watts
         return [left("" if watts is None else f"of {watts:.0f} W", cells, sheet.symbols, DIM)]
 
-    return Column("", 8 if told else 0, 1, limit)
+    return Column("", 8 if known else 0, 1, limit)
 
 
 def _history(device: Device, width: int) -> list[int | None]:

@@ -53,8 +53,8 @@ def process_lines(
     """A header line and one line per process, in at most `most` lines; the last line counts the omitted ones."""
     uses = [_Use(device, process) for device in devices for process in device.detail.reading.processes or ()]
     if not uses:
-        told = any(device.detail.reading.processes is not None for device in devices)
-        text = "no processes" if told else "nothing is told about processes"
+        known = any(device.detail.reading.processes is not None for device in devices)
+        text = "no processes" if known else "the processes are not known"
         return [[Segment(cut(text, width, symbols), DIM)]][:most]
     if most is not None and most < 2:
         return []

@@ -133,7 +133,7 @@ _HELP = {
     "input.format": "auto (by name and content), text, jsonl, openai",
     "output.path": "where the records go, one JSON object a line, in the order of the input",
     "output.prompt": "repeat the prompt in its record (default: yes)",
-    "output.token_ids": "tell the ids of what was generated too (default: no)",
+    "output.token_ids": "include the ids of generated tokens (default: no)",
     "block_size": "tokens of a block, or auto",
     "max_seqs": "sequences that run at the same time (default 256)",
     "max_step_tokens": "tokens of one step (default 2048)",
@@ -169,13 +169,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_flag(group: argparse._ArgumentGroup, section: str, key: str) -> None:
     name, dest = _flag(section, key), _dest(section, key)
-    told = _HELP.get(f"{section}.{key}") or _HELP.get(key)
+    help_text = _HELP.get(f"{section}.{key}") or _HELP.get(key)
     if key in _SWITCHES:
-        group.add_argument(name, dest=dest, action=argparse.BooleanOptionalAction, help=told)
+        group.add_argument(name, dest=dest, action=argparse.BooleanOptionalAction, help=help_text)
         return
     kind = str if key in _TEXTS else _plain
     action = "append" if key in _LISTS else "store"
-    group.add_argument(name, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=told)
+    group.add_argument(
+        name, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=help_text
+    )
 
 
 def _flag(section: str, key: str) -> str:

@@ -23,7 +23,7 @@ InputKind = Literal["plain", "completion", "chat"]
 LONGEST_LINE_BYTES = 32 << 20
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_DOORS: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_KINDS_OF_URL: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 _RENAMED = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
@@ -52,7 +52,7 @@ class InputRequest:
     """
 
     line: int  # from 1
-    door: InputKind
+    kind: InputKind
     id: str | int | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -140,8 +140,8 @@ def read_line(number: int, raw: bytes | None, form: Format) -> InputRequest:
         return _of_batch(number, content) if form == "openai" else _of_object(number, content)
     except ValueError as error:
         key = content.get("custom_id") if form == "openai" or "id" not in content else content["id"]
-        door = _DOORS.get(str(content.get("url")), "completion") if form == "openai" else "plain"
-        return InputRequest(number, door, key if _is_id(key) else None, error=str(error))
+        kind = _KINDS_OF_URL.get(str(content.get("url")), "completion") if form == "openai" else "plain"
+        return InputRequest(number, kind, key if _is_id(key) else None, error=str(error))
 
 
 def _of_text(number: int, raw: bytes | None) -> InputRequest:
@@ -219,26 +219,26 @@ def _of_batch(number: int, content: dict[str, Any]) -> InputRequest:
         raise InvalidLine(f"custom_id must be a text, got {key!r:.80}")
     if method not in (None, "POST"):
         raise InvalidLine(f"method must be POST, got {method!r:.80}")
-    if not isinstance(url, str) or url not in _DOORS:
-        raise InvalidLine(f"url must be {' or '.join(_DOORS)}, got {url!r:.80}")
+    if not isinstance(url, str) or url not in _KINDS_OF_URL:
+        raise InvalidLine(f"url must be {' or '.join(_KINDS_OF_URL)}, got {url!r:.80}")
     if not isinstance(body, dict):
         raise InvalidLine(f"body must be a JSON object, got {type(body).__name__}")
     given = {name: value for name, value in body.items() if value is not None}
-    wanted = "messages" if _DOORS[url] == "chat" else "prompt"
+    wanted = "messages" if _KINDS_OF_URL[url] == "chat" else "prompt"
     if wanted not in given:
         raise InvalidLine(f"the body for {url} must have {wanted}")
-    return _asked(number, _DOORS[url], key, given)
+    return _asked(number, _KINDS_OF_URL[url], key, given)
 
 
-def _asked(number: int, door: InputKind, key: str | int | None, given: dict[str, Any]) -> InputRequest:
+def _asked(number: int, kind: InputKind, key: str | int | None, given: dict[str, Any]) -> InputRequest:
     if "messages" in given:
         messages = _messages(given.pop("messages"))
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise InvalidLine(f"chat_template_kwargs must be a JSON object, got {options!r:.80}")
-        return InputRequest(number, door, key, messages=messages, template_options=options, sampling=_sampling(given))
+        return InputRequest(number, kind, key, messages=messages, template_options=options, sampling=_sampling(given))
     prompt = _prompt(given.pop("prompt"))
-    return InputRequest(number, door, key, prompt=prompt, sampling=_sampling(given))
+    return InputRequest(number, kind, key, prompt=prompt, sampling=_sampling(given))
 
 
 def _prompt(prompt: object) -> str | list[int]:

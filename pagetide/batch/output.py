@@ -117,8 +117,8 @@ class Output:
                 os.fsync(file.fileno())
                 self._synced_at = self._clock()
         except OSError as error:
-            told = f"{error.strerror}; make room and start the run again, it goes on where it is"
-            raise OSError(error.errno, told, str(self.part)) from error
+            message = f"{error.strerror}; make room and start the run again, it goes on where it is"
+            raise OSError(error.errno, message, str(self.part)) from error
 
     def finish(self, settings: Settings, counts: dict[str, int]) -> None:
         """Give the complete file its final name."""

@@ -33,46 +33,46 @@ class ResultBuilder:
     run_id: str
     token_text: Callable[[int], str]
 
-    def record(self, ask: InputRequest, output: RequestOutput) -> Record:
+    def record(self, request: InputRequest, output: RequestOutput) -> Record:
         """The record of a line. `output` is ignored if the line itself was invalid."""
-        why = ask.error or failure_of(output)
-        error = None if why is None else f"line {ask.line}: {why}"
-        if ask.door == "plain":
-            return self._failed(ask, error) if error is not None else self._plain(ask, output)
-        status, body = 200, self._body(ask, output)
+        why = request.error or failure_of(output)
+        error = None if why is None else f"line {request.line}: {why}"
+        if request.kind == "plain":
+            return self._failed(request, error) if error is not None else self._plain(request, output)
+        status, body = 200, self._body(request, output)
         if error is not None:
-            status = 500 if ask.error is None and was_started(output) else 400
+            status = 500 if request.error is None and was_started(output) else 400
             body = {"error": {"message": error, "type": _error_type(status), "param": None, "code": None}}
         return {
-            "id": f"batch_req_{self._id(ask)}",
-            "custom_id": ask.id,
-            "response": {"status_code": status, "request_id": f"req_{self._id(ask)}", "body": body},
+            "id": f"batch_req_{self._id(request)}",
+            "custom_id": request.id,
+            "response": {"status_code": status, "request_id": f"req_{self._id(request)}", "body": body},
             "error": None if error is None else {"code": _error_type(status), "message": error},
         }
 
-    def _id(self, ask: InputRequest) -> str:
-        return f"{self.run_id}_{ask.line}"
+    def _id(self, request: InputRequest) -> str:
+        return f"{self.run_id}_{request.line}"
 
-    def _head(self, ask: InputRequest) -> Record:
-        head: Record = {"line": ask.line}
-        if ask.id is not None:
-            head["id"] = ask.id
-        if self.options.prompt and ask.messages is not None:
-            head["messages"] = ask.messages
-        elif self.options.prompt and ask.prompt is not None:
-            head["prompt"] = ask.prompt
+    def _head(self, request: InputRequest) -> Record:
+        head: Record = {"line": request.line}
+        if request.id is not None:
+            head["id"] = request.id
+        if self.options.prompt and request.messages is not None:
+            head["messages"] = request.messages
+        elif self.options.prompt and request.prompt is not None:
+            head["prompt"] = request.prompt
         return head
 
-    def _failed(self, ask: InputRequest, error: str) -> Record:
-        return {**self._head(ask), "finish_reason": "error", "error": error}
+    def _failed(self, request: InputRequest, error: str) -> Record:
+        return {**self._head(request), "finish_reason": "error", "error": error}
 
-    def _plain(self, ask: InputRequest, output: RequestOutput) -> Record:
+    def _plain(self, request: InputRequest, output: RequestOutput) -> Record:
         each = [self._continuation(completion) for completion in output.completions]
-        record = {**self._head(ask), **each[0]}
+        record = {**self._head(request), **each[0]}
         if len(each) > 1:
             record["completions"] = each
         if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = [None if told is None else asdict(told) for told in output.prompt_logprobs]
+            record["prompt_logprobs"] = [None if entry is None else asdict(entry) for entry in output.prompt_logprobs]
         return {**record, "usage": _usage(output)}
 
     def _continuation(self, completion: Completion) -> Record:
@@ -81,14 +81,14 @@ class ResultBuilder:
             record["token_ids"] = completion.token_ids
         record["finish_reason"] = completion.finish_reason
         if completion.logprobs is not None:
-            record["logprobs"] = [asdict(told) for told in completion.logprobs]
+            record["logprobs"] = [asdict(entry) for entry in completion.logprobs]
         return record
 
-    def _body(self, ask: InputRequest, output: RequestOutput) -> Record:
-        is_chat = ask.door == "chat"
+    def _body(self, request: InputRequest, output: RequestOutput) -> Record:
+        is_chat = request.kind == "chat"
         make = self._chat_choice if is_chat else self._text_choice
         return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(ask)}",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(request)}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": 0,
             "model": self.model,
@@ -99,11 +99,11 @@ class ResultBuilder:
     def _text_choice(self, index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
-            tokens = [self.token_text(told.token_id) for told in completion.logprobs]
+            tokens = [self.token_text(entry.token_id) for entry in completion.logprobs]
             logprobs = {
                 "tokens": tokens,
-                "token_logprobs": [told.logprob for told in completion.logprobs],
-                "top_logprobs": [{self.token_text(i): x for i, x in told.top} for told in completion.logprobs],
+                "token_logprobs": [entry.logprob for entry in completion.logprobs],
+                "top_logprobs": [{self.token_text(i): x for i, x in entry.top} for entry in completion.logprobs],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
             }
         text = completion.text or ""
@@ -112,13 +112,13 @@ class ResultBuilder:
     def _chat_choice(self, index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = {"content": [self._chat_token(told) for told in completion.logprobs]}
+            logprobs = {"content": [self._chat_token(entry) for entry in completion.logprobs]}
         message = {"role": "assistant", "content": completion.text or ""}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
-    def _chat_token(self, told: TokenLogprobs) -> Record:
-        one = self._token(told.token_id, told.logprob)
-        return {**one, "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in told.top]}
+    def _chat_token(self, entry: TokenLogprobs) -> Record:
+        one = self._token(entry.token_id, entry.logprob)
+        return {**one, "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
 
     def _token(self, token_id: int, logprob: float) -> Record:
         """`bytes` is None for a token that is not whole characters."""

@@ -124,7 +124,7 @@ class PipelineCall:
             raise ValueError(f"{new:,} new tokens leave no room for a prompt: the tokenizer takes at most {most:,}")
         return ids[-(most - new) :]
 
-    def _records(self, asked: Prepared, output: RequestOutput) -> list[Record]:
+    def _records(self, prepared: Prepared, output: RequestOutput) -> list[Record]:
         """The records of one output, like transformers' `postprocess`."""
         _raise_errors(output)
         sequences = [completion.token_ids for completion in output.completions]
@@ -132,25 +132,25 @@ class PipelineCall:
         longest = max(map(len, sequences))
         if pad is not None:  # pad shorter sequences, as transformers does
             sequences = [ids + [pad] * (longest - len(ids)) for ids in sequences]
-        return [self._record(asked, ids) for ids in sequences]
+        return [self._record(prepared, ids) for ids in sequences]
 
-    def _record(self, asked: Prepared, new: Sequence[int]) -> Record:
-        whole = [*asked.token_ids, *new]
+    def _record(self, prepared: Prepared, new: Sequence[int]) -> Record:
+        whole = [*prepared.token_ids, *new]
         if self._form == "tensors":
             return {"generated_token_ids": whole}
-        text = self._decode(whole[asked.num_prompt_tokens :])
+        text = self._decode(whole[prepared.num_prompt_tokens :])
         if self._form == "new text":
             return {"generated_text": text}
-        if isinstance(asked.prompt, str):
-            return {"generated_text": asked.prompt + text}
-        messages = list(asked.prompt.messages)
-        if self._goes_on(asked.prompt):
+        if isinstance(prepared.prompt, str):
+            return {"generated_text": prepared.prompt + text}
+        messages = list(prepared.prompt.messages)
+        if self._goes_on(prepared.prompt):
             last = messages.pop()
             return {"generated_text": [*messages, {"role": last["role"], "content": last["content"] + text}]}
         answer: Any = {"role": "assistant", "content": text}
         # the response template defines the parts of the text
         if getattr(self._tokenizer, "response_template", None) is not None:
-            before = self._decode(asked.token_ids[: asked.num_prompt_tokens])
+            before = self._decode(prepared.token_ids[: prepared.num_prompt_tokens])
             answer = self._tokenizer.parse_response(text, prefix=before, tools=self._asked.get("tools"))
         return {"generated_text": [*messages, answer]}
 

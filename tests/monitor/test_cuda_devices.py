@@ -105,7 +105,7 @@ def test_uuids_need_no_order() -> None:
 
 
 def test_a_gpu_that_does_not_tell_its_place_makes_every_index_unknown() -> None:
-    with pytest.raises(NoSuchDevice, match=r"not every GPU tells its PCI id .*index-1"):
+    with pytest.raises(NoSuchDevice, match=r"not every GPU reports its PCI id .*index-1"):
         visible_devices((A, DEAD), PCI_ORDER)
 
 

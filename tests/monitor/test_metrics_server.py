@@ -179,5 +179,5 @@ def test_a_fault_of_ours_is_answered_and_logged_once_a_minute_for_each_place(
         thread.join(60)
     told = [(record.getMessage(), record.exc_info is not None and record.exc_info[0]) for record in caplog.records]
     said = "the metrics page could not be made"
-    again = f"{said} (10 times since that was told last)"
+    again = f"{said} (10 times since the last message)"
     assert told == [(said, ZeroDivisionError), (said, KeyError), (again, ZeroDivisionError)]

@@ -196,7 +196,7 @@ def test_another_file_in_its_place_is_told_and_left_alone(path: Path) -> None:
     with written(path, Clock()) as writer:
         path.rename(path.with_name("moved"))
         path.write_text("mine")
-        with pytest.raises(RecordError, match=f"another file lies at {path}, so nobody finds what this monitor"):
+        with pytest.raises(RecordError, match=f"another file lies at {path}, so no reader finds what this monitor"):
             writer.mend()
         assert path.read_text() == "mine"
         path.unlink()

@@ -110,7 +110,7 @@ def test_a_daemon_that_is_killed_is_waited_for_and_may_come_back(
         for _ in range(2):
             killed = daemon.pid
             daemon.kill()
-            wait_until(lambda: "it is waited for until somebody starts it again" in caplog.text)
+            wait_until(lambda: "its operator must start it again" in caplog.text)
             caplog.clear()
             daemon.start()
             wait_until(lambda killed=killed: watched.monitor_pid == daemon.pid != killed)

@@ -183,7 +183,7 @@ def test_when_memory_ends_is_told_whole_in_every_form(height: int | None) -> Non
 
 def test_without_devices() -> None:
     nothing = snapshot_of()
-    assert page(nothing, 80)[2:] == [" no devices", "", " nothing is told about processes"]
+    assert page(nothing, 80)[2:] == [" no devices", "", " the processes are not known"]
     assert page(nothing, 40, 1) == ["vram-monitor  nvml+host · pid…  14:03:27"]
 
 
@@ -282,7 +282,7 @@ def test_a_source_that_tells_no_processes_is_not_one_without_processes() -> None
     device = sample_device(0)
     untold = replace(device, detail=replace(device.detail, reading=DetailReading()))
     none = replace(device, detail=replace(device.detail, reading=DetailReading(processes=())))
-    assert page(snapshot_of(untold), 80)[-1] == " nothing is told about processes"
+    assert page(snapshot_of(untold), 80)[-1] == " the processes are not known"
     assert page(snapshot_of(none), 80)[-1] == " no processes"
 
 
