@@ -81,7 +81,7 @@ def _in_cuda_order(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> l
     ):
         raise NoSuchDevice(
             f"the GPUs are not all known to be of one model ({_names(gpus)}), and CUDA's order, "
-            "fastest first, cannot be known outside of CUDA; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs in CUDA_VISIBLE_DEVICES"
+            "fastest first, is known to CUDA alone; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs in CUDA_VISIBLE_DEVICES"
         )
     places = [(numbers, gpu) for gpu in gpus if (numbers := _pci_numbers(gpu.pci_id)) is not None]
     if len(places) < len(gpus):

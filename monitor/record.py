@@ -43,7 +43,7 @@ T = TypeVar("T")
 class _DeviceSlot(NamedTuple):
     """The slot of a device, for as long as the device stays in the record."""
 
-    index: int
+    number: int
     generation: int
 
 
@@ -95,13 +95,13 @@ class RecordWriter:
             raise RecordError(f"a device comes twice in {[info.uuid for info in infos]}")
         generation = shared.words[layout.TABLE.sequence] + 1
         new = [info.uuid for info in infos if info.uuid not in self._slots]
-        unused = set(range(layout.NUM_SLOTS)) - {slot.index for slot in self._slots.values()}
-        given = {uuid: _DeviceSlot(index, generation) for uuid, index in zip(new, sorted(unused), strict=False)}
+        unused = set(range(layout.NUM_SLOTS)) - {slot.number for slot in self._slots.values()}
+        given = {uuid: _DeviceSlot(number, generation) for uuid, number in zip(new, sorted(unused), strict=False)}
         known = self._slots | given
         table = codec.table_to_bytes([(*known[info.uuid], info) for info in infos], layout.TABLE.room_bytes)
         with self._lock:
             if self._file is not None:
-                self._file.reserve_details(slot.index for slot in given.values())
+                self._file.reserve_details(slot.number for slot in given.values())
         interval_ns = shared.words[layout.BEAT_INTERVAL_NS]
         for slot in given.values():
             self._publish_memory(shared, slot, DeviceMemory(0, interval_ns, None, None, None, 0, 0))
@@ -175,10 +175,10 @@ class RecordWriter:
         return self._by_position[position]
 
     def _publish_memory(self, shared: layout.SharedBytes, slot: _DeviceSlot, memory: DeviceMemory) -> None:
-        self._publish(shared, layout.MEMORY[slot.index], slot.generation, codec.memory_to_bytes(memory))
+        self._publish(shared, layout.MEMORY[slot.number], slot.generation, codec.memory_to_bytes(memory))
 
     def _publish_detail(self, shared: layout.SharedBytes, slot: _DeviceSlot, detail: DeviceDetail) -> None:
-        target = layout.DETAIL[slot.index]
+        target = layout.DETAIL[slot.number]
         self._publish(shared, target, slot.generation, codec.detail_to_bytes(detail, target.room_bytes))
 
     def _publish(self, shared: layout.SharedBytes, place: layout.Place, generation: int, payload: bytes) -> None:
