@@ -128,10 +128,10 @@ def test_the_guard_says_once_that_it_waits(
     monkeypatch.setattr(watching, "_is_held", lambda directory: bool(looks.append(1)) or real(directory))
     with MonitorProcess(tmp_path / "run") as daemon, monitor.watch(runtime_dir=tmp_path / "run"):
         daemon.kill()
-        wait_until(lambda: "it is waited for" in caplog.text)
+        wait_until(lambda: "its operator must start it again" in caplog.text)
         seen = len(looks)
         wait_until(lambda: len(looks) > seen + 20)
-        assert caplog.text.count("it is waited for") == 1
+        assert caplog.text.count("its operator must start it again") == 1
 
 
 def test_only_a_monitor_with_the_usual_settings_may_be_started_again(tmp_path: Path) -> None:
