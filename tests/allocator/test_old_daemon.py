@@ -1,8 +1,7 @@
 """An old daemon and a new engine, or the reverse: every kind of frame as a broker and an engine of protocol 2 wrote it.
 
-The frames were recorded between processes of two commits, `withdraw` and `refused` written after them. A change that breaks one of these tests needs a new
-protocol version.
-"""
+The frames were recorded between processes of two commits, `withdraw` and `refused` written after them. A change that
+breaks one of these tests needs a new protocol version.
 
 from __future__ import annotations
 
