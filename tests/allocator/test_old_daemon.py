@@ -2,6 +2,7 @@
 
 The frames were recorded between processes of two commits, `withdraw` and `refused` written after them. A change that
 breaks one of these tests needs a new protocol version.
+"""
 
 from __future__ import annotations
 
