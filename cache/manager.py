@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator, BlockCounts, BlockIds
+from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
+from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
 from .eviction import EvictionPolicy
 from .host_offload import UNLEARNED
@@ -74,8 +75,10 @@ class CacheManager:
     number of slots of the host tier, which evicts the oldest entries first.
 
     The attribute `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is
-    mapped. With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
-    `grow` adds extents and `shrink` removes them; a shrink ends when the caller reports it by `moved` and `unmapped`.
+    mapped. `pool` is the state of the blocks and extents.
+
+    With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start. `grow`
+    adds extents and `shrink` removes them; a shrink ends when the caller reports it by `moved` and `unmapped`.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class CacheManager:
         self._host_slots = host_slots
         in_pool = (num_blocks - 1) // num_groups * block_size
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no slot in the cache yet
-        self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
+        self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
+        self.pool: PoolView = self._allocator
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
         self.max_cached_blocks = max_cached_blocks
@@ -112,7 +116,7 @@ class CacheManager:
         self.swapping: Swapping | None = None  # with a host tier
         if hasher is not None and host_slots:
             self.index = index_with_slots(hasher, num_blocks, host_slots, eviction)
-            self.swapping = Swapping(self.index, self.allocator, host_slots, self._bytes_at)
+            self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at)
         elif hasher is not None:
             self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
 
@@ -124,7 +128,7 @@ class CacheManager:
         if self._blocks_per_extent is None:
             extents = None
         else:
-            extents = self.allocator.mapped_extents.tolist() if mapped is None else mapped
+            extents = self.pool.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
@@ -142,58 +146,9 @@ class CacheManager:
         return UNLEARNED if self.swapping is None else self.swapping.demotion.chances
 
     @property
-    def available(self) -> int:
-        """Blocks that can be allocated at once: free and evictable ones. Read-only."""
-        return self.allocator.available
-
-    @property
-    def pending_free_blocks(self) -> int:
-        """Blocks that become available once the copies of the next plan are done. Read-only."""
-        return self.allocator.pending_free_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated without eviction. Read-only."""
-        return self.allocator.num_free
-
-    @property
     def shared(self) -> int:
         """Blocks saved by sharing: table entries minus distinct live blocks. Read-only."""
-        return int(sum(table.lengths.sum() for table in self.tables)) - self.counts().live
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the pool when all of it is mapped, without the null block."""
-        return self.allocator.capacity
-
-    @property
-    def usable(self) -> int:
-        """Blocks, used or not, of the mapped extents that are not draining, without the null block."""
-        return self.allocator.usable
-
-    @property
-    def blocks_per_extent(self) -> int:
-        """Blocks that are mapped and unmapped together."""
-        return self.allocator.blocks_per_extent
-
-    @property
-    def drainable_extents(self) -> ExtentIds:
-        """Extents that `shrink` may choose from, provided that other extents have room for their live blocks. Read-only."""
-        return self.allocator.drainable_extents
-
-    @property
-    def mapped_extents(self) -> ExtentIds:
-        """Extents with memory, lowest first, including those that are draining. Read-only."""
-        return self.allocator.mapped_extents
-
-    @property
-    def unmapped_extents(self) -> ExtentIds:
-        """Extents without memory, which can be mapped, lowest first. Read-only."""
-        return self.allocator.unmapped_extents
-
-    def counts(self) -> BlockCounts:
-        """Blocks by state. Read-only."""
-        return self.allocator.counts()
+        return int(sum(table.lengths.sum() for table in self.tables)) - self.pool.counts().live
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all groups together that a sequence of `tokens` tokens holds."""
@@ -237,7 +192,7 @@ class CacheManager:
         updates, sources = [], []
         for table, own in zip(self.tables, fresh, strict=True):
             blocks = table.of(parent)[: full + bool(rest)].copy()
-            self.allocator.retain(blocks[:full])
+            self._allocator.retain(blocks[:full])
             sources.append(blocks[full:])
             blocks = np.append(blocks[:full], own)
             updates.append(_append(table, np.array([child]), np.array([len(blocks)]), blocks))
@@ -257,7 +212,7 @@ class CacheManager:
         sole = np.zeros(len(rows), np.int64)
         for table in self.tables:
             lengths = table.lengths[rows]
-            alone = self.allocator.references(table.of_all(rows)) == 1
+            alone = self.pool.references(table.of_all(rows)) == 1
             sole += np.bincount(np.repeat(np.arange(len(rows)), lengths), alone, len(rows)).astype(np.int64)
         return sole
 
@@ -265,7 +220,7 @@ class CacheManager:
         """Release the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
             blocks = table.of_all(rows)
-            parked = self.allocator.release(blocks)
+            parked = self._allocator.release(blocks)
             if self.swapping is not None:
                 for i in self.swapping.demotion.sample(len(rows)):
                     self.swapping.demotion.left(table.of(int(rows[i])))
@@ -293,7 +248,7 @@ class CacheManager:
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
-        parked = np.count_nonzero(self.allocator.references(hit.blocks) == 0) if len(hit.blocks) else 0
+        parked = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
         return self.blocks_for(upto) - len(hit.blocks) + int(parked)
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
@@ -302,7 +257,7 @@ class CacheManager:
         The tail kept for `name` is swapped in too, if it follows the tokens found. After a successful admission nothing
         is kept for `name` any more.
         """
-        if self.needed(upto, hit) > self.available:
+        if self.needed(upto, hit) > self.pool.available:
             return None
         if self.swapping is None:
             return self._seat(row, upto, hit)
@@ -319,7 +274,7 @@ class CacheManager:
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
         if self.index is not None and num_blocks:
-            taken = self.allocator.retain(hit.blocks)
+            taken = self._allocator.retain(hit.blocks)
             if len(taken):
                 self.index.take(taken)
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
@@ -352,14 +307,14 @@ class CacheManager:
         known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
         if not len(known):
-            self.allocator.publish(own)
+            self._allocator.publish(own)
             return ()
-        self.allocator.publish(own[found == own])
+        self._allocator.publish(own[found == own])
         theirs, slots = found[known], first + known
-        taken = self.allocator.retain(theirs)
+        taken = self._allocator.retain(theirs)
         if len(taken):
             self.index.take(taken)
-        self.allocator.release(own[known])
+        self._allocator.release(own[known])
         table.blocks[row, slots] = theirs
         return (TableUpdate(np.full(len(known), row), slots, theirs),)
 
@@ -368,7 +323,7 @@ class CacheManager:
         if self.index is None:
             return
         places = self.index.reset()
-        self.allocator.forget(places.blocks)
+        self._allocator.forget(places.blocks)
         if self.swapping is not None:
             self.swapping.reset(places.slots)
         self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are no longer findable
@@ -398,19 +353,19 @@ class CacheManager:
         `hit` is the prefix of the row that is being admitted. The contents of its slots stay there, and the copies of
         demoted blocks may run concurrently with the next plan's chunks.
         """
-        lacking = n - self.allocator.num_free
-        if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
+        lacking = n - self.pool.num_free
+        if self.index is not None and 0 < lacking <= self.pool.available - self.pool.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
                 self._give_up(self.index, victims, hit)
-                lacking = n - self.allocator.num_free  # blocks that a pending copy reads become free later
-        return self.allocator.allocate(n)
+                lacking = n - self.pool.num_free  # blocks that a pending copy reads become free later
+        return self._allocator.allocate(n)
 
     def _trim(self) -> None:
         """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
         if self.max_cached_blocks is None or self.index is None:
             return
         # Victims in flight did not count as cached: count again.
-        while (excess := self.counts().cached - self.max_cached_blocks) > 0:
+        while (excess := self.pool.counts().cached - self.max_cached_blocks) > 0:
             self._give_up(self.index, self.index.victims(excess))
 
     def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
@@ -423,7 +378,7 @@ class CacheManager:
     def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
         """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
         evicted = index.evict(blocks).blocks
-        self.allocator.forget(evicted)
+        self._allocator.forget(evicted)
         return len(evicted)
 
     # -- the host tier -------------------------------------------------------------------------------------------
@@ -468,7 +423,7 @@ class CacheManager:
 
     def grow(self, extents: Iterable[int]) -> None:
         """Add `extents`, which now have memory. Raises BlockMisuse unless all were unmapped."""
-        self.allocator.map(extents)
+        self._allocator.map(extents)
 
     def shrink(self, num_extents: int) -> Shrink | None:
         """Begin to give back up to `num_extents` extents without preempting a row; None, and no change, if none can go.
@@ -487,58 +442,58 @@ class CacheManager:
                 self._evict(self.index, plan.evictions)
             else:
                 self.evicted_blocks += self.swapping.give_up(self.index.with_descendants(plan.evictions))
-        self.allocator.drain(plan.extents)
+        self._allocator.drain(plan.extents)
         if len(plan.evictions):
-            moves = self.allocator.occupied(plan.extents)
+            moves = self.pool.occupied(plan.extents)
         if not len(moves):
             return Shrink(plan.extents)
-        targets = self.allocator.move(moves)
+        targets = self._allocator.move(moves)
         self._bytes_at[targets] = moves
         if self.index is not None:
             self.index.move(moves, targets)
         if self.swapping is not None:
             self.swapping.demotion.moved(moves, targets)
-        places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
+        places = np.zeros(self.pool.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
         return Shrink(plan.extents, updates, BlockCopies(moves, targets))
 
     def plan_shrink(self, num_extents: int) -> DrainPlan:
         """The extents and moves that `shrink` would choose. Read-only."""
-        plan = self.allocator.plan_drain(num_extents)
-        if self.index is None or len(plan.extents) == num_extents or not self.counts().cached:
+        plan = self.pool.plan_drain(num_extents)
+        if self.index is None or len(plan.extents) == num_extents or not self.pool.counts().cached:
             return plan
-        cached = self.allocator.cached_blocks
-        worth = np.zeros(self.allocator.num_blocks)
+        cached = self.pool.cached_blocks
+        worth = np.zeros(self.pool.num_blocks)
         worth[cached] = self.index.ranks(cached)
-        return self.allocator.plan_drain(num_extents, worth)
+        return self.pool.plan_drain(num_extents, worth)
 
     def moved(self, copies: BlockCopies) -> None:
         """Unpin the blocks of a shrink after its copies."""
         self._bytes_at[copies.targets] = copies.targets
-        self.allocator.unpin(np.concatenate((copies.sources, copies.targets)))
+        self._allocator.unpin(np.concatenate((copies.sources, copies.targets)))
         self._trim()  # targets may count as cached from now on
 
     def unmapped(self, extents: Iterable[int]) -> None:
         """Record that `extents`, drained by `shrink`, have no memory any more. Raises BlockMisuse if a block is still
         in use.
         """
-        self.allocator.unmap(extents)
+        self._allocator.unmap(extents)
 
     def keep(self, extents: Iterable[int]) -> None:
         """Undo the draining of `extents`, which are not unmapped after all: their blocks are available again."""
-        self.allocator.undrain(extents)
+        self._allocator.undrain(extents)
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
         findable = None
         if self.index is not None:
-            every = np.arange(self.allocator.num_blocks, dtype=np.int32)
+            every = np.arange(self.pool.num_blocks, dtype=np.int32)
             findable = every[self.index.findable(every)]
         tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
-        self.allocator.check_invariants(tables, findable)
+        self._allocator.check_invariants(tables, findable)
         if self.max_cached_blocks is not None:
-            cached = self.counts().cached
+            cached = self.pool.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         if self.index is not None:
             self.index.check_invariants()

@@ -72,7 +72,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters as plain data."""
         scheduler = self.core.scheduler
-        counters, counts = scheduler.stats, scheduler.cache.counts()
+        counters, counts = scheduler.stats, scheduler.cache.pool.counts()
         return {
             "model": self.plan.model,
             "device": self.plan.device,
@@ -85,7 +85,7 @@ class Engine:
             "kv_bytes": self.arena.mapped_bytes,
             "kv_bytes_per_token": self.plan.kv_bytes_per_token,
             "block_size": self.plan.block_size,
-            "blocks": {"usable": scheduler.cache.usable, **counts._asdict()},
+            "blocks": {"usable": scheduler.cache.pool.usable, **counts._asdict()},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "steps": counters.steps,
@@ -358,7 +358,7 @@ def _core(
     if config.cuda_graphs and storage.device.type == "cuda":
         _record(runner, limits.seats)
     cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
-    if host is not None and (measured := host.measure(storage, cache.usable)) is not None:
+    if host is not None and (measured := host.measure(storage, cache.pool.usable)) is not None:
         log.info("the host tier: copies at %s a second", format_bytes(int(measured)))
         cost = SwapCost(plan.geometry.payload_bytes, plan.block_size, bytes_per_s=measured)
     return EngineCore(Scheduler(cache, limits, cost), runner)

@@ -73,7 +73,7 @@ class PlanBuilder:
         if plan.swaps is not None or self._cache.evicted_blocks != self._evicted:
             self._count_swaps(plan, stats, decisions)
         if changes:
-            counts = self._cache.counts()
+            counts = self._cache.pool.counts()
             stats.peak_used_blocks = max(stats.peak_used_blocks, counts.live + counts.in_flight)
         stats.steps += 1
         return plan

@@ -25,7 +25,7 @@ class PoolSize:
 
     def __init__(self, cache: CacheManager) -> None:
         self.cache = cache
-        self.limit_blocks = cache.capacity
+        self.limit_blocks = cache.pool.capacity
         self._growing: list[int] = []
         self._leaving: list[int] = []
         self._copies: list[BlockCopies] = []
@@ -39,28 +39,30 @@ class PoolSize:
     @property
     def num_extents(self) -> int:
         """Extents with memory once all requested resizes are done."""
-        return len(self.cache.mapped_extents) + len(self._growing) - len(self._leaving)
+        return len(self.cache.pool.mapped_extents) + len(self._growing) - len(self._leaving)
 
     @property
     def most_extents(self) -> int:
         """Extents within the limit; at least 1, because the extent of the null block always has memory."""
-        return max(1, (self.limit_blocks + 1) // self.cache.blocks_per_extent)
+        return max(1, (self.limit_blocks + 1) // self.cache.pool.blocks_per_extent)
 
     @property
     def idle_extents(self) -> int:
         """Extents that `give_back` could give back now."""
-        from_pool = min(len(self.cache.drainable_extents), self.cache.available // self.cache.blocks_per_extent)
+        from_pool = min(
+            len(self.cache.pool.drainable_extents), self.cache.pool.available // self.cache.pool.blocks_per_extent
+        )
         return len(self._growing) + from_pool
 
     @property
     def removable_extents(self) -> int:
         """Extents that `give_back` could give back if no row held a block."""
-        return len(self._growing) + len(self.cache.drainable_extents)
+        return len(self._growing) + len(self.cache.pool.drainable_extents)
 
     def missing_blocks(self, num_extents: int) -> int:
         """Blocks to free before `give_back` has `num_extents`, which must be removable."""
         from_pool = num_extents - len(self._growing)
-        return 0 if from_pool <= 0 else from_pool * self.cache.blocks_per_extent - self.cache.available
+        return 0 if from_pool <= 0 else from_pool * self.cache.pool.blocks_per_extent - self.cache.pool.available
 
     def grow(self, num_extents: int) -> int:
         """Request up to `num_extents` more extents, within the limit and the reserved pool. Returns how many."""
@@ -69,7 +71,7 @@ class PoolSize:
         if kept:
             self.cache.keep(kept)
             del self._leaving[-len(kept) :]
-        unmapped = np.setdiff1d(self.cache.unmapped_extents, self._growing, assume_unique=True)
+        unmapped = np.setdiff1d(self.cache.pool.unmapped_extents, self._growing, assume_unique=True)
         fresh = unmapped[: allowed - len(kept)].tolist()
         self._growing += fresh
         return len(kept) + len(fresh)

@@ -420,7 +420,7 @@ class World:
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
-            assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
+            assert set(self.cache.pool.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
         if looks and self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
@@ -519,7 +519,7 @@ class World:
 
     @property
     def used(self) -> int:
-        return self.cache.counts().live
+        return self.cache.pool.counts().live
 
     def check_outputs(self, *, but: tuple[str, ...] = ()) -> None:
         """Every request but some gave what it gives alone."""
@@ -529,8 +529,8 @@ class World:
                 assert self.finished[name].token_ids.tolist() == expected, name
 
     def check_empty(self) -> None:
-        counts = self.cache.counts()
-        assert (counts.live, counts.free + counts.cached) == (0, self.cache.usable)
+        counts = self.cache.pool.counts()
+        assert (counts.live, counts.free + counts.cached) == (0, self.cache.pool.usable)
         assert self.cache.index is not None or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.cache.host is None or not self.cache.host.tails, "a tail of a sequence that ended"

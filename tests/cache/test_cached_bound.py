@@ -68,7 +68,7 @@ class Cache:
 
     @property
     def cached(self) -> int:
-        return self.manager.counts().cached
+        return self.manager.pool.counts().cached
 
 
 def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
@@ -81,7 +81,7 @@ def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
     cache.run(C)
     assert (cache.cached, cache.found(A), cache.found(B), cache.found(C)) == (6, 2, 0, 4), "A was used after B"
     assert cache.manager.evicted_blocks == 2 + 4
-    assert cache.manager.num_free == 40 - 6
+    assert cache.manager.pool.num_free == 40 - 6
 
 
 def test_what_goes_is_what_the_policy_says() -> None:
@@ -116,7 +116,7 @@ def test_with_a_bound_of_0_only_what_is_held_is_found() -> None:
     cache.begin(0, A)
     assert cache.found(A) == 4, "who comes while it runs shares its blocks: without prefix caching nobody would"
     cache.end(0)
-    assert (cache.cached, cache.found(A), cache.manager.num_free) == (0, 0, 40)
+    assert (cache.cached, cache.found(A), cache.manager.pool.num_free) == (0, 0, 40)
 
 
 def test_rows_that_are_released_at_once() -> None:
@@ -149,7 +149,7 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
     cache.end(1)
     shrink = cache.manager.shrink(5)
     assert shrink is not None and shrink.copies is not None
-    assert (cache.cached, cache.manager.counts().in_flight) == (2, 4), "two blocks of B are copied"
+    assert (cache.cached, cache.manager.pool.counts().in_flight) == (2, 4), "two blocks of B are copied"
     cache.end(0)
     assert (cache.cached, cache.found(B)) == (6, 4)
     cache.manager.moved(shrink.copies)
@@ -178,11 +178,11 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
     for i in range(3):
         world.add(f"r{i}", 25, max_new=1)
     world.run()
-    assert (world.cache.counts().cached, world.cache.num_free) == (3, 28)
+    assert (world.cache.pool.counts().cached, world.cache.pool.num_free) == (3, 28)
     evicted = world.cache.evicted_blocks
     assert world.scheduler.give_back(7) == 7
     world.step()
-    assert (world.cache.counts().cached, world.cache.evicted_blocks, world.cache.usable) == (3, evicted, 3)
+    assert (world.cache.pool.counts().cached, world.cache.evicted_blocks, world.cache.pool.usable) == (3, evicted, 3)
 
 
 def test_a_renewed_manager_has_the_same_bound() -> None:

@@ -264,11 +264,11 @@ def test_a_tier_that_rests_forgets_and_takes_nothing_until_somebody_comes() -> N
     cache.demoted()
     manager = cache.manager
     assert manager.host.num_used > 0
-    cached = manager.counts().cached
+    cached = manager.pool.counts().cached
     manager.rest()
     manager.check_invariants()
     assert manager.host.num_used == 0 and not manager.host.demotes
-    assert manager.counts().cached == cached, "what is on the device stays"
+    assert manager.pool.counts().cached == cached, "what is on the device stays"
     assert cache.begin(0, C) == 16
     assert manager.host.demotes
     cache.begin(1, D)

@@ -28,7 +28,7 @@ def test_extend_covers_tokens_by_whole_blocks():
     assert len(cache.extend(rows(2), rows(64)).tables[0].blocks) == 0
     assert cache.extend(rows(2), rows(65)).tables[0].slots.tolist() == [4]
     cache.release(np.array([2]))
-    assert cache.counts().live == 0
+    assert cache.pool.counts().live == 0
 
 
 def test_extend_many_rows_at_once_keeps_each_rows_order():
@@ -46,7 +46,7 @@ def test_extend_is_all_or_nothing():
     cache = CacheManager(9, 16, 2, 1024)
     cache.extend(rows(0), rows(48))
     assert cache.extend(rows(0, 1), rows(64, 90)) is None
-    assert (cache.available, cache.tables[0].lengths.tolist()) == (5, [3, 0])
+    assert (cache.pool.available, cache.tables[0].lengths.tolist()) == (5, [3, 0])
     assert len(cache.extend(rows(1), rows(80)).tables[0].blocks) == 5
 
 
@@ -64,7 +64,7 @@ def test_groups_have_tables_of_their_own():
     assert cache.blocks_for(6) == 4
     assert cache.extend(rows(1), rows(9)) is None
     cache.release(np.array([0]))
-    assert cache.available == 8
+    assert cache.pool.available == 8
 
 
 def test_fork_shares_full_blocks_and_copies_the_last():
@@ -76,14 +76,14 @@ def test_fork_shares_full_blocks_and_copies_the_last():
         assert fork.copies.sources.tolist() == [parent[2]]
         assert fork.copies.targets.tolist() == [cache.tables[0].of(child)[2]]
         assert cache.tables[0].of(child)[:2].tolist() == parent[:2]
-    assert cache.allocator.references(parent).tolist() == [3, 3, 1]
-    assert cache.counts().live == 5
+    assert cache.pool.references(parent).tolist() == [3, 3, 1]
+    assert cache.pool.counts().live == 5
     cache.check_invariants()
     cache.release(np.array([0]))
-    assert (cache.counts().live, cache.allocator.references(parent[:2]).tolist()) == (4, [2, 2])
+    assert (cache.pool.counts().live, cache.pool.references(parent[:2]).tolist()) == (4, [2, 2])
     cache.release(np.array([1]))
     cache.release(np.array([2]))
-    assert cache.counts().live == 0
+    assert cache.pool.counts().live == 0
 
 
 def test_fork_at_a_border_copies_nothing_and_a_full_pool_forks_nothing():
@@ -129,7 +129,7 @@ def test_conservation_under_fuzz(seed):
         assert {r: cache.tables[0].of(r).tolist() for r in tables} == tables
     for row in list(tables):
         cache.release(np.array([row]))
-    assert cache.counts().free == 32
+    assert cache.pool.counts().free == 32
 
 
 # -- extents that come and go ------------------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def test_conservation_under_fuzz(seed):
 
 def test_a_row_may_come_to_what_the_reserved_pool_holds():
     cache = CacheManager(16, 4, 2, 1024, blocks_per_extent=4, mapped=[0])
-    assert (cache.capacity, cache.usable, cache.available, cache.max_tokens) == (15, 3, 3, 61)
+    assert (cache.pool.capacity, cache.pool.usable, cache.pool.available, cache.max_tokens) == (15, 3, 3, 61)
     assert cache.extend(rows(0), rows(13)) is None
     cache.grow([2])
-    assert (cache.mapped_extents.tolist(), cache.unmapped_extents.tolist()) == ([0, 2], [1, 3])
+    assert (cache.pool.mapped_extents.tolist(), cache.pool.unmapped_extents.tolist()) == ([0, 2], [1, 3])
     assert cache.extend(rows(0), rows(13)).tables[0].blocks.tolist() == [1, 2, 3, 8]
 
 
@@ -169,13 +169,13 @@ def test_shrink_moves_shared_blocks_in_every_table():
         [1, 2, 3, 1, 2],
     )
     assert (cache.tables[0].of(1).tolist(), cache.tables[0].of(2).tolist()) == ([1, 2, 3], [1, 2])
-    assert cache.counts()._asdict() == {
+    assert cache.pool.counts()._asdict() == {
         "free": 0, "draining": 1, "live": 3, "cached": 0, "in_flight": 3, "mapped": 7
     }  # fmt: skip
     cache.check_invariants()
     cache.moved(shrink.copies)
     cache.unmapped(shrink.extents)
-    assert (cache.counts().mapped, cache.counts().live, cache.mapped_extents.tolist()) == (3, 3, [0])
+    assert (cache.pool.counts().mapped, cache.pool.counts().live, cache.pool.mapped_extents.tolist()) == (3, 3, [0])
     cache.check_invariants()
 
 
@@ -195,9 +195,9 @@ def test_renewed_keeps_the_pools_extents(mapped):
     cache = CacheManager(16, 4, 3, 64, blocks_per_extent=4, mapped=[0, 1])
     cache.extend(rows(0), rows(16))
     fresh = cache.rebuilt(mapped)
-    assert fresh.mapped_extents.tolist() == (mapped or [0, 1])
-    assert fresh.counts().live == 0
-    assert CacheManager(16, 4, 3, 64).rebuilt([0]).usable == 15, "a pool without extents is mapped as a whole"
+    assert fresh.pool.mapped_extents.tolist() == (mapped or [0, 1])
+    assert fresh.pool.counts().live == 0
+    assert CacheManager(16, 4, 3, 64).rebuilt([0]).pool.usable == 15, "a pool without extents is mapped as a whole"
 
 
 UNMAPPED, UNWRITTEN = -2, -1
@@ -247,7 +247,7 @@ class Elastic(RuleBasedStateMachine):
         upto = min(len(lists[0]) + more, self.cache.max_tokens - 1)
         need = self.cache.blocks_for(upto) - self.cache.blocks_for(len(lists[0]))
         if self.cache.extend(rows(row), rows(upto)) is None:
-            assert need > self.cache.available
+            assert need > self.cache.pool.available
             return
         for group, tokens in enumerate(lists):
             for position in range(len(tokens), upto):
@@ -275,22 +275,22 @@ class Elastic(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 8))
     def shrink(self, n):
-        available, pinned = self.cache.available, bool(self.shrinks)
-        usable = self.cache.usable
+        available, pinned = self.cache.pool.available, bool(self.shrinks)
+        usable = self.cache.pool.usable
         shrink = self.cache.shrink(n)
         got = 0 if shrink is None else len(shrink.extents)
-        per = self.cache.blocks_per_extent
+        per = self.cache.pool.blocks_per_extent
         if not pinned:
             may = (usable + 1) // per - 1
             assert got == min(n, available // per, may)
-        assert self.cache.usable == usable - got * per
+        assert self.cache.pool.usable == usable - got * per
         if shrink is not None:
             self.shrinks.append(shrink)
 
-    @precondition(lambda self: self.cache.unmapped_extents.size)
+    @precondition(lambda self: self.cache.pool.unmapped_extents.size)
     @rule(data=st.data())
     def grow(self, data):
-        extents = data.draw(st.lists(st.sampled_from(self.cache.unmapped_extents.tolist()), unique=True))
+        extents = data.draw(st.lists(st.sampled_from(self.cache.pool.unmapped_extents.tolist()), unique=True))
         self.by_extent[extents] = UNWRITTEN
         self.cache.grow(extents)
 
@@ -304,19 +304,19 @@ class Elastic(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.execute()
-        assert (self.cache.counts().draining, self.cache.counts().in_flight) == (0, 0)
+        assert (self.cache.pool.counts().draining, self.cache.pool.counts().in_flight) == (0, 0)
         for row, lists in self.tokens.items():
             for table, tokens in zip(self.cache.tables, lists, strict=True):
                 assert self.memory[table.of(row)].ravel()[: len(tokens)].tolist() == tokens
         mapped = self.memory[:, 0] != UNMAPPED
         mapped[0] = False
-        assert self.cache.counts().mapped == mapped.sum()
+        assert self.cache.pool.counts().mapped == mapped.sum()
 
     @invariant()
     def books_are_right(self):
         if hasattr(self, "cache"):
             self.cache.check_invariants()
-            assert sum(self.cache.counts()[:-1]) == self.cache.counts().mapped
+            assert sum(self.cache.pool.counts()[:-1]) == self.cache.pool.counts().mapped
 
     def teardown(self):
         if hasattr(self, "cache"):

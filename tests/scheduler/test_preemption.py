@@ -93,7 +93,7 @@ def check_step(world: World) -> None:
     """A step in which no victim is one too many, and nobody is seated before an older one of its priority that comes back."""
     before = set(world.started)
     plan = world.schedule()
-    victims, counts = preempted(world, plan), world.cache.counts()
+    victims, counts = preempted(world, plan), world.cache.pool.counts()
     if victims:
         last = victims[-1]
         lacked = last["tokens"] % world.cache.block_size == 0  # a block itself
@@ -201,7 +201,7 @@ def test_abort_in_every_state(kept: dict, state: str) -> None:
     world.check_empty()
     assert target not in world.started[len(world.plans) :]
     world.cache.reset()
-    assert world.cache.counts().free == 9
+    assert world.cache.pool.counts().free == 9
     assert world.cache.host is None or world.cache.host.num_used == 0
 
 

@@ -164,12 +164,12 @@ def test_a_reset_forgets_every_tier(running: bool) -> None:
     for i, prompt in enumerate(prompts):
         world.add(f"p{i}", prompt, 1)
         world.run()
-    assert world.cache.host.num_used + world.cache.counts().cached == 16 > world.cache.counts().cached
+    assert world.cache.host.num_used + world.cache.pool.counts().cached == 16 > world.cache.pool.counts().cached
     if running:
         world.add("r", 40, 30)
         world.step()
     world.cache.reset()
-    assert (world.cache.host.num_used, world.cache.counts().cached) == (0, 0)
+    assert (world.cache.host.num_used, world.cache.pool.counts().cached) == (0, 0)
     for i, prompt in enumerate(prompts):
         world.add(f"again{i}", prompt, 1)
         world.run()
