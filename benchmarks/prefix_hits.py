@@ -70,7 +70,6 @@ class OneAtATime:
             self.refused += 1
             return 0
         chain = cache.chain(blocks.astype(np.int32), None)
-        assert chain is not None and cache.index is not None
         hit = cache.lookup(chain, n)
         before = cache.index.num_nodes
         extension = cache.admit(0, n + tail, hit)

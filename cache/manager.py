@@ -20,7 +20,7 @@ that the next plan must do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,15 +30,12 @@ from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .eviction import EvictionPolicy
-from .host_offload import UNLEARNED
-from .host_tier import HostTier, Swaps
+from .eviction import EvictionPolicy, Lru
+from .host_tier import Swaps
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .reuse_density import ReuseDensity
-from .swapping import Swapping, index_with_slots
-
-NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+from .swapping import Swapping, index_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +98,6 @@ class CacheManager:
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
-        self._host_slots = host_slots
         in_pool = (num_blocks - 1) // num_groups * block_size
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no slot in the cache yet
         self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
@@ -109,16 +105,14 @@ class CacheManager:
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
         self.max_cached_blocks = max_cached_blocks
-        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
-        self.index: PrefixIndex | None = None
-        self.swapping: Swapping | None = None  # with a host tier
-        if hasher is not None and host_slots:
-            self.index = index_with_slots(hasher, num_blocks, host_slots, eviction)
-            self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at)
-        elif hasher is not None:
-            self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
+        if hasher is None:
+            self.index = PrefixIndex(PrefixHasher(block_size), num_blocks, Lru(0), capacity=0)
+        else:
+            self.index = index_of(hasher, num_blocks, host_slots, eviction)
+        self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at)
+        self.host = self.swapping.host
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
@@ -131,19 +125,19 @@ class CacheManager:
             extents = self.pool.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
-            hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
-            max_cached_blocks=self.max_cached_blocks, host_slots=self._host_slots,
+            hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
+            max_cached_blocks=self.max_cached_blocks, host_slots=self.host.capacity,
         )  # fmt: skip
 
     @property
-    def host(self) -> HostTier | None:
-        """The slots of the host tier, if there is one."""
-        return None if self.swapping is None else self.swapping.host
+    def evicted_blocks(self) -> int:
+        """Blocks evicted since the start. Read-only."""
+        return self.swapping.evicted_blocks
 
     @property
     def chances(self) -> tuple[float, float]:
         """The probabilities that a block is used again: if no request has found it before, and if one has. Read-only."""
-        return UNLEARNED if self.swapping is None else self.swapping.demotion.chances
+        return self.swapping.demotion.chances
 
     @property
     def shared(self) -> int:
@@ -221,10 +215,9 @@ class CacheManager:
         for table in self.tables:
             blocks = table.of_all(rows)
             parked = self._allocator.release(blocks)
-            if self.swapping is not None:
-                for i in self.swapping.demotion.sample(len(rows)):
-                    self.swapping.demotion.left(table.of(int(rows[i])))
-            if self.index is not None and len(parked):
+            for i in self.swapping.demotion.sample(len(rows)):
+                self.swapping.demotion.left(table.of(int(rows[i])))
+            if len(parked):
                 self.index.mark_evictable(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
@@ -232,19 +225,16 @@ class CacheManager:
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
-    def chain(self, tokens: Int32, salt: bytes | None) -> Chain | None:
-        """The hash chain of `tokens` for lookups within `salt` (None: no salt). None without a prefix cache."""
-        return None if self.index is None else self.index.hasher.chain(tokens, salt)
+    def chain(self, tokens: Int32, salt: bytes | None) -> Chain:
+        """The hash chain of `tokens` for lookups within `salt` (None: no salt)."""
+        return self.index.hasher.chain(tokens, salt)
 
-    def lookup(self, chain: Chain | None, max_tokens: int) -> PrefixHit:
+    def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
         """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only.
 
         Valid until the cache changes.
         """
-        if chain is None or self.index is None:
-            return NO_HIT
-        hit = self.index.lookup(chain, max_tokens)
-        return hit if self.swapping is None else self.swapping.worth_promoting(hit)
+        return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
@@ -259,34 +249,32 @@ class CacheManager:
         """
         if self.needed(upto, hit) > self.pool.available:
             return None
-        if self.swapping is None:
-            return self._seat(row, upto, hit)
-        host, returns = self.swapping.host, self.swapping.stop_waiting(name)
-        owed = host.num_owed
-        extension = self._seat(row, upto, hit)
-        num_tail = self.swapping.seated(name, hit, self.tables[0].blocks[row], returns)
-        waits = host.num_owed > owed or host.is_arriving(hit.blocks)
-        return replace(extension, num_computed=hit.num_tokens + num_tail, waits=waits)
+        owed, returns = self.host.num_owed, self.swapping.stop_waiting(name)
+        tables = self._assign(row, upto, hit)
+        num_tail = self.swapping.admitted(name, hit, self.tables[0].blocks[row], returns)
+        waits = self.host.num_owed > owed or self.host.is_arriving(hit.blocks)
+        return Extension(tables, num_computed=hit.num_tokens + num_tail, waits=waits)
 
-    def _seat(self, row: int, upto: int, hit: PrefixHit) -> Extension:
-        """Assign `hit` to `row` (empty), with room for `upto` tokens. The caller has checked that there are enough blocks."""
+    def _assign(self, row: int, upto: int, hit: PrefixHit) -> tuple[TableUpdate, ...]:
+        """Assign `hit` to `row` (empty), with room for `upto` tokens; there must be enough blocks. Returns the table
+        entries.
+        """
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
-        if self.index is not None and num_blocks:
+        if num_blocks:
             taken = self._allocator.retain(hit.blocks)
             if len(taken):
                 self.index.take(taken)
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
         extension = self.extend(one, np.array([upto]), hit)
         assert extension is not None, "enough blocks were available"
-        if self.index is not None and hit.num_tokens:
+        if hit.num_tokens:
             if num_slots:
-                assert self.swapping is not None, "slots are found in a host tier"
                 self.swapping.promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
             self.index.accept(hit)
             self._committed[row] = num_blocks + num_slots
-        return Extension(merged([found, extension.tables]), num_computed=hit.num_tokens)
+        return merged([found, extension.tables])
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.
@@ -295,17 +283,18 @@ class CacheManager:
         cached blocks. Returns the changed table entries.
         """
         full, first = num_tokens // self.block_size, int(self._committed[row])
-        if self.index is None or full <= first:
+        if full <= first:
             return ()
         table = self.tables[0]
         blocks = table.blocks[row, :full]
         places = self.index.register(chain, blocks, first)
         found = places.blocks
         own = blocks[first : first + len(found)]
-        if self.swapping is not None:
-            self.swapping.registered(own[found == own], places.slots)
-        known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
+        if not len(found):
+            return ()
+        self.swapping.registered(own[found == own], places.slots)
+        known = np.flatnonzero(found != own)
         if not len(known):
             self._allocator.publish(own)
             return ()
@@ -320,12 +309,9 @@ class CacheManager:
 
     def reset(self) -> None:
         """Forget all cached prefixes. Rows keep their blocks."""
-        if self.index is None:
-            return
         places = self.index.reset()
         self._allocator.forget(places.blocks)
-        if self.swapping is not None:
-            self.swapping.reset(places.slots)
+        self.swapping.reset(places.slots)
         self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are no longer findable
         self._committed[self.tables[0].lengths == 0] = 0
 
@@ -339,13 +325,7 @@ class CacheManager:
 
     def forget(self, blocks: Int32) -> None:
         """Forget `blocks`, which no table contains, and their cached descendants."""
-        if self.index is None:
-            return
-        blocks = np.unique(blocks)
-        if self.swapping is None:
-            self._evict(self.index, blocks[self.index.findable(blocks)])
-        else:
-            self.swapping.forget(blocks)
+        self.swapping.forget(np.unique(blocks))
 
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """Allocate `n` blocks; demote or evict cached blocks if needed. Raises NoFreeBlocks, and changes nothing then.
@@ -354,32 +334,19 @@ class CacheManager:
         demoted blocks may run concurrently with the next plan's chunks.
         """
         lacking = n - self.pool.num_free
-        if self.index is not None and 0 < lacking <= self.pool.available - self.pool.num_free:
+        if 0 < lacking <= self.pool.available - self.pool.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                self._give_up(self.index, victims, hit)
+                self.swapping.reclaim(victims, hit)
                 lacking = n - self.pool.num_free  # blocks that a pending copy reads become free later
         return self._allocator.allocate(n)
 
     def _trim(self) -> None:
         """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
-        if self.max_cached_blocks is None or self.index is None:
+        if self.max_cached_blocks is None:
             return
         # Victims in flight did not count as cached: count again.
         while (excess := self.pool.counts().cached - self.max_cached_blocks) > 0:
-            self._give_up(self.index, self.index.victims(excess))
-
-    def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
-        """Demote or evict `victims`, in the order of `PrefixIndex.victims`; `hit` is as for `_allocate`."""
-        if self.swapping is None:
-            self.evicted_blocks += self._evict(index, victims)
-        else:
-            self.evicted_blocks += self.swapping.give_up(victims, hit)
-
-    def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
-        """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
-        evicted = index.evict(blocks).blocks
-        self._allocator.forget(evicted)
-        return len(evicted)
+            self.swapping.reclaim(self.index.victims(excess))
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
@@ -390,34 +357,29 @@ class CacheManager:
         count as certain to be used again. The last, partly filled block is kept, unless no slot is available or the
         blocks before it are not all findable.
         """
-        if self.swapping is not None:
-            full, rest = divmod(num_tokens, self.block_size)
-            num_tail = 1 if rest and self._committed[row] == full else 0
-            self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
+        full, rest = divmod(num_tokens, self.block_size)
+        num_tail = 1 if rest and self._committed[row] == full else 0
+        self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
 
     def drop_for(self, name: str) -> None:
         """Forget what was kept for sequence `name`, which will not return. Does nothing if nothing was kept."""
-        if self.swapping is not None:
-            self.swapping.drop_for(name)
+        self.swapping.drop_for(name)
 
     def rest(self) -> None:
         """Empty the host tier, so that it needs no memory. It stays unused until a row is admitted."""
-        if self.swapping is not None:
-            self.swapping.rest()
+        self.swapping.rest()
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
         """The copies from and to the host tier that the plan being made must do. `alone`: the plan moves nothing else."""
-        return None if self.swapping is None else self.swapping.host.take_swaps(alone)
+        return self.host.take_swaps(alone)
 
     def forget_slots(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a copy has failed."""
-        if self.swapping is not None:
-            self.swapping.forget_slots(slots)
+        self.swapping.forget_slots(slots)
 
     def lost(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
-        if self.swapping is not None:
-            self.swapping.lost(slots)
+        self.swapping.lost(slots)
 
     # -- the pool's size -----------------------------------------------------------------------------------------
 
@@ -437,11 +399,8 @@ class CacheManager:
         if not len(plan.extents):
             return None
         moves = plan.moves
-        if self.index is not None and len(plan.evictions):
-            if self.swapping is None:
-                self._evict(self.index, plan.evictions)
-            else:
-                self.evicted_blocks += self.swapping.give_up(self.index.with_descendants(plan.evictions))
+        if len(plan.evictions):
+            self.swapping.reclaim_trees(plan.evictions)
         self._allocator.drain(plan.extents)
         if len(plan.evictions):
             moves = self.pool.occupied(plan.extents)
@@ -449,10 +408,8 @@ class CacheManager:
             return Shrink(plan.extents)
         targets = self._allocator.move(moves)
         self._bytes_at[targets] = moves
-        if self.index is not None:
-            self.index.move(moves, targets)
-        if self.swapping is not None:
-            self.swapping.demotion.moved(moves, targets)
+        self.index.move(moves, targets)
+        self.swapping.demotion.moved(moves, targets)
         places = np.zeros(self.pool.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets
         updates = tuple(_moved(table, places) for table in self.tables)
@@ -461,7 +418,7 @@ class CacheManager:
     def plan_shrink(self, num_extents: int) -> DrainPlan:
         """The extents and moves that `shrink` would choose. Read-only."""
         plan = self.pool.plan_drain(num_extents)
-        if self.index is None or len(plan.extents) == num_extents or not self.pool.counts().cached:
+        if len(plan.extents) == num_extents or not self.pool.counts().cached:
             return plan
         cached = self.pool.cached_blocks
         worth = np.zeros(self.pool.num_blocks)
@@ -486,19 +443,15 @@ class CacheManager:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
-        findable = None
-        if self.index is not None:
-            every = np.arange(self.pool.num_blocks, dtype=np.int32)
-            findable = every[self.index.findable(every)]
+        every = np.arange(self.pool.num_blocks, dtype=np.int32)
+        findable = every[self.index.findable(every)]
         tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
         self._allocator.check_invariants(tables, findable)
         if self.max_cached_blocks is not None:
             cached = self.pool.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
-        if self.index is not None:
-            self.index.check_invariants()
-        if self.swapping is not None and findable is not None:
-            self.swapping.check_invariants(findable)
+        self.index.check_invariants()
+        self.swapping.check_invariants(findable)
 
 
 def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:

@@ -27,7 +27,7 @@ from ..allocator.blocks import BlockIds
 from ..allocator.errors import BlockMisuse
 from .block_table import Index, Int32
 from .digest_table import NONE, DigestTable, distinct, leading, num_new
-from .eviction import EvictionPolicy, Nodes, Ranks
+from .eviction import EvictionPolicy, Lru, Nodes, Ranks
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import PrefixTree
 
@@ -55,17 +55,23 @@ class BlockPlaces:
     slots: Int32
 
 
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
-    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. A
-    call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks, whatever
-    the pool's size; only `reset`, `used_slots` and the check look at all.
+    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. By
+    default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found.
+
+    A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
+    whatever the pool's size; only `reset`, `used_slots` and the check look at all.
     """
 
     def __init__(
         self, hasher: PrefixHasher, num_blocks: int, policy: EvictionPolicy,
-        *, num_slots: int = 0, host_policy: EvictionPolicy | None = None,
+        *, num_slots: int = 0, host_policy: EvictionPolicy | None = None, capacity: int | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
@@ -73,11 +79,14 @@ class PrefixIndex:
             raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
         self.hasher = hasher
         self._policy = policy
-        self._host_policy = host_policy
-        self._clear(num_blocks, num_slots)
+        self._host_policy = host_policy or Lru(0)
+        self._num_blocks = num_blocks
+        self._num_slots = num_slots
+        self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
+        self._clear()
 
-    def _clear(self, num_blocks: int, num_slots: int) -> None:
-        capacity = num_blocks + num_slots  # nodes lie in different places, so there are never more
+    def _clear(self) -> None:
+        num_blocks, num_slots, capacity = self._num_blocks, self._num_slots, self.capacity
         self._table = DigestTable(capacity)
         self._tree = PrefixTree(capacity)
         self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
@@ -93,11 +102,6 @@ class PrefixIndex:
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
 
-    @property
-    def capacity(self) -> int:
-        """The largest number of nodes: one for each block and each slot."""
-        return len(self._unused)
-
     # -- requests ------------------------------------------------------------------------------------------------
 
     def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
@@ -109,7 +113,7 @@ class PrefixIndex:
         most = min(max_tokens // self.hasher.block_size, chain.num_blocks)
         # Most misses miss the first block: these need no hashes.
         if most < 1 or chain.root not in self._roots:
-            return _MISS
+            return NO_HIT
         nodes = self._table.find(chain.digests(most))
         nodes = nodes[: self._num_true(chain, nodes[: leading(nodes != NONE)], 0, None)]
         blocks = self._block_of[nodes]
@@ -128,8 +132,9 @@ class PrefixIndex:
         `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
         findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
         the caller puts the returned block into the table, with a reference (`take` it if it had none), and releases its
-        own. If fewer are returned, the others stay unregistered: their parent is not findable, or their digest is that
-        of other tokens. The returned `slots` are free: their contents are in blocks of this sequence now.
+        own. If fewer are returned, the others stay unregistered: their parent is not findable, their digest is that of
+        other tokens, or there is no room for more nodes. The returned `slots` are free: their contents are in blocks of
+        this sequence now.
 
         Raises BlockMisuse when one of the blocks is findable as something else.
         """
@@ -139,8 +144,8 @@ class PrefixIndex:
                 f"asked to register blocks {first} to {len(blocks)} of a chain that has {chain.num_blocks} full ones"
             )
         parent = int(self._node_of_block[blocks[first - 1]]) if first else None
-        if parent == NONE or first == len(blocks):
-            return _NOWHERE
+        if parent == NONE or first == len(blocks) or not self.capacity:
+            return NOWHERE
         own = blocks[first:]
         digests = chain.digests(len(blocks))
         if parent is not None and (self._table.digests[parent] != digests[first - 1]).any():
@@ -152,7 +157,8 @@ class PrefixIndex:
         fresh = slice(len(known), len(known))
         if len(known) == num_known:
             # Nodes known further on belong to another prefix.
-            fresh = slice(num_known, num_known + num_new(digests[num_known:], nodes[num_known:]))
+            num_fresh = min(num_new(digests[num_known:], nodes[num_known:]), self.capacity - self.num_nodes)
+            fresh = slice(num_known, num_known + num_fresh)
         returned = np.flatnonzero(self._block_of[known] == NONE)
         self._check_free_blocks(np.concatenate((own[returned], own[fresh])))
         slots = self._slot_of[known[returned]]
@@ -211,7 +217,7 @@ class PrefixIndex:
 
     def host_victims(self, n: int) -> Int32:
         """The next `n` slots of the host tier to evict, in order; fewer only if fewer are in use. Read-only."""
-        return self._slot_of[_given(self._host_policy).victims(n)[:n]]
+        return self._slot_of[self._host_policy.victims(n)[:n]]
 
     def ranks(self, blocks: Ids) -> Ranks:
         """The policy's rank of each of `blocks`, findable: lower is evicted first. Read-only."""
@@ -251,7 +257,7 @@ class PrefixIndex:
         on_device = self._block_of[nodes] != NONE
         places = BlockPlaces(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
         self._leave_policies(nodes, on_device)
-        self._clear(len(self._node_of_block), len(self._node_of_slot))
+        self._clear()
         return places
 
     # -- the host tier -----------------------------------------------------------------------------------------------
@@ -277,11 +283,10 @@ class PrefixIndex:
         self._node_of_slot[to] = nodes
         self._policy.remove(nodes)
         nodes = nodes[::-1]  # roots first
-        policy = _given(self._host_policy)
         parents = self._parents(nodes)
         parents[self._block_of[parents] != NONE] = NONE  # not known to the host policy
-        policy.add(nodes, parents, self._table.digests[nodes, 0])
-        policy.mark_evictable(nodes)
+        self._host_policy.add(nodes, parents, self._table.digests[nodes, 0])
+        self._host_policy.mark_evictable(nodes)
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
         """Move the nodes in `slots` (part of a chain, in its order) to `blocks`, which a request holds.
@@ -374,7 +379,7 @@ class PrefixIndex:
 
     def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
         """Move host nodes `nodes` to `blocks`, where they are in use."""
-        _given(self._host_policy).remove(nodes)
+        self._host_policy.remove(nodes)
         self._node_of_slot[self._slot_of[nodes]] = NONE
         self._slot_of[nodes] = NONE
         self._block_of[nodes] = blocks
@@ -385,7 +390,7 @@ class PrefixIndex:
     def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
         self._check_parked(nodes)
-        blocks, slots = self._block_of[nodes], _NOWHERE.slots
+        blocks, slots = self._block_of[nodes], NOWHERE.slots
         on_device = blocks != NONE
         if not on_device.all():
             blocks, slots = blocks[on_device], self._slot_of[nodes[~on_device]]
@@ -406,7 +411,7 @@ class PrefixIndex:
             self._policy.remove(nodes)
             return
         self._policy.remove(nodes[on_device])
-        _given(self._host_policy).remove(nodes[~on_device])
+        self._host_policy.remove(nodes[~on_device])
 
     def _parents(self, nodes: Nodes) -> Nodes:
         return self._tree.parents[nodes].astype(np.int64)
@@ -448,15 +453,5 @@ def _ids(ids: Ids) -> Index:
     return np.asarray(ids, np.int64)
 
 
-def _given(policy: EvictionPolicy | None) -> EvictionPolicy:
-    if policy is None:
-        raise BlockMisuse("this index has no host tier; give it slots and a policy for them")
-    return policy
-
-
 def _some(ids: BlockIds | Index) -> str:
     return ", ".join(map(str, ids[:8].tolist())) + (", ..." if len(ids) > 8 else "")
-
-
-_MISS = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
-_NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))

@@ -1,8 +1,9 @@
-"""Demotion of blocks to the host tier, promotion back to the device, and the state of waiting sequences.
+"""Eviction and demotion of blocks, promotion back to the device, and the state of waiting sequences.
 
 Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
-available; older slots are evicted for them. A hit in a slot is promoted to a block of the new row. The blocks that a
-preempted sequence needs are known. Its last, partly filled block is not findable; it is kept as its tail.
+available; older slots are evicted for them. The other blocks are evicted: all of them if the tier has no slots. A hit
+in a slot is promoted to a block of the new row. The blocks that a preempted sequence needs are known. Its last, partly
+filled block is not findable; it is kept as its tail.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
 
 
-def index_with_slots(
+def index_of(
     hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: Callable[[int], EvictionPolicy]
 ) -> PrefixIndex:
-    """An index that also finds prefixes in `num_slots` slots of a host tier, which evicts the oldest entries first."""
-    num_slots += 1  # slot 0 is never used
+    """An index of `num_blocks` blocks and `num_slots` slots of a host tier, which evicts the oldest entries first."""
+    num_slots += num_slots > 0  # slot 0 is never used
     num_nodes = num_blocks + num_slots
     return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
 
 
 class Swapping:
-    """A host tier of `num_slots` slots for what `index` finds in blocks of `allocator`. The cache manager mutates it.
+    """Takes blocks of `allocator` that `index` finds from their place: evicts them or swaps them out to a host tier.
 
-    `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+    The tier has `num_slots` slots, which may be 0. The cache manager mutates this. `bytes_at` is the manager's: where
+    each block's bytes are until the next plan is done.
     """
 
     def __init__(self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32) -> None:
@@ -46,31 +48,37 @@ class Swapping:
         self._bytes_at = bytes_at
         self._block_size = index.hasher.block_size
         self._waiting: dict[str, tuple[Chain, int]] = {}  # preempted sequences: chain, number of computed tokens
+        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
-    def give_up(self, victims: BlockIds, hit: PrefixHit | None = None) -> int:
-        """Demote those of `victims` that are worth it and find a slot; evict the others. Returns the number of blocks evicted.
+    def reclaim(self, victims: BlockIds, hit: PrefixHit | None = None) -> None:
+        """Demote those of `victims` that are worth it and find a slot; evict the others.
 
         `victims` are in the order of `PrefixIndex.victims`; if slots are short the last ones are demoted. `hit` is the
         prefix of a row that is being admitted: the contents of its slots stay there.
         """
-        num_evicted = 0
+        if not self.host.demotes:
+            self.evicted_blocks += self._evict(victims)
+            return
         worth = self.demotion.worth(victims, self.host.least_chance)
         if not worth.all():
-            num_evicted += self._evict(victims[~worth])
+            self.evicted_blocks += self._evict(victims[~worth])
             victims = victims[worth]
             victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
         slots = self._take_slots(len(victims), _NO_SLOTS if hit is None else hit.slots)
         num_left = len(victims) - len(slots)
-        num_evicted += self._evict(victims[:num_left])
+        self.evicted_blocks += self._evict(victims[:num_left])
         demoted = victims[num_left:]
         if len(demoted):
             self._index.demote(demoted, slots)
             self.demotion.demoted(demoted, slots)
             self._allocator.forget(demoted)
             self.host.queue_swap_out(self._bytes_at[demoted], slots, beside=hit is not None)
-        return num_evicted
+
+    def reclaim_trees(self, roots: BlockIds) -> None:
+        """Demote or evict `roots`, findable and without references, with all their descendants."""
+        self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
         """`hit`, without its slots if promoting them is not worth it. Read-only."""
@@ -96,8 +104,10 @@ class Swapping:
     def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
         """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
 
-        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept.
+        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept. Does nothing without slots.
         """
+        if not self.host.capacity:
+            return
         self._waiting[name] = chain, num_tokens
         self._want(chain, num_tokens, 1)
         slots = self._take_slots(len(tail))
@@ -112,7 +122,7 @@ class Swapping:
         self._want(*waiting, -1)
         return True
 
-    def seated(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
+    def admitted(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
         """Account for the admission of `name` with the prefix `hit` into `blocks`; `returns`: it was preempted before.
 
         Its tail is swapped in if it follows the tokens found. Returns the number of tokens in the tail, or 0.
@@ -176,7 +186,7 @@ class Swapping:
 
     def _take_slots(self, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
         """Take up to `n` slots, evicting slots other than `keep` if needed; none if demoting is not worth it."""
-        if not self.host.demotes or not n or not self.host.num_slots:
+        if not n or not self.host.demotes:
             return _NO_SLOTS
         self.demotion.taking(n, self.host.num_slots)
         lacking = n - self.host.num_free

@@ -95,7 +95,7 @@ class Engine:
             "forks": counters.forks,
             "peak_used_blocks": counters.peak_used_blocks,
             "prefix_cache": None
-            if scheduler.cache.index is None
+            if not scheduler.cache.index.capacity
             else {
                 "lookups": counters.prefix_lookups,
                 "lookup_tokens": counters.prefix_lookup_tokens,
@@ -121,7 +121,7 @@ class Engine:
 
     def _host_tier(self) -> dict[str, Any] | None:
         tier, pool = self.core.scheduler.cache.host, self.core.runner.host
-        if tier is None or pool is None:
+        if pool is None:
             return None
         block_bytes, counters = self.plan.geometry.payload_bytes, self.core.scheduler.stats
         return {

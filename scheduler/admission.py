@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cache.manager import NO_HIT, CacheManager
-from ..cache.prefix_index import PrefixHit
+from ..cache.manager import CacheManager
+from ..cache.prefix_index import NO_HIT, PrefixHit
 from .block_forecast import ExpectedBlocks
 from .decisions import Decisions
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected

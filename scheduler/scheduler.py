@@ -71,7 +71,7 @@ class Scheduler:
     def __init__(
         self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None, forecast: LengthForecast | None = None
     ) -> None:  # fmt: skip
-        if cache.host is not None and cost is None:
+        if cache.host.capacity and cost is None:
             raise ValueError(
                 "a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost"
             )
@@ -523,7 +523,7 @@ class Scheduler:
             root.num_cached_tokens = min(num_hit, len(request.prompt_token_ids))
         if start.leader_row is not None:
             self.stats.forks += 1
-        elif sequence.chain is not None:
+        elif self.cache.index.capacity:
             self.stats.looked_up(len(sequence.tokens), num_hit, is_new and not len(request.generated))
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
@@ -626,7 +626,7 @@ class Scheduler:
 
     def _weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
-        if self.cache.host is not None and self.cost is not None:
+        if self.cache.host.capacity and self.cost is not None:
             self.cache.host.least_chance, self.cache.host.promotes = self.cost.least_chance, self.cost.promotes
 
     def _end_if_due(self, sequence: Sequence, token: int) -> None:

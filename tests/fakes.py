@@ -421,7 +421,7 @@ class World:
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
             assert set(self.cache.pool.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
-        if looks and self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
+        if looks and self.cache.host.capacity and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
@@ -531,9 +531,9 @@ class World:
     def check_empty(self) -> None:
         counts = self.cache.pool.counts()
         assert (counts.live, counts.free + counts.cached) == (0, self.cache.pool.usable)
-        assert self.cache.index is not None or not counts.cached
+        assert self.cache.index.capacity or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        assert self.cache.host is None or not self.cache.host.tails, "a tail of a sequence that ended"
+        assert not self.cache.host.tails, "a tail of a sequence that ended"
 
 
 class Family:

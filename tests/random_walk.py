@@ -76,7 +76,7 @@ def _walk(
     capacity = world.cache.pool.capacity * block_size
     least = world.cache.pool.capacity  # the lowest limit there was
     for n in range(events):
-        if world.cache.host is not None and rng.random() < 0.05:
+        if world.cache.host.capacity and rng.random() < 0.05:
             turn_host(world, rng)
         if rng.random() < tides:
             turn(world, rng)
@@ -152,7 +152,7 @@ def _wishes(rng: np.random.Generator) -> dict[str, int]:
 def _alike(world: World, length: int) -> np.ndarray:
     """A prompt of so many tokens; where prefixes are cached, one that mostly begins as others do."""
     rng, prompt = world.rng, world.prompt(length)
-    if world.cache.index is None or rng.random() < 0.2:
+    if not world.cache.index.capacity or rng.random() < 0.2:
         return prompt
     known = sorted(world.requests)[-6:]
     like = np.arange(length, dtype=np.int32) % VOCAB

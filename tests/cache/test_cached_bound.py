@@ -44,9 +44,7 @@ class Cache:
         return self.policy
 
     def chain(self, tokens: list[int]) -> Chain:
-        chain = self.manager.chain(np.array(tokens, np.int32), None)
-        assert chain is not None
-        return chain
+        return self.manager.chain(np.array(tokens, np.int32), None)
 
     def found(self, tokens: list[int]) -> int:
         """Blocks of `tokens` that can be found."""
@@ -161,7 +159,6 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
 @pytest.mark.parametrize("worth_it", [True, False])
 def test_with_a_host_tier_what_is_too_much_is_demoted_where_that_is_worth_it(worth_it: bool) -> None:
     cache = Cache(3, host_slots=20)
-    assert cache.manager.host is not None
     cache.manager.host.least_chance = 0.0 if worth_it else 1.0
     cache.run(A)
     swaps = cache.manager.take_swaps()

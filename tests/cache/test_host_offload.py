@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagetide.cache.eviction import Lru
-from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, HostOffloadPolicy
+from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, HostOffloadPolicy
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 
@@ -23,7 +23,7 @@ def ids(*values: int) -> np.ndarray:
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
     demotion = HostOffloadPolicy(10, 10)
-    assert demotion.chances == (1 / 2, 2 / 3) == UNLEARNED
+    assert demotion.chances == (1 / 2, 2 / 3)
     demotion.registered(ids(1, 2, 3), NONE)
     demotion.found(ids(2))
     for least, expected in (0.49, [1, 1, 1]), (0.5, [0, 1, 0]), (0.66, [0, 1, 0]), (0.67, [0, 0, 0]), (1.0, [0, 0, 0]):

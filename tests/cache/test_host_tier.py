@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pagetide.cache.eviction import Lru
-from pagetide.cache.host_offload import UNLEARNED
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -43,8 +42,8 @@ def test_slots_are_given_from_the_lowest_and_used_ones_again_first() -> None:
     assert (tier.take(2).tolist(), tier.num_used, tier.num_free) == ([2, 4], 4, 1)
     with pytest.raises(ValueError, match="2 slots are asked for, 1 are free"):
         tier.take(2)
-    with pytest.raises(ValueError, match="at least 1 slot"):
-        HostTier(0)
+    with pytest.raises(ValueError, match="0 slots or more"):
+        HostTier(-1)
 
 
 def test_a_plan_takes_each_copy_once() -> None:
@@ -128,6 +127,16 @@ def test_slots_without_memory_retire_with_those_nobody_had() -> None:
     tier.retire(ids(3, 4))
     assert (tier.num_slots, tier.num_free, tier.num_used) == (2, 1, 1)
     assert tier.take(1).tolist() == [1]
+
+
+def test_a_tier_without_slots_demotes_nothing() -> None:
+    tier = HostTier(0)
+    assert (tier.capacity, tier.num_slots, tier.num_free, tier.num_used, tier.demotes) == (0, 0, 0, 0, False)
+    assert tier.take(0).tolist() == [] and tier.take_swaps() is None
+    tier.rest()
+    tier.retire(ids(1))
+    tier.check_invariants(ids())
+    assert HostTier(1).demotes
 
 
 # ---- the manager -----------------------------------------------------------------------------------
@@ -327,8 +336,8 @@ def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:
     cache.begin(0, A[:14])
     cache.end(0, A[:14], "a")
     cache.run(B)
-    assert cache.manager.host is None and cache.swaps() == ({}, {}, {})
-    assert cache.manager.chances == UNLEARNED
+    assert cache.manager.host.capacity == 0 and cache.swaps() == ({}, {}, {})
+    assert cache.manager.chances == (1 / 2, 2 / 3)
     cache.manager.drop_for("a")
     cache.manager.lost(ids(1))
     cache.manager.rest()

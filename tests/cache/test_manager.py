@@ -200,6 +200,26 @@ def test_renewed_keeps_the_pools_extents(mapped):
     assert CacheManager(16, 4, 3, 64).rebuilt([0]).pool.usable == 15, "a pool without extents is mapped as a whole"
 
 
+def test_without_a_hasher_nothing_is_ever_found():
+    cache = CacheManager(16, 4, 3, 64)
+    chain = cache.chain(np.arange(9, dtype=np.int32), None)
+    for row in (0, 1):
+        hit = cache.lookup(chain, 8)
+        assert (hit.num_tokens, cache.needed(9, hit)) == (0, 3)
+        extension = cache.admit(row, 9, hit, str(row))
+        assert (extension.num_computed, extension.waits) == (0, False)
+        assert cache.commit(row, chain, 9) == ()
+        cache.keep_for(str(row), row, chain, 9)
+        cache.check_invariants()
+    cache.reset()
+    cache.forget(np.array([9, 10], np.int32))
+    cache.release(rows(0, 1))
+    cache.check_invariants()
+    assert (cache.index.capacity, cache.index.num_nodes, cache.host.capacity, cache.evicted_blocks) == (0, 0, 0, 0)
+    assert (cache.pool.counts().free, cache.take_swaps()) == (15, None)
+    assert cache.rebuilt().index.capacity == 0
+
+
 UNMAPPED, UNWRITTEN = -2, -1
 
 

@@ -349,6 +349,29 @@ def test_construction_is_checked() -> None:
     assert PrefixIndex(PrefixHasher(16), 10, Lru(12), num_slots=2, host_policy=Lru(12)).capacity == 12
 
 
+def test_an_index_without_room_registers_only_the_first_blocks() -> None:
+    hasher, blocks = PrefixHasher(16), np.array([3, 5, 7], np.int32)
+    for capacity in (0, 2, 3):
+        index = PrefixIndex(hasher, 10, Lru(capacity), capacity=capacity)
+        chain = hasher.chain(words(0, 48))
+        assert index.register(chain, blocks, 0).blocks.tolist() == blocks[:capacity].tolist()
+        assert index.num_nodes == index.capacity == capacity
+        assert index.lookup(chain, 48).blocks.tolist() == blocks[:capacity].tolist()
+        assert index.findable(np.arange(10)).sum() == capacity
+        index.check_invariants()
+
+
+def test_an_index_of_capacity_0_allows_every_call_that_names_nothing() -> None:
+    index, none = PrefixIndex(PrefixHasher(16), 10, Lru(0), capacity=0), np.empty(0, np.int64)
+    assert (len(index.victims(5)), len(index.host_victims(5)), len(index.used_slots)) == (0, 0, 0)
+    for places in (index.evict(none), index.evict_slots(none), index.reset()):
+        assert (len(places.blocks), len(places.slots)) == (0, 0)
+    index.move(np.array([1, 2]), np.array([3, 4]))
+    index.mark_evictable(none)
+    index.take(none)
+    index.check_invariants()
+
+
 def test_a_digest_table_is_a_dict_of_digests() -> None:
     rng = np.random.default_rng(0)
     table, naive = DigestTable(300), dict[tuple[int, ...], int]()
