@@ -58,10 +58,9 @@ class HostTail:
 class HostTier:
     """The slots `1 .. capacity`; slot 0 is never used, like the null block. `Swapping` mutates the tier.
 
-    `num_slots` of them are in service: not those for which there is no memory. Two values say what copies are worth:
-    `least_chance`, the probability of reuse from which demoting a block is worth it (1 or more: never), and `promotes`,
-    whether promoting is. `tails` are those of waiting sequences, by name. While the tier is `resting` no block is
-    demoted.
+    `num_slots` of them are in service: not those for which there is no memory. `least_chance` and `promotes` are set by
+    `CacheManager.set_swap_costs`. `tails` are those of waiting sequences, by name. While the tier is `resting` no block
+    is demoted.
     """
 
     def __init__(self, capacity: int) -> None:

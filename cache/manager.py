@@ -365,6 +365,14 @@ class CacheManager:
         """Forget what was kept for sequence `name`, which will not return. Does nothing if nothing was kept."""
         self.swapping.drop_for(name)
 
+    def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
+        """Set which swaps are worth their cost from now on.
+
+        `least_chance` is the probability of reuse from which demoting a block is worth it (1 or more: never); `promotes`
+        says whether promoting is.
+        """
+        self.host.least_chance, self.host.promotes = least_chance, promotes
+
     def rest(self) -> None:
         """Empty the host tier, so that it needs no memory. It stays unused until a row is admitted."""
         self.swapping.rest()

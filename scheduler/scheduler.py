@@ -627,7 +627,7 @@ class Scheduler:
     def _weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
         if self.cache.host.capacity and self.cost is not None:
-            self.cache.host.least_chance, self.cache.host.promotes = self.cost.least_chance, self.cost.promotes
+            self.cache.set_swap_costs(least_chance=self.cost.least_chance, promotes=self.cost.promotes)
 
     def _end_if_due(self, sequence: Sequence, token: int) -> None:
         sampling, row = sequence.request.sampling, sequence.row

@@ -159,7 +159,7 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
 @pytest.mark.parametrize("worth_it", [True, False])
 def test_with_a_host_tier_what_is_too_much_is_demoted_where_that_is_worth_it(worth_it: bool) -> None:
     cache = Cache(3, host_slots=20)
-    cache.manager.host.least_chance = 0.0 if worth_it else 1.0
+    cache.manager.set_swap_costs(least_chance=0.0 if worth_it else 1.0, promotes=True)
     cache.run(A)
     swaps = cache.manager.take_swaps()
     assert (0 if swaps is None else len(swaps.out_slots)) == worth_it

@@ -143,7 +143,7 @@ class Cache:
             host_slots=host_slots,
             eviction=Lru,
         )
-        self.manager.host.least_chance = least_chance
+        self.manager.set_swap_costs(least_chance=least_chance, promotes=True)
 
     def chain(self, tokens: list[int]):
         return self.manager.chain(np.array(tokens, np.int32), None)

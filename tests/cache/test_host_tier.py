@@ -264,18 +264,18 @@ def test_what_is_computed_again_needs_no_slot() -> None:
     cache.run(A)
     cache.run(B)
     cache.swaps()
-    cache.manager.host.promotes = False
+    cache.manager.set_swap_costs(least_chance=0.0, promotes=False)
     assert cache.begin(0, A) == 0, "bringing it back is not worth it"
     assert cache.manager.host.num_used == 8
     cache.end(0, A)
     assert cache.manager.host.num_used == 4, "B's"
-    cache.manager.host.promotes = True
+    cache.manager.set_swap_costs(least_chance=0.0, promotes=True)
     assert cache.run(A) == 16
 
 
 def test_nothing_leaves_where_it_is_not_worth_it() -> None:
     cache = Cache(5, 8)
-    cache.manager.host.least_chance = 1.0
+    cache.manager.set_swap_costs(least_chance=1.0, promotes=True)
     cache.run(A)
     cache.begin(0, B[:14])
     cache.end(0, B[:14], "b")
