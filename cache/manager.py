@@ -19,7 +19,7 @@ that the next plan must do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from ..allocator.errors import NoFreeBlocks
 from ..allocator.extents import ExtentIds
 from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .eviction import EvictionPolicy, Lru
+from .eviction import Lru, PolicyFactory
 from .host_tier import Swaps
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
@@ -67,9 +67,9 @@ class Shrink:
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, from a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy for a number of
-    nodes. At most `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the
-    number of slots of the host tier, which evicts the oldest entries first.
+    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy. At most
+    `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the number of slots of
+    the host tier, which evicts the oldest entries first.
 
     The attribute `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is
     mapped. `pool` is the state of the blocks and extents.
@@ -81,7 +81,7 @@ class CacheManager:
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
         blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
-        hasher: PrefixHasher | None = None, eviction: Callable[[int], EvictionPolicy] = ReuseDensity,
+        hasher: PrefixHasher | None = None, eviction: PolicyFactory = ReuseDensity,
         max_cached_blocks: int | None = None, host_slots: int = 0,
     ) -> None:  # fmt: skip
         if block_size < 1:
@@ -108,7 +108,7 @@ class CacheManager:
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
         if hasher is None:
-            self.index = PrefixIndex(PrefixHasher(block_size), num_blocks, Lru(0), capacity=0)
+            self.index = PrefixIndex(PrefixHasher(block_size), num_blocks, Lru, capacity=0)
         else:
             self.index = index_of(hasher, num_blocks, host_slots, eviction)
         self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at)

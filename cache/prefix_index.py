@@ -26,10 +26,10 @@ import numpy.typing as npt
 from ..allocator.blocks import BlockIds
 from ..allocator.errors import BlockMisuse
 from .block_table import Index, Int32
-from .digest_table import NONE, DigestTable, distinct, leading, num_new
-from .eviction import EvictionPolicy, Lru, Nodes, Ranks
+from .digest_table import DigestTable, distinct, leading, num_new
+from .eviction import Lru, PolicyFactory, Ranks
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
-from .prefix_tree import PrefixTree
+from .prefix_tree import NONE, Nodes, PrefixTree
 
 Ids = Sequence[int] | BlockIds | Index
 
@@ -62,7 +62,7 @@ NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
-    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. By
+    `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
     default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found.
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
@@ -70,25 +70,25 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, hasher: PrefixHasher, num_blocks: int, policy: EvictionPolicy,
-        *, num_slots: int = 0, host_policy: EvictionPolicy | None = None, capacity: int | None = None,
+        self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
+        *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
-        if num_slots and host_policy is None:
+        if num_slots and host_eviction is None:
             raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
         self.hasher = hasher
-        self._policy = policy
-        self._host_policy = host_policy or Lru(0)
         self._num_blocks = num_blocks
         self._num_slots = num_slots
         self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
+        self._tree = PrefixTree(self.capacity)
+        self._policy = eviction(self._tree)
+        self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
         self._clear()
 
     def _clear(self) -> None:
         num_blocks, num_slots, capacity = self._num_blocks, self._num_slots, self.capacity
         self._table = DigestTable(capacity)
-        self._tree = PrefixTree(capacity)
         self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
         self._roots: dict[Root, int] = {}  # nodes without a parent
         self._salts: dict[int, bytes | None] = {}  # of the roots
@@ -283,9 +283,7 @@ class PrefixIndex:
         self._node_of_slot[to] = nodes
         self._policy.remove(nodes)
         nodes = nodes[::-1]  # roots first
-        parents = self._parents(nodes)
-        parents[self._block_of[parents] != NONE] = NONE  # not known to the host policy
-        self._host_policy.add(nodes, parents, self._table.digests[nodes, 0])
+        self._host_policy.add(nodes, self._table.digests[nodes, 0])
         self._host_policy.mark_evictable(nodes)
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
@@ -297,7 +295,7 @@ class PrefixIndex:
         if len(to) != len(nodes):
             raise ValueError(f"{len(nodes)} slots need as many blocks, got {len(to)}")
         self._check_free_blocks(to)
-        parents = self._parents(nodes)
+        parents = self._tree.parents_of(nodes)
         if (self._block_of[parents[:1]] == NONE)[parents[:1] != NONE].any() or (parents[1:] != nodes[:-1]).any():
             raise BlockMisuse("slots come back to the device in the order of a chain, behind what is there")
         self._promote(nodes, to)
@@ -319,7 +317,7 @@ class PrefixIndex:
             assert (of_place[of_node[places]] == places).all(), "a place names another node"
             assert np.count_nonzero(of_place != NONE) == len(places), "a place names a node that is not there"
         self._tree.check_invariants(nodes)
-        parents = self._parents(nodes)
+        parents = self._tree.parents_of(nodes)
         roots = set(nodes[parents == NONE].tolist())
         named = {(salt, self._tokens[root].tobytes()): root for root, salt in self._salts.items()}
         assert roots == set(self._salts) and named == self._roots, "roots and salts do not match"
@@ -374,7 +372,7 @@ class PrefixIndex:
             self._roots[chain.root] = root = int(nodes[0])
             self._salts[root] = chain.salt
         self._table.insert(nodes, digests)
-        self._policy.add(nodes, self._parents(nodes), digests[:, 0])
+        self._policy.add(nodes, digests[:, 0])
         return nodes
 
     def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
@@ -385,7 +383,7 @@ class PrefixIndex:
         self._block_of[nodes] = blocks
         self._node_of_block[blocks] = nodes
         self._parked[nodes] = False
-        self._policy.add(nodes, self._parents(nodes), self._table.digests[nodes, 0])
+        self._policy.add(nodes, self._table.digests[nodes, 0])
 
     def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
@@ -412,9 +410,6 @@ class PrefixIndex:
             return
         self._policy.remove(nodes[on_device])
         self._host_policy.remove(nodes[~on_device])
-
-    def _parents(self, nodes: Nodes) -> Nodes:
-        return self._tree.parents[nodes].astype(np.int64)
 
     def _nodes_of(self, blocks: Ids) -> Nodes:
         nodes = self._node_of_block[_ids(blocks)].astype(np.int64)

@@ -8,13 +8,11 @@ filled block is not findable; it is kept as its tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .eviction import EvictionPolicy, Lru
+from .eviction import Lru, PolicyFactory
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTail, HostTier
 from .prefix_hash import Chain, PrefixHasher
@@ -24,13 +22,10 @@ _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
 
 
-def index_of(
-    hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: Callable[[int], EvictionPolicy]
-) -> PrefixIndex:
+def index_of(hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: PolicyFactory) -> PrefixIndex:
     """An index of `num_blocks` blocks and `num_slots` slots of a host tier, which evicts the oldest entries first."""
     num_slots += num_slots > 0  # slot 0 is never used
-    num_nodes = num_blocks + num_slots
-    return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
+    return PrefixIndex(hasher, num_blocks, eviction, num_slots=num_slots, host_eviction=Lru)
 
 
 class Swapping:

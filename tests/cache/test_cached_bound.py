@@ -8,9 +8,10 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.cache.eviction import Lru, Nodes
+from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 SIZE = 4
@@ -20,8 +21,8 @@ A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 ful
 class PromptInput(Lru):
     """Takes down how many victims it is asked for."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, tree: PrefixTree) -> None:
+        super().__init__(tree)
         self.asked: list[int] = []
 
     def victims(self, n: int) -> Nodes:
@@ -39,8 +40,8 @@ class Cache:
             **more,
         )  # fmt: skip
 
-    def _policy(self, capacity: int) -> PromptInput:
-        self.policy = PromptInput(capacity)
+    def _policy(self, tree: PrefixTree) -> PromptInput:
+        self.policy = PromptInput(tree)
         return self.policy
 
     def chain(self, tokens: list[int]) -> Chain:
