@@ -416,7 +416,7 @@ class CacheManager:
             return Shrink(plan.extents)
         targets = self._allocator.move(moves)
         self._bytes_at[targets] = moves
-        self.index.move(moves, targets)
+        self.index.blocks.move(moves, targets)
         self.swapping.demotion.moved(moves, targets)
         places = np.zeros(self.pool.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets

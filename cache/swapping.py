@@ -150,7 +150,7 @@ class Swapping:
 
     def rest(self) -> None:
         """Empty the tier; it stays unused until a row is admitted."""
-        self._forget_slots(self._index.used_slots)
+        self._forget_slots(self._index.slots.used)
         self._drop_tails()
         self.host.rest()
 
@@ -163,7 +163,7 @@ class Swapping:
         """Forget the contents of `slots`, to which a plan was to copy, and tails there."""
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
             self._drop_tail(name)
-        self._forget_slots(np.intersect1d(slots, self._index.used_slots))
+        self._forget_slots(np.intersect1d(slots, self._index.slots.used))
 
     def lost(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
@@ -172,7 +172,7 @@ class Swapping:
 
     def check_invariants(self, findable: BlockIds) -> None:
         """Check the tier; `findable` are the blocks that the index knows. Raises AssertionError."""
-        used_slots = self._index.used_slots
+        used_slots = self._index.slots.used
         self.host.check_invariants(used_slots)
         hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
         self.demotion.check_invariants(findable, used_slots, [(hit.blocks, hit.slots) for hit in hits])

@@ -477,7 +477,7 @@ class World:
         index, runner = self.cache.index, self.runner
         leaving = self.cache.host._leaving
         for node in index._table.contents().tolist():
-            block, slot = int(index._block_of[node]), int(index._slot_of[node])
+            block, slot = int(index.blocks.of_node[node]), int(index.slots.of_node[node])
             if slot >= 0 and leaving[slot]:
                 continue  # the next plan brings it there
             if block >= 0:

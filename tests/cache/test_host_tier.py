@@ -358,7 +358,7 @@ def test_a_tree_leaves_from_its_ends() -> None:
     root = int(index.lookup(cache.manager.chain(np.array(A, np.int32), None), 4).blocks[0])
     order = index.with_descendants([root]).tolist()
     assert len(order) == len(set(order)) == index.num_nodes == 7 and order[-1] == root
-    parents = {block: int(index._tree.parents[index._node_of_block[block]]) for block in order}
-    places = {int(index._node_of_block[block]): i for i, block in enumerate(order)}
+    parents = {block: int(index._tree.parents[index.blocks.node_at[block]]) for block in order}
+    places = {int(index.blocks.node_at[block]): i for i, block in enumerate(order)}
     assert all(places[parent] > i for i, (_, parent) in enumerate(parents.items()) if parent >= 0)
     assert index.with_descendants([root, order[0]]).tolist()[-1] == root

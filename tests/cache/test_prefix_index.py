@@ -295,14 +295,14 @@ def test_moved_blocks_are_found_where_they_are() -> None:
     pool = Pool(20)
     a = pool.begin(words(0, 40))
     pool.computed(a, 40)
-    pool.index.move([1, 2, 3], [11, 12, 13])  # 3 is not full
+    pool.index.blocks.move([1, 2, 3], [11, 12, 13])  # 3 is not full
     assert pool.index.findable([1, 2, 3, 11, 12, 13]).tolist() == [False, False, False, True, True, False]
     chain = pool.index.hasher.chain(words(0, 40))
     assert pool.index.lookup(chain, 40).blocks.tolist() == [11, 12]
     with pytest.raises(BlockMisuse, match="already"):
-        pool.index.move([11], [12])
+        pool.index.blocks.move([11], [12])
     with pytest.raises(BlockMisuse, match="moves once"):
-        pool.index.move([11, 11], [5, 6])
+        pool.index.blocks.move([11, 11], [5, 6])
     pool.check()
 
 
@@ -363,10 +363,10 @@ def test_an_index_without_room_registers_only_the_first_blocks() -> None:
 
 def test_an_index_of_capacity_0_allows_every_call_that_names_nothing() -> None:
     index, none = PrefixIndex(PrefixHasher(16), 10, Lru, capacity=0), np.empty(0, np.int64)
-    assert (len(index.victims(5)), len(index.host_victims(5)), len(index.used_slots)) == (0, 0, 0)
+    assert (len(index.victims(5)), len(index.host_victims(5)), len(index.slots.used)) == (0, 0, 0)
     for places in (index.evict(none), index.evict_slots(none), index.reset()):
         assert (len(places.blocks), len(places.slots)) == (0, 0)
-    index.move(np.array([1, 2]), np.array([3, 4]))
+    index.blocks.move(np.array([1, 2]), np.array([3, 4]))
     index.mark_evictable(none)
     index.take(none)
     index.check_invariants()

@@ -241,7 +241,7 @@ class Life(RuleBasedStateMachine):
         used = sorted(set(self.references) - self.free)
         sources = sorted({used[pick % len(used)] for pick in picks})[: len(self.free)] if used else []
         targets = sorted(self.free)[: len(sources)]
-        self.index.move(sources, targets)
+        self.index.blocks.move(sources, targets)
         moved = dict(zip(sources, targets, strict=True))
         for source, target in moved.items():
             self.references[target], self.references[source] = self.references[source], 0
