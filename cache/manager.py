@@ -1,7 +1,7 @@
 """The cache manager: assigns KV-cache blocks to the scheduler's rows and takes them back.
 
-The scheduler calls the cache through this class and numbers the rows. The table of a row covers its first `lengths *
-block_size` tokens. A call that fails changes nothing.
+The scheduler calls the cache through this class and its parts, and numbers the rows. The table of a row covers its first
+`lengths * block_size` tokens. A call that fails changes nothing.
 
 With a hasher, later requests with the same prefix find full blocks of computed tokens (prefix_index.py):
 
@@ -13,8 +13,10 @@ With a hasher, later requests with the same prefix find full blocks of computed 
 With a host tier, an evicted block is first copied to a host slot (demoted), if that is worth the copy and a slot is
 available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
 preempted sequence therefore swaps the sequence out, as far as its space is needed. `keep_for` announces that the
-sequence will return, and keeps its last, partly filled block, which is not findable. `take_swaps` returns the copies
-that the next plan must do.
+sequence will return, and keeps its last, partly filled block, which is not findable. `host.take_swaps` returns the
+copies that the next plan must do.
+
+Without a hasher nothing is ever found, and without host slots nothing is ever demoted; the calls are the same.
 """
 
 from __future__ import annotations
@@ -25,17 +27,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
-from ..allocator.drain import DrainPlan
 from ..allocator.errors import NoFreeBlocks
-from ..allocator.extents import ExtentIds
 from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
 from .eviction import Lru, PolicyFactory
-from .host_tier import Swaps
 from .prefix_hash import Chain, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
+from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
-from .swapping import Swapping, index_of
+from .swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,18 +52,6 @@ class Extension:
     waits: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shrink:
-    """The result of a shrink: the drained `extents`, and the moves of the live blocks out of them.
-
-    The table entries are valid at once. The memory of `extents` can be unmapped once `copies` are done.
-    """
-
-    extents: ExtentIds
-    tables: tuple[TableUpdate, ...] = ()
-    copies: BlockCopies | None = None
-
-
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, from a pool of `num_blocks` blocks.
 
@@ -71,11 +59,11 @@ class CacheManager:
     `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the number of slots of
     the host tier, which evicts the oldest entries first.
 
-    The attribute `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is
-    mapped. `pool` is the state of the blocks and extents.
+    With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
 
-    With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start. `grow`
-    adds extents and `shrink` removes them; a shrink ends when the caller reports it by `moved` and `unmapped`.
+    `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped. The parts
+    are `pool` (the state of blocks and extents), `resizer` (adds extents and gives them back), `index` (the cached
+    prefixes), `swapping` (eviction, demotion, promotion) and `host` (the slots of the host tier).
     """
 
     def __init__(
@@ -104,15 +92,16 @@ class CacheManager:
         self.pool: PoolView = self._allocator
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
-        self.max_cached_blocks = max_cached_blocks
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
-        if hasher is None:
-            self.index = PrefixIndex(PrefixHasher(block_size), num_blocks, Lru, capacity=0)
-        else:
-            self.index = index_of(hasher, num_blocks, host_slots, eviction)
-        self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at)
+        self.index = PrefixIndex(
+            hasher or PrefixHasher(block_size), num_blocks, Lru if hasher is None else eviction,
+            num_slots=host_slots + (host_slots > 0), host_eviction=Lru,  # slot 0 is never used
+            capacity=0 if hasher is None else None,
+        )  # fmt: skip
+        self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at, max_cached_blocks)
         self.host = self.swapping.host
+        self.resizer = PoolResizer(self._allocator, self.tables, self.index, self.swapping, self._bytes_at)
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
@@ -126,18 +115,8 @@ class CacheManager:
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
-            max_cached_blocks=self.max_cached_blocks, host_slots=self.host.capacity,
+            max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity,
         )  # fmt: skip
-
-    @property
-    def evicted_blocks(self) -> int:
-        """Blocks evicted since the start. Read-only."""
-        return self.swapping.evicted_blocks
-
-    @property
-    def chances(self) -> tuple[float, float]:
-        """The probabilities that a block is used again: if no request has found it before, and if one has. Read-only."""
-        return self.swapping.demotion.chances
 
     @property
     def shared(self) -> int:
@@ -221,7 +200,7 @@ class CacheManager:
                 self.index.mark_evictable(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
-        self._trim()
+        self.swapping.trim()
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -340,14 +319,6 @@ class CacheManager:
                 lacking = n - self.pool.num_free  # blocks that a pending copy reads become free later
         return self._allocator.allocate(n)
 
-    def _trim(self) -> None:
-        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
-        if self.max_cached_blocks is None:
-            return
-        # Victims in flight did not count as cached: count again.
-        while (excess := self.pool.counts().cached - self.max_cached_blocks) > 0:
-            self.swapping.reclaim(self.index.victims(excess))
-
     # -- the host tier -------------------------------------------------------------------------------------------
 
     def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int) -> None:
@@ -361,10 +332,6 @@ class CacheManager:
         num_tail = 1 if rest and self._committed[row] == full else 0
         self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
 
-    def drop_for(self, name: str) -> None:
-        """Forget what was kept for sequence `name`, which will not return. Does nothing if nothing was kept."""
-        self.swapping.drop_for(name)
-
     def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
         """Set which swaps are worth their cost from now on.
 
@@ -373,91 +340,12 @@ class CacheManager:
         """
         self.host.least_chance, self.host.promotes = least_chance, promotes
 
-    def rest(self) -> None:
-        """Empty the host tier, so that it needs no memory. It stays unused until a row is admitted."""
-        self.swapping.rest()
-
-    def take_swaps(self, alone: bool = True) -> Swaps | None:
-        """The copies from and to the host tier that the plan being made must do. `alone`: the plan moves nothing else."""
-        return self.host.take_swaps(alone)
-
-    def forget_slots(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a copy has failed."""
-        self.swapping.forget_slots(slots)
-
-    def lost(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
-        self.swapping.lost(slots)
-
-    # -- the pool's size -----------------------------------------------------------------------------------------
-
-    def grow(self, extents: Iterable[int]) -> None:
-        """Add `extents`, which now have memory. Raises BlockMisuse unless all were unmapped."""
-        self._allocator.map(extents)
-
-    def shrink(self, num_extents: int) -> Shrink | None:
-        """Begin to give back up to `num_extents` extents without preempting a row; None, and no change, if none can go.
-
-        If the free blocks do not suffice, cached blocks are demoted or evicted. Live blocks move to free blocks in
-        other extents. The tables name the new blocks at once; the bytes are there after the copies.
-
-        The source and target blocks are pinned until `moved`. `keep` undoes the draining until `unmapped`.
-        """
-        plan = self.plan_shrink(num_extents)
-        if not len(plan.extents):
-            return None
-        moves = plan.moves
-        if len(plan.evictions):
-            self.swapping.reclaim_trees(plan.evictions)
-        self._allocator.drain(plan.extents)
-        if len(plan.evictions):
-            moves = self.pool.occupied(plan.extents)
-        if not len(moves):
-            return Shrink(plan.extents)
-        targets = self._allocator.move(moves)
-        self._bytes_at[targets] = moves
-        self.index.blocks.move(moves, targets)
-        self.swapping.demotion.moved(moves, targets)
-        places = np.zeros(self.pool.num_blocks, np.int32)  # block -> its new block; the null block: not moved
-        places[moves] = targets
-        updates = tuple(_moved(table, places) for table in self.tables)
-        return Shrink(plan.extents, updates, BlockCopies(moves, targets))
-
-    def plan_shrink(self, num_extents: int) -> DrainPlan:
-        """The extents and moves that `shrink` would choose. Read-only."""
-        plan = self.pool.plan_drain(num_extents)
-        if len(plan.extents) == num_extents or not self.pool.counts().cached:
-            return plan
-        cached = self.pool.cached_blocks
-        worth = np.zeros(self.pool.num_blocks)
-        worth[cached] = self.index.ranks(cached)
-        return self.pool.plan_drain(num_extents, worth)
-
-    def moved(self, copies: BlockCopies) -> None:
-        """Unpin the blocks of a shrink after its copies."""
-        self._bytes_at[copies.targets] = copies.targets
-        self._allocator.unpin(np.concatenate((copies.sources, copies.targets)))
-        self._trim()  # targets may count as cached from now on
-
-    def unmapped(self, extents: Iterable[int]) -> None:
-        """Record that `extents`, drained by `shrink`, have no memory any more. Raises BlockMisuse if a block is still
-        in use.
-        """
-        self._allocator.unmap(extents)
-
-    def keep(self, extents: Iterable[int]) -> None:
-        """Undo the draining of `extents`, which are not unmapped after all: their blocks are available again."""
-        self._allocator.undrain(extents)
-
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
         every = np.arange(self.pool.num_blocks, dtype=np.int32)
         findable = every[self.index.findable(every)]
         tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
         self._allocator.check_invariants(tables, findable)
-        if self.max_cached_blocks is not None:
-            cached = self.pool.counts().cached
-            assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         self.index.check_invariants()
         self.swapping.check_invariants(findable)
 
@@ -491,15 +379,5 @@ def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> Tabl
         rows = np.repeat(rows, need)
         ends = np.cumsum(need)  # end of each row's part of `blocks`
         slots = np.repeat(slots - ends + need, need) + np.arange(len(blocks))
-    table.blocks[rows, slots] = blocks
-    return TableUpdate(rows, slots, blocks)
-
-
-def _moved(table: BlockTables, places: Int32) -> TableUpdate:
-    """Replace moved blocks in every table entry by their new blocks."""
-    rows, slots = table.entries(np.flatnonzero(table.lengths))
-    blocks = places[table.blocks[rows, slots]]
-    hits = np.flatnonzero(blocks)
-    rows, slots, blocks = rows[hits], slots[hits], blocks[hits]
     table.blocks[rows, slots] = blocks
     return TableUpdate(rows, slots, blocks)

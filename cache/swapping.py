@@ -12,38 +12,38 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .eviction import Lru, PolicyFactory
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTail, HostTier
-from .prefix_hash import Chain, PrefixHasher
+from .prefix_hash import Chain
 from .prefix_index import PrefixHit, PrefixIndex
 
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
 
 
-def index_of(hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: PolicyFactory) -> PrefixIndex:
-    """An index of `num_blocks` blocks and `num_slots` slots of a host tier, which evicts the oldest entries first."""
-    num_slots += num_slots > 0  # slot 0 is never used
-    return PrefixIndex(hasher, num_blocks, eviction, num_slots=num_slots, host_eviction=Lru)
-
-
 class Swapping:
-    """Takes blocks of `allocator` that `index` finds from their place: evicts them or swaps them out to a host tier.
+    """Reclaims blocks of `allocator` that `index` finds: evicts them or swaps them out to a host tier.
 
-    The tier has `num_slots` slots, which may be 0. The cache manager mutates this. `bytes_at` is the manager's: where
-    each block's bytes are until the next plan is done.
+    The tier has `num_slots` slots, which may be 0. At most `max_cached_blocks` blocks without references stay cached
+    (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+
+    The cache manager reports what happens to blocks and rows. Its callers may read all attributes, and call `drop_for`,
+    `rest`, `forget_slots` and `lost`.
     """
 
-    def __init__(self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32) -> None:
+    def __init__(
+        self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32,
+        max_cached_blocks: int | None = None,
+    ) -> None:  # fmt: skip
         self.host = HostTier(num_slots)
         self.demotion = HostOffloadPolicy(allocator.num_blocks, num_slots)
+        self.max_cached_blocks = max_cached_blocks
+        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._index = index
         self._allocator = allocator
         self._bytes_at = bytes_at
         self._block_size = index.hasher.block_size
         self._waiting: dict[str, tuple[Chain, int]] = {}  # preempted sequences: chain, number of computed tokens
-        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
@@ -70,6 +70,14 @@ class Swapping:
             self.demotion.demoted(demoted, slots)
             self._allocator.forget(demoted)
             self.host.queue_swap_out(self._bytes_at[demoted], slots, beside=hit is not None)
+
+    def trim(self) -> None:
+        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
+        if self.max_cached_blocks is None:
+            return
+        # Victims in flight did not count as cached: count again.
+        while (excess := self._allocator.counts().cached - self.max_cached_blocks) > 0:
+            self.reclaim(self._index.victims(excess))
 
     def reclaim_trees(self, roots: BlockIds) -> None:
         """Demote or evict `roots`, findable and without references, with all their descendants."""
@@ -136,7 +144,7 @@ class Swapping:
         return rest
 
     def drop_for(self, name: str) -> None:
-        """Forget what was kept for `name`, which will not return."""
+        """Forget what was kept for `name`, which will not return. Does nothing if nothing was kept."""
         self.stop_waiting(name)
         self._drop_tail(name)
 
@@ -149,7 +157,7 @@ class Swapping:
         self._drop_tails()
 
     def rest(self) -> None:
-        """Empty the tier; it stays unused until a row is admitted."""
+        """Empty the tier, so that it needs no memory. It stays unused until a row is admitted."""
         self._forget_slots(self._index.slots.used)
         self._drop_tails()
         self.host.rest()
@@ -160,7 +168,7 @@ class Swapping:
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a plan was to copy, and tails there."""
+        """Forget the contents of `slots`, to which a copy has failed, and tails there."""
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
             self._drop_tail(name)
         self._forget_slots(np.intersect1d(slots, self._index.slots.used))
@@ -172,6 +180,9 @@ class Swapping:
 
     def check_invariants(self, findable: BlockIds) -> None:
         """Check the tier; `findable` are the blocks that the index knows. Raises AssertionError."""
+        if self.max_cached_blocks is not None:
+            cached = self._allocator.counts().cached
+            assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         used_slots = self._index.slots.used
         self.host.check_invariants(used_slots)
         hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]

@@ -106,7 +106,7 @@ class Engine:
                     "hit_tokens": counters.resumed_hit_tokens,
                 },
                 "findable_blocks": scheduler.cache.index.num_nodes,
-                "max_cached_blocks": scheduler.cache.max_cached_blocks,
+                "max_cached_blocks": scheduler.cache.swapping.max_cached_blocks,
             },
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),

@@ -69,7 +69,7 @@ class PoolSize:
         allowed = max(0, min(num_extents, self.most_extents - self.num_extents))
         kept = self._leaving[len(self._leaving) - min(allowed, len(self._leaving)) :]
         if kept:
-            self.cache.keep(kept)
+            self.cache.resizer.keep(kept)
             del self._leaving[-len(kept) :]
         unmapped = np.setdiff1d(self.cache.pool.unmapped_extents, self._growing, assume_unique=True)
         fresh = unmapped[: allowed - len(kept)].tolist()
@@ -80,7 +80,7 @@ class PoolSize:
         """Give back up to `num_extents` unneeded extents. Returns how many, and the table entries that moved."""
         called_off = self._growing[max(0, len(self._growing) - num_extents) :]
         del self._growing[len(self._growing) - len(called_off) :]
-        shrink = self.cache.shrink(num_extents - len(called_off))
+        shrink = self.cache.resizer.shrink(num_extents - len(called_off))
         if shrink is None:
             return len(called_off), ()
         self._leaving += shrink.extents.tolist()
@@ -109,11 +109,11 @@ class PoolSize:
             )
         moves = joined(self._moving)
         if moves is not None:
-            self.cache.moved(moves)
+            self.cache.resizer.moved(moves)
         self._moving = []
-        self.cache.grow(done.mapped)
-        self.cache.unmapped(done.unmapped)
-        self.cache.keep(np.setdiff1d(asked.unmap, done.unmapped))
+        self.cache.resizer.grow(done.mapped)
+        self.cache.resizer.unmapped(done.unmapped)
+        self.cache.resizer.keep(np.setdiff1d(asked.unmap, done.unmapped))
         return 0 if moves is None else len(moves.sources)
 
 

@@ -580,9 +580,9 @@ class Scheduler:
         """Apply the memory part of `result` to the pool and the host tier."""
         self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
-            self.cache.lost(result.lost_slots)
+            self.cache.swapping.lost(result.lost_slots)
         if len(result.failed_slots):
-            self.cache.forget_slots(result.failed_slots)
+            self.cache.swapping.forget_slots(result.failed_slots)
         self._admission.look_again()
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
@@ -653,7 +653,7 @@ class Scheduler:
             self._running.leave([sequence], computed=error is None)
         if sequence.forks:
             self._admission.hand_over_forks(sequence, self._sequences)
-        self.cache.drop_for(request.request_id)
+        self.cache.swapping.drop_for(request.request_id)
         self._admission.look_again()
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):

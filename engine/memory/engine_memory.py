@@ -369,7 +369,7 @@ class EngineMemory:
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
         cache = scheduler.cache
-        plan = cache.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
+        plan = cache.resizer.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
         most = max(1, 3 * self._copying.num_bytes * cache.pool.blocks_per_extent // (2 * self._extent_bytes))
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
@@ -449,7 +449,7 @@ class EngineMemory:
     def _rest_host(self, scheduler: Scheduler) -> None:
         """Give back a slice of the host tier's memory. The tier's contents are dropped, like cached prefixes on the device."""
         assert self._host is not None
-        scheduler.cache.rest()
+        scheduler.cache.swapping.rest()
         self._host.give_back(UNMAP_SLICE_BYTES)
 
     def _wanted_extents(self, scheduler: Scheduler) -> int:

@@ -79,7 +79,7 @@ def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
     cache.run(A[:9])
     cache.run(C)
     assert (cache.cached, cache.found(A), cache.found(B), cache.found(C)) == (6, 2, 0, 4), "A was used after B"
-    assert cache.manager.evicted_blocks == 2 + 4
+    assert cache.manager.swapping.evicted_blocks == 2 + 4
     assert cache.manager.pool.num_free == 40 - 6
 
 
@@ -146,13 +146,13 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
     cache.begin(0, A)
     cache.end(2)
     cache.end(1)
-    shrink = cache.manager.shrink(5)
+    shrink = cache.manager.resizer.shrink(5)
     assert shrink is not None and shrink.copies is not None
     assert (cache.cached, cache.manager.pool.counts().in_flight) == (2, 4), "two blocks of B are copied"
     cache.end(0)
     assert (cache.cached, cache.found(B)) == (6, 4)
-    cache.manager.moved(shrink.copies)
-    cache.manager.unmapped(shrink.extents)
+    cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.unmapped(shrink.extents)
     cache.manager.check_invariants()
     assert (cache.cached, cache.found(A), cache.found(B)) == (6, 4, 2), "the oldest went, the deepest first"
 
@@ -162,11 +162,11 @@ def test_with_a_host_tier_what_is_too_much_is_demoted_where_that_is_worth_it(wor
     cache = Cache(3, host_slots=20)
     cache.manager.set_swap_costs(least_chance=0.0 if worth_it else 1.0, promotes=True)
     cache.run(A)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert (0 if swaps is None else len(swaps.out_slots)) == worth_it
-    assert (cache.cached, cache.found(A), cache.manager.evicted_blocks) == (3, 3 + worth_it, not worth_it)
+    assert (cache.cached, cache.found(A), cache.manager.swapping.evicted_blocks) == (3, 3 + worth_it, not worth_it)
     cache.begin(0, A)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert (0 if swaps is None else len(swaps.in_slots)) == worth_it
 
 
@@ -177,17 +177,17 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
         world.add(f"r{i}", 25, max_new=1)
     world.run()
     assert (world.cache.pool.counts().cached, world.cache.pool.num_free) == (3, 28)
-    evicted = world.cache.evicted_blocks
+    cache, evicted = world.cache, world.cache.swapping.evicted_blocks
     assert world.scheduler.give_back(7) == 7
     world.step()
-    assert (world.cache.pool.counts().cached, world.cache.evicted_blocks, world.cache.pool.usable) == (3, evicted, 3)
+    assert (cache.pool.counts().cached, cache.swapping.evicted_blocks, cache.pool.usable) == (3, evicted, 3)
 
 
 def test_a_renewed_manager_has_the_same_bound() -> None:
     cache = Cache(3)
     cache.manager = cache.manager.rebuilt()
     cache.run(A)
-    assert cache.cached == cache.manager.max_cached_blocks == 3
+    assert cache.cached == cache.manager.swapping.max_cached_blocks == 3
 
 
 def test_bounds_without_a_meaning_are_refused() -> None:

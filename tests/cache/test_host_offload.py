@@ -171,7 +171,7 @@ class Cache:
 
     def demoted(self) -> int:
         """Blocks that the plan which is made now copies out."""
-        swaps = self.manager.take_swaps()
+        swaps = self.manager.host.take_swaps()
         self.manager.check_invariants()
         return 0 if swaps is None else len(swaps.out_slots)
 
@@ -187,7 +187,7 @@ def test_what_nobody_waits_for_is_evicted_and_what_somebody_does_is_demoted() ->
     cache.run(C)
     assert cache.demoted() == 4, "A's tail, and three of its blocks"
     cache.run(D)
-    assert cache.demoted() == 1 and cache.manager.evicted_blocks == 3, "the last one of A's, and B's"
+    assert cache.demoted() == 1 and cache.manager.swapping.evicted_blocks == 3, "the last one of A's, and B's"
     assert cache.begin(0, A, "a") == 17
     cache.end(0, A)
     cache.run(B)
@@ -201,7 +201,7 @@ def test_who_ends_while_it_waits_wants_nothing_any_more() -> None:
     cache = Cache(10, 20)
     cache.begin(0, A)
     cache.end(0, A, "a")
-    cache.manager.drop_for("a")
+    cache.manager.swapping.drop_for("a")
     cache.run(B)
     cache.run(C)
     assert cache.demoted() == 0 and cache.manager.host.num_used == 0
@@ -229,7 +229,7 @@ def test_an_ancestor_that_is_evicted_takes_along_what_was_worth_it() -> None:
     blocks = index.lookup(cache.chain(A), 16).blocks
     cache.manager.swapping.demotion.wanted(blocks[2:3], NONE, 1)
     cache.run(B)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert swaps is None and cache.manager.host.num_used == 0
     assert index.lookup(cache.chain(A), 16).num_tokens == 0
 
@@ -253,7 +253,7 @@ def test_what_was_forgotten_with_the_cache_is_wanted_by_nobody() -> None:
     for tokens in B, C, D:
         cache.run(tokens)
     assert cache.demoted() == 0
-    cache.manager.drop_for("a")
+    cache.manager.swapping.drop_for("a")
     cache.manager.check_invariants()
 
 
@@ -265,7 +265,7 @@ def test_a_tier_that_rests_forgets_and_takes_nothing_until_somebody_comes() -> N
     manager = cache.manager
     assert manager.host.num_used > 0
     cached = manager.pool.counts().cached
-    manager.rest()
+    manager.swapping.rest()
     manager.check_invariants()
     assert manager.host.num_used == 0 and not manager.host.demotes
     assert manager.pool.counts().cached == cached, "what is on the device stays"

@@ -173,7 +173,7 @@ class Cache:
         return found
 
     def swaps(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-        got = copies(self.manager.take_swaps())
+        got = copies(self.manager.host.take_swaps())
         self.manager.check_invariants()
         return got
 
@@ -217,7 +217,7 @@ def test_the_slots_of_a_hit_are_not_taken_for_what_makes_room_for_it() -> None:
     assert cache.begin(0, A) == 16, "B's blocks leave, and all slots are A's"
     out, _, in_ = cache.swaps()
     assert (len(out), len(in_)) == (0, 4)
-    assert cache.manager.evicted_blocks == 4
+    assert cache.manager.swapping.evicted_blocks == 4
 
 
 def test_a_tail_comes_back_behind_all_that_was_before_it() -> None:
@@ -251,8 +251,8 @@ def test_a_tail_is_dropped_with_its_copy() -> None:
     cache = Cache(9, 8)
     cache.begin(0, A[:14])
     cache.end(0, A[:14], "a")
-    cache.manager.drop_for("a")
-    cache.manager.drop_for("nobody")
+    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.drop_for("nobody")
     assert cache.swaps() == ({}, {}, {})
     cache.begin(0, A[:12])
     cache.end(0, A[:12], "full")
@@ -280,7 +280,7 @@ def test_nothing_leaves_where_it_is_not_worth_it() -> None:
     cache.begin(0, B[:14])
     cache.end(0, B[:14], "b")
     assert cache.swaps() == ({}, {}, {}) and cache.manager.host.num_used == 0
-    assert cache.manager.evicted_blocks == 3
+    assert cache.manager.swapping.evicted_blocks == 3
 
 
 def test_a_shrink_demotes_before_it_moves() -> None:
@@ -288,15 +288,15 @@ def test_a_shrink_demotes_before_it_moves() -> None:
     cache.run(A)
     cache.run(B)
     cache.begin(0, C[:9])
-    shrink = cache.manager.shrink(2)
+    shrink = cache.manager.resizer.shrink(2)
     assert shrink is not None and len(shrink.extents) == 2
     out, _, _ = cache.swaps()
     assert len(out) == 8
     if shrink.copies is not None:
-        cache.manager.moved(shrink.copies)
-    cache.manager.unmapped(shrink.extents)
+        cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.unmapped(shrink.extents)
     cache.manager.check_invariants()
-    cache.manager.grow(shrink.extents)
+    cache.manager.resizer.grow(shrink.extents)
     assert cache.begin(1, B) == 16
     assert sorted(cache.swaps()[2].values()) == sorted(cache.manager.tables[0].of(1)[:4].tolist())
 
@@ -307,13 +307,13 @@ def test_a_block_that_moves_leaves_from_where_its_bytes_are() -> None:
     cache.begin(0, B)  # blocks 1 to 5
     cache.begin(1, A[:6])  # 6 and 7
     cache.manager.release(np.array([0]))
-    shrink = cache.manager.shrink(3)
+    shrink = cache.manager.resizer.shrink(3)
     assert shrink is not None and shrink.copies is not None
     assert (shrink.copies.sources.tolist(), shrink.copies.targets.tolist()) == ([6, 7], [1, 2])
     cache.end(1, A[:6], "a")
     assert cache.swaps() == ({7: 1}, {}, {})
-    cache.manager.moved(shrink.copies)
-    cache.manager.keep(shrink.extents)
+    cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.keep(shrink.extents)
     assert cache.begin(1, A, "a") == 6
 
 
@@ -324,7 +324,7 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     cache.run(B)
     out, _, _ = cache.swaps()
     assert len(out) == 4
-    cache.manager.lost(np.array(list(out.values()), np.int32))
+    cache.manager.swapping.lost(np.array(list(out.values()), np.int32))
     cache.manager.check_invariants()
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
@@ -337,10 +337,10 @@ def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:
     cache.end(0, A[:14], "a")
     cache.run(B)
     assert cache.manager.host.capacity == 0 and cache.swaps() == ({}, {}, {})
-    assert cache.manager.chances == (1 / 2, 2 / 3)
-    cache.manager.drop_for("a")
-    cache.manager.lost(ids(1))
-    cache.manager.rest()
+    assert cache.manager.swapping.demotion.chances == (1 / 2, 2 / 3)
+    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.lost(ids(1))
+    cache.manager.swapping.rest()
     assert cache.begin(0, A, "a") == 0
 
 
