@@ -31,7 +31,7 @@ from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
 from .eviction import Lru, PolicyFactory
-from .prefix_hash import Chain, PrefixHasher
+from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
@@ -95,7 +95,7 @@ class CacheManager:
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
         self.index = PrefixIndex(
-            hasher or PrefixHasher(block_size), num_blocks, Lru if hasher is None else eviction,
+            hasher or NullHasher(block_size), num_blocks, Lru if hasher is None else eviction,
             num_slots=host_slots + (host_slots > 0), host_eviction=Lru,  # slot 0 is never used
             capacity=0 if hasher is None else None,
         )  # fmt: skip
@@ -262,7 +262,7 @@ class CacheManager:
         cached blocks. Returns the changed table entries.
         """
         full, first = num_tokens // self.block_size, int(self._committed[row])
-        if full <= first:
+        if full <= first or not self.index.capacity:
             return ()
         table = self.tables[0]
         blocks = table.blocks[row, :full]
@@ -270,8 +270,6 @@ class CacheManager:
         found = places.blocks
         own = blocks[first : first + len(found)]
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
-        if not len(found):
-            return ()
         self.swapping.registered(own[found == own], places.slots)
         known = np.flatnonzero(found != own)
         if not len(known):

@@ -131,7 +131,7 @@ class Swapping:
         Its tail is swapped in if it follows the tokens found. Returns the number of tokens in the tail, or 0.
         """
         self.host.resting = False
-        if not returns:  # else no new request found it
+        if hit.num_tokens and not returns:  # else no new request found it
             self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
         if (tail := self.host.tails.pop(name, None)) is None:
             return 0

@@ -105,8 +105,8 @@ class Running:
 
     def commit(self, sequence: Sequence) -> None:
         """Make the computed tokens of `sequence` findable in the prefix cache; no effect if it has no row."""
-        if sequence.row is not None:
-            self.changes.tables.append(self._commit(sequence, sequence.row))
+        if sequence.row is not None and (updates := self._commit(sequence, sequence.row)):
+            self.changes.tables.append(updates)
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""

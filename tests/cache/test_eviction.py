@@ -122,6 +122,26 @@ def test_a_node_waits_for_the_last_that_stands_behind_it_and_follows_at_once():
     assert policy.victims(3).tolist() == [2, 1, 0]
 
 
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_parent_that_comes_after_its_child_goes_after_all_its_children(make):
+    """In the host tier a block may come later than what stands behind it."""
+    tree = PrefixTree(CAPACITY)
+    policy = make(tree)
+    tree.add_chain(None, ids(0, 1))
+    tree.add_chain(0, ids(2))
+    for nodes in ([1], [0, 2]):
+        policy.add(ids(*nodes), np.array(nodes, np.uint64))
+        policy.mark_evictable(ids(*nodes))
+    assert policy.victims(3).tolist() == [1, 2, 0]
+    policy.remove(ids(1))
+    assert policy.victims(3).tolist() == [2, 0]
+    policy.hit(ids(2))
+    policy.take(ids(2))
+    policy.mark_evictable(ids(2))
+    if make is ReuseDensity:
+        assert policy.victims(3).tolist() == [2, 0], "worth more than its parent, which waits for it"
+
+
 def test_a_loop_larger_than_the_pool_is_kept_in_part():
     """Chains of 4 nodes used in turn, twice as many as there is room for: least recently used hits nothing."""
     assert hits_in_a_loop(Lru(PrefixTree(256))) == 0
