@@ -86,7 +86,7 @@ class GreedyAdmissionEngine:
         with self.llm.locked_engine() as engine:
             scheduler = engine.core.scheduler
             limits = replace(scheduler.limits, forecast=False)  # else hardly anybody would be preempted
-            cost = None if scheduler.cache.host is None else AlwaysSwap(self.block_bytes, BLOCK_SIZE)
+            cost = AlwaysSwap(self.block_bytes, BLOCK_SIZE) if scheduler.cache.host.capacity else None
             engine.core.scheduler = Scheduler(scheduler.cache, limits, cost)
 
     def counters(self) -> Stats:

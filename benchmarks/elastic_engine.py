@@ -105,7 +105,7 @@ class ElasticRig:
         self.computing(False)
         with self.llm.locked_engine() as engine:
             core, cache = engine.core, engine.core.scheduler.cache
-            blocks = (engine.arena.num_extents - 1) * cache.blocks_per_extent
+            blocks = (engine.arena.num_extents - 1) * cache.pool.blocks_per_extent
             names = [
                 self._add(engine, FILLER - SLACK, CONTEXT - FILLER)
                 for _ in range(blocks // (FILLER // cache.block_size))
@@ -134,7 +134,7 @@ class ElasticRig:
             self._names.clear()
             while engine.core.has_work:
                 engine.core.step()
-            assert engine.core.scheduler.cache.counts().live == 0
+            assert engine.core.scheduler.cache.pool.counts().live == 0
 
     def bare(self, num_extents: int, copied_blocks: int) -> dict[str, float]:
         """Seconds to map extents of an arena of its own, to copy as many blocks of it one by one, and to unmap it.
@@ -202,9 +202,9 @@ class ElasticRig:
                 "most_extents": engine.arena.num_extents,
                 "min_extents": engine.plan.min_extents,
                 "extent_bytes": engine.arena.extent_bytes,
-                "blocks_per_extent": scheduler.cache.blocks_per_extent,
-                "live": scheduler.cache.counts().live,
-                "cached": scheduler.cache.counts().cached,
+                "blocks_per_extent": scheduler.cache.pool.blocks_per_extent,
+                "live": scheduler.cache.pool.counts().live,
+                "cached": scheduler.cache.pool.counts().cached,
                 "running": scheduler.num_running,
                 "waiting": scheduler.num_waiting,
                 "preemptions": scheduler.stats.preemptions,

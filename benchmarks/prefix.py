@@ -21,6 +21,7 @@ from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
+from pagetide.cache.prefix_tree import PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 BLOCK_SIZE = 16
@@ -97,23 +98,23 @@ def large_pool(num_blocks: int, repeats: int, seed: int) -> Samples:
 
 
 def new_index(num_blocks: int) -> PrefixIndex:
-    return PrefixIndex(PrefixHasher(BLOCK_SIZE), num_blocks, ReuseDensity(num_blocks))
+    return PrefixIndex(PrefixHasher(BLOCK_SIZE), num_blocks, ReuseDensity)
 
 
 def build(num_blocks: int, repeats: int) -> Samples:
     """An index of so many blocks, without its policy."""
-    samples, hasher, policy = Samples(), PrefixHasher(BLOCK_SIZE), ReuseDensity(num_blocks)
+    samples, hasher, policy = Samples(), PrefixHasher(BLOCK_SIZE), ReuseDensity(PrefixTree(num_blocks))
     for _ in range(repeats):
         gc.collect()
-        samples.time("build", lambda: PrefixIndex(hasher, num_blocks, policy))
+        samples.time("build", lambda: PrefixIndex(hasher, num_blocks, lambda tree: policy))
     return samples
 
 
 def bytes_per_node(num_blocks: int) -> float:
     """Bytes that an index of so many blocks has reserved, a block; its policy and the hasher's keys are not counted."""
-    hasher, policy = PrefixHasher(BLOCK_SIZE), ReuseDensity(num_blocks)
+    hasher, policy = PrefixHasher(BLOCK_SIZE), ReuseDensity(PrefixTree(num_blocks))
     tracemalloc.start()
-    index = PrefixIndex(hasher, num_blocks, policy)
+    index = PrefixIndex(hasher, num_blocks, lambda tree: policy)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return held / index.capacity

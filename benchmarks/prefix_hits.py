@@ -21,9 +21,10 @@ import numpy as np
 
 from benchmarks.arguments import add_data, whole
 from benchmarks.figures import Figure, report
-from pagetide.cache.eviction import EvictionPolicy, Keys, Lru, Nodes, Ranks
+from pagetide.cache.eviction import Keys, Lru, PolicyFactory, Ranks
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 TRACES = {
@@ -53,7 +54,7 @@ class HitOutcome:
 class OneAtATime:
     """A real `CacheManager` that serves one request at a time. A block of the trace is a block of one token: its id."""
 
-    def __init__(self, make: Callable[[int], EvictionPolicy], num_blocks: int, longest: int) -> None:
+    def __init__(self, make: PolicyFactory, num_blocks: int, longest: int) -> None:
         self._num_blocks = num_blocks
         self._cache = CacheManager(
             1 + num_blocks, 1, 1, 1 + longest, hasher=PrefixHasher(1, b"prefix hits"), eviction=make
@@ -70,7 +71,6 @@ class OneAtATime:
             self.refused += 1
             return 0
         chain = cache.chain(blocks.astype(np.int32), None)
-        assert chain is not None and cache.index is not None
         hit = cache.lookup(chain, n)
         before = cache.index.num_nodes
         extension = cache.admit(0, n + tail, hit)
@@ -84,9 +84,9 @@ class OneAtATime:
 class ByScore:
     """Policies that are simple to say and slow: all parked nodes are sorted each time, descendants first."""
 
-    def __init__(self, capacity: int) -> None:
-        self._parent = np.full(capacity, -1, np.int64)
-        self._depth = np.zeros(capacity, np.int64)
+    def __init__(self, tree: PrefixTree) -> None:
+        capacity = tree.capacity
+        self._tree = tree
         self._parked = np.zeros(capacity, np.bool_)
         self._used_at = np.zeros(capacity, np.int64)
         self._hits = np.zeros(capacity, np.int64)
@@ -99,10 +99,7 @@ class ByScore:
     def evicting(self, nodes: Nodes) -> None:
         """`nodes` go."""
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        self._parent[nodes] = parents
-        for node, parent in zip(nodes.tolist(), parents.tolist(), strict=True):
-            self._depth[node] = 0 if parent < 0 else self._depth[parent] + 1
+    def add(self, nodes: Nodes, keys: Keys) -> None:
         self._hits[nodes] = 0
 
     def hit(self, nodes: Nodes) -> None:
@@ -120,7 +117,7 @@ class ByScore:
     def victims(self, n: int) -> Nodes:
         nodes = np.flatnonzero(self._parked)
         # A prompt that uses a node uses its ancestors too: scores that grow with hits and time never fall towards the root.
-        return nodes[np.lexsort((-self._depth[nodes], self._used_at[nodes], self._score[nodes]))][:n]
+        return nodes[np.lexsort((-self._tree.depths[nodes], self._used_at[nodes], self._score[nodes]))][:n]
 
     def remove(self, nodes: Nodes) -> None:
         self.evicting(nodes)
@@ -156,7 +153,7 @@ class AgedFrequency(ByScore):
         self._floor = max(self._floor, float(self._score[nodes].max(initial=0.0)))
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+POLICIES: dict[str, PolicyFactory] = {
     "lru": Lru,
     "reuse-density": ReuseDensity,
     "two-segments": TwoSegments,
@@ -165,9 +162,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 }
 
 
-def replay(
-    prompts: list[Prompt], block_size: int, num_blocks: int, make: Callable[[int], EvictionPolicy]
-) -> HitOutcome:
+def replay(prompts: list[Prompt], block_size: int, num_blocks: int, make: PolicyFactory) -> HitOutcome:
     """Serve all of `prompts` from an empty pool."""
     pool = OneAtATime(make, num_blocks, max(len(prompt.blocks) for prompt in prompts))
     hit = sum(pool.serve(prompt.blocks, prompt.tokens % block_size > 0) for prompt in prompts)

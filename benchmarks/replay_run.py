@@ -320,11 +320,11 @@ class Replay:
 
     def _sample(self) -> None:
         scheduler = self.scheduler
-        counts, stats = scheduler.cache.counts(), scheduler.stats
+        counts, stats = scheduler.cache.pool.counts(), scheduler.stats
         self.samples.append(
             PoolSample(
                 self.now, scheduler.num_running, scheduler.num_waiting, counts.live, counts.cached,
-                scheduler.cache.usable, stats.prefix_lookup_tokens, stats.prefix_hit_tokens,
+                scheduler.cache.pool.usable, stats.prefix_lookup_tokens, stats.prefix_hit_tokens,
             )
         )  # fmt: skip
 

@@ -115,7 +115,7 @@ def _pool(roofline: Roofline, num_blocks: int) -> dict[tuple[str, str], float]:
     requests = []
     for number in range(len(trace.turns)):
         requests.append(_timed(lambda: _serve_one(run, number)))  # noqa: B023
-    assert scheduler.cache.num_free < _PROMPT // 16, "the pool is not full"
+    assert scheduler.cache.pool.num_free < _PROMPT // 16, "the pool is not full"
     taken = scheduler.num_extents * 4 // 10
     resize = _timed(lambda: _take_and_return(run, taken))  # once: the pool is not full after it
     return {

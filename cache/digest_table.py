@@ -12,10 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .eviction import Nodes
 from .prefix_hash import Digests
-
-NONE = -1  # in arrays of node ids: no node
+from .prefix_tree import NONE, Nodes
 
 
 class DigestTable:

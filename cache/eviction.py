@@ -1,8 +1,8 @@
 """The protocol of eviction policies, which choose the cached blocks to evict first, and the policy least recently used.
 
-A policy sees the findable blocks as nodes: small ints that the prefix index assigns. The parent of a node is the block
-before it. The index reports events on nodes and asks which evictable node goes next. A node is evictable (parked) while
-no sequence holds it. Calls take arrays of node ids, in chain order from the root. The default policy is `ReuseDensity`
+A policy sees the findable blocks as the nodes of the index's tree (prefix_tree.py), and reads their parents and depths
+there. The index reports events on nodes and asks which evictable node goes next. A node is evictable (parked) while no
+sequence holds it. Calls take arrays of node ids, in chain order from the root. The default policy is `ReuseDensity`
 (reuse_density.py); the comparison of policies is in docs/decisions/0016-eviction-policy.md.
 
 A sequence that uses a node uses its ancestors too. The descendants of an evictable node are therefore evictable, since
@@ -12,12 +12,14 @@ descendants.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Nodes = npt.NDArray[np.int64]
+from .prefix_tree import Nodes, PrefixTree
+
 Keys = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.float64]
 
@@ -25,10 +27,13 @@ _DEEPEST = 2.0**-24  # of two nodes parked at once the deeper ranks lower, in ch
 
 
 class EvictionPolicy(Protocol):
-    """The events that the prefix index reports to a policy, and the questions that it asks."""
+    """The events that the prefix index reports to a policy, and the questions that it asks.
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        """`nodes` are findable from now on and referenced; `parents` are nodes, or -1 for a root.
+    A policy may know only a part of the tree, which includes the descendants or the ancestors of each of its nodes.
+    """
+
+    def add(self, nodes: Nodes, keys: Keys) -> None:
+        """`nodes`, in the tree already, are findable from now on and referenced.
 
         `keys` are 64 bits of the blocks' hashes, by which a policy may recognize blocks that it saw evicted.
         """
@@ -52,18 +57,21 @@ class EvictionPolicy(Protocol):
         """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not parked. Read-only."""
 
 
+PolicyFactory = Callable[[PrefixTree], EvictionPolicy]  # makes a policy for the nodes of a tree
+
+
 class Lru:
     """Evicts the nodes that were parked longest ago; of nodes parked at once the deepest first."""
 
-    def __init__(self, capacity: int) -> None:
-        self._depth = np.zeros(capacity, np.int64)
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
         # The number of the `mark_evictable` call; 0: referenced or unknown.
-        self._parked_at = np.zeros(capacity, np.int64)
+        self._parked_at = np.zeros(tree.capacity, np.int64)
         self._num_calls = 0
         self._queue = ParkedQueue()
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        set_depths(self._depth, nodes, parents)
+    def add(self, nodes: Nodes, keys: Keys) -> None:
+        """Does nothing: a node is in no order before `mark_evictable`."""
 
     def hit(self, nodes: Nodes) -> None:
         """Does nothing: the order is that of `mark_evictable`, as a node is in use until its last holder ends."""
@@ -71,7 +79,7 @@ class Lru:
     def mark_evictable(self, nodes: Nodes) -> None:
         self._num_calls += 1
         self._parked_at[nodes] = self._num_calls
-        self._queue.append(deepest_first(self._depth, nodes), self._parked_at)
+        self._queue.append(deepest_first(self._tree, nodes), self._parked_at)
 
     def take(self, nodes: Nodes) -> None:
         self._parked_at[nodes] = 0
@@ -84,7 +92,7 @@ class Lru:
 
     def ranks(self, nodes: Nodes) -> Ranks:
         at = self._parked_at[nodes]
-        return np.where(at > 0, at - self._depth[nodes] * _DEEPEST, np.inf)
+        return np.where(at > 0, at - self._tree.depths[nodes] * _DEEPEST, np.inf)
 
 
 class ParkedQueue:
@@ -131,16 +139,6 @@ class ParkedQueue:
         self._start = 0
 
 
-def set_depths(depth: Nodes, nodes: Nodes, parents: Nodes) -> None:
-    """Set the depths of new `nodes`, given roots first, below `parents` (-1: none)."""
-    starts = np.flatnonzero(parents[1:] != nodes[:-1]) + 1  # first nodes of the chains in `nodes`
-    for start, stop in zip([0, *starts.tolist()], [*starts.tolist(), len(nodes)], strict=True):
-        if start < stop:
-            parent = int(parents[start])
-            first = 0 if parent < 0 else int(depth[parent]) + 1
-            depth[nodes[start:stop]] = np.arange(first, first + stop - start)
-
-
-def deepest_first(depth: Nodes, nodes: Nodes) -> Nodes:
+def deepest_first(tree: PrefixTree, nodes: Nodes) -> Nodes:
     """`nodes` sorted from the deepest up; stable for equal depths."""
-    return nodes[np.argsort(-depth[nodes], kind="stable")]
+    return nodes[np.argsort(-tree.depths[nodes], kind="stable")]

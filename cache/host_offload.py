@@ -30,7 +30,6 @@ SAMPLED_ROWS = 17  # every 17th row; a prime, to sample every phase of a periodi
 RECENT_BLOCKS = 1024  # upper bound of the weight of what was learned
 
 _USES = np.array([1.0, 2.0])  # uses of a block that no request has found, and of one that some has
-UNLEARNED = (1 / 2, 2 / 3)  # the probabilities before anything is learned
 
 Mask = npt.NDArray[np.bool_]
 
@@ -75,7 +74,8 @@ class HostOffloadPolicy:
         """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now."""
         self._wanted[blocks] = 0
         self._found[blocks] = self._sampled[blocks] = False
-        self.returned(slots, blocks[: len(slots)])
+        if len(slots):
+            self.returned(slots, blocks[: len(slots)])
 
     def moved(self, sources: Int32, targets: Int32) -> None:
         """The contents of blocks `sources` are in `targets` now."""

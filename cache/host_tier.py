@@ -56,25 +56,25 @@ class HostTail:
 
 
 class HostTier:
-    """The slots `1 .. num_slots`; slot 0 is never used, like the null block. `Swapping` mutates the tier.
+    """The slots `1 .. capacity`; slot 0 is never used, like the null block. `Swapping` mutates the tier.
 
-    The scheduler sets two values by what copies cost: `least_chance`, the probability of reuse from which demoting a
-    block is worth it (1 or more: never), and `promotes`, whether promoting is. `tails` are those of waiting sequences,
-    by name. While the tier is `resting` no block is demoted.
+    `num_slots` of them are in service: not those for which there is no memory. `least_chance` and `promotes` are set by
+    `CacheManager.set_swap_costs`. `tails` are those of waiting sequences, by name. While the tier is `resting` no block
+    is demoted.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise ValueError(f"a host tier needs at least 1 slot, got {num_slots}")
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"a host tier has 0 slots or more, got {capacity}")
         self.least_chance = 0.0
         self.promotes = True
         self.resting = False
         self.tails: dict[str, HostTail] = {}
-        self._num_given = num_slots  # includes retired slots
+        self.capacity = capacity  # includes retired slots
         self.num_owed = 0  # copies since the start, including cancelled ones
-        self._leaving = np.zeros(num_slots + 1, np.int32)  # the block that will be copied to each slot; 0: none
+        self._leaving = np.zeros(capacity + 1, np.int32)  # the block that will be copied to each slot; 0: none
         # Of pending copies out: whether no chunk of the next plan touches the block.
-        self._beside = np.zeros(num_slots + 1, np.bool_)
+        self._beside = np.zeros(capacity + 1, np.bool_)
         self._any_leaving = False
         self._ins: list[tuple[Int32, Int32]] = []
         self._back: list[tuple[Int32, Int32]] = []
@@ -82,8 +82,8 @@ class HostTier:
 
     def _give_all(self) -> None:
         """Make all slots available, free and never used."""
-        self.num_slots = self.num_free = self._num_given
-        self._free = np.arange(self._num_given, 0, -1, dtype=np.int32)  # a stack: the first `num_free`
+        self.num_slots = self.num_free = self.capacity
+        self._free = np.arange(self.capacity, 0, -1, dtype=np.int32)  # a stack: the first `num_free`
         self._highest = 0  # highest slot ever used
 
     @property
@@ -93,8 +93,8 @@ class HostTier:
 
     @property
     def demotes(self) -> bool:
-        """Whether a block that is certain to be used again is worth demoting now."""
-        return self.least_chance < 1 and not self.resting
+        """Whether there are slots, and demoting a block that is certain to be used again is worth it now."""
+        return self.least_chance < 1 and self.num_slots > 0 and not self.resting
 
     def take(self, n: int) -> Int32:
         """Take `n` slots, which must be free; slots used before come first."""

@@ -1,7 +1,7 @@
 """The cache manager: assigns KV-cache blocks to the scheduler's rows and takes them back.
 
-The scheduler calls the cache through this class and numbers the rows. The table of a row covers its first `lengths *
-block_size` tokens. A call that fails changes nothing.
+The scheduler calls the cache through this class and its parts, and numbers the rows. The table of a row covers its first
+`lengths * block_size` tokens. A call that fails changes nothing.
 
 With a hasher, later requests with the same prefix find full blocks of computed tokens (prefix_index.py):
 
@@ -13,31 +13,29 @@ With a hasher, later requests with the same prefix find full blocks of computed 
 With a host tier, an evicted block is first copied to a host slot (demoted), if that is worth the copy and a slot is
 available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
 preempted sequence therefore swaps the sequence out, as far as its space is needed. `keep_for` announces that the
-sequence will return, and keeps its last, partly filled block, which is not findable. `take_swaps` returns the copies
-that the next plan must do.
+sequence will return, and keeps its last, partly filled block, which is not findable. `host.take_swaps` returns the
+copies that the next plan must do.
+
+Without a hasher nothing is ever found, and without host slots nothing is ever demoted; the calls are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator, BlockCounts, BlockIds
-from ..allocator.drain import DrainPlan
+from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.errors import NoFreeBlocks
-from ..allocator.extents import ExtentIds
+from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
-from .eviction import EvictionPolicy
-from .host_offload import UNLEARNED
-from .host_tier import HostTier, Swaps
-from .prefix_hash import Chain, PrefixHasher
+from .eviction import Lru, PolicyFactory
+from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
+from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
-from .swapping import Swapping, index_with_slots
-
-NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+from .swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,34 +52,24 @@ class Extension:
     waits: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shrink:
-    """The result of a shrink: the drained `extents`, and the moves of the live blocks out of them.
-
-    The table entries are valid at once. The memory of `extents` can be unmapped once `copies` are done.
-    """
-
-    extents: ExtentIds
-    tables: tuple[TableUpdate, ...] = ()
-    copies: BlockCopies | None = None
-
-
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, from a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy for a number of
-    nodes. At most `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the
-    number of slots of the host tier, which evicts the oldest entries first.
+    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy. At most
+    `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the number of slots of
+    the host tier, which evicts the oldest entries first.
 
-    The attribute `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is
-    mapped. With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
-    `grow` adds extents and `shrink` removes them; a shrink ends when the caller reports it by `moved` and `unmapped`.
+    With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
+
+    `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped. The parts
+    are `pool` (the state of blocks and extents), `resizer` (adds extents and gives them back), `index` (the cached
+    prefixes), `swapping` (eviction, demotion, promotion) and `host` (the slots of the host tier).
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
         blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
-        hasher: PrefixHasher | None = None, eviction: Callable[[int], EvictionPolicy] = ReuseDensity,
+        hasher: PrefixHasher | None = None, eviction: PolicyFactory = ReuseDensity,
         max_cached_blocks: int | None = None, host_slots: int = 0,
     ) -> None:  # fmt: skip
         if block_size < 1:
@@ -98,23 +86,22 @@ class CacheManager:
         self.block_size = block_size
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
-        self._host_slots = host_slots
         in_pool = (num_blocks - 1) // num_groups * block_size
         self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no slot in the cache yet
-        self.allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
+        self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
+        self.pool: PoolView = self._allocator
         self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
         self._eviction = eviction
-        self.max_cached_blocks = max_cached_blocks
-        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
-        self.index: PrefixIndex | None = None
-        self.swapping: Swapping | None = None  # with a host tier
-        if hasher is not None and host_slots:
-            self.index = index_with_slots(hasher, num_blocks, host_slots, eviction)
-            self.swapping = Swapping(self.index, self.allocator, host_slots, self._bytes_at)
-        elif hasher is not None:
-            self.index = PrefixIndex(hasher, num_blocks, eviction(num_blocks))
+        self.index = PrefixIndex(
+            hasher or NullHasher(block_size), num_blocks, Lru if hasher is None else eviction,
+            num_slots=host_slots + (host_slots > 0), host_eviction=Lru,  # slot 0 is never used
+            capacity=0 if hasher is None else None,
+        )  # fmt: skip
+        self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at, max_cached_blocks)
+        self.host = self.swapping.host
+        self.resizer = PoolResizer(self._allocator, self.tables, self.index, self.swapping, self._bytes_at)
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
@@ -124,76 +111,17 @@ class CacheManager:
         if self._blocks_per_extent is None:
             extents = None
         else:
-            extents = self.allocator.mapped_extents.tolist() if mapped is None else mapped
+            extents = self.pool.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
             *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
-            hasher=None if self.index is None else self.index.hasher, eviction=self._eviction,
-            max_cached_blocks=self.max_cached_blocks, host_slots=self._host_slots,
+            hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
+            max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity,
         )  # fmt: skip
-
-    @property
-    def host(self) -> HostTier | None:
-        """The slots of the host tier, if there is one."""
-        return None if self.swapping is None else self.swapping.host
-
-    @property
-    def chances(self) -> tuple[float, float]:
-        """The probabilities that a block is used again: if no request has found it before, and if one has. Read-only."""
-        return UNLEARNED if self.swapping is None else self.swapping.demotion.chances
-
-    @property
-    def available(self) -> int:
-        """Blocks that can be allocated at once: free and evictable ones. Read-only."""
-        return self.allocator.available
-
-    @property
-    def pending_free_blocks(self) -> int:
-        """Blocks that become available once the copies of the next plan are done. Read-only."""
-        return self.allocator.pending_free_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated without eviction. Read-only."""
-        return self.allocator.num_free
 
     @property
     def shared(self) -> int:
         """Blocks saved by sharing: table entries minus distinct live blocks. Read-only."""
-        return int(sum(table.lengths.sum() for table in self.tables)) - self.counts().live
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the pool when all of it is mapped, without the null block."""
-        return self.allocator.capacity
-
-    @property
-    def usable(self) -> int:
-        """Blocks, used or not, of the mapped extents that are not draining, without the null block."""
-        return self.allocator.usable
-
-    @property
-    def blocks_per_extent(self) -> int:
-        """Blocks that are mapped and unmapped together."""
-        return self.allocator.blocks_per_extent
-
-    @property
-    def drainable_extents(self) -> ExtentIds:
-        """Extents that `shrink` may choose from, provided that other extents have room for their live blocks. Read-only."""
-        return self.allocator.drainable_extents
-
-    @property
-    def mapped_extents(self) -> ExtentIds:
-        """Extents with memory, lowest first, including those that are draining. Read-only."""
-        return self.allocator.mapped_extents
-
-    @property
-    def unmapped_extents(self) -> ExtentIds:
-        """Extents without memory, which can be mapped, lowest first. Read-only."""
-        return self.allocator.unmapped_extents
-
-    def counts(self) -> BlockCounts:
-        """Blocks by state. Read-only."""
-        return self.allocator.counts()
+        return int(sum(table.lengths.sum() for table in self.tables)) - self.pool.counts().live
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all groups together that a sequence of `tokens` tokens holds."""
@@ -237,7 +165,7 @@ class CacheManager:
         updates, sources = [], []
         for table, own in zip(self.tables, fresh, strict=True):
             blocks = table.of(parent)[: full + bool(rest)].copy()
-            self.allocator.retain(blocks[:full])
+            self._allocator.retain(blocks[:full])
             sources.append(blocks[full:])
             blocks = np.append(blocks[:full], own)
             updates.append(_append(table, np.array([child]), np.array([len(blocks)]), blocks))
@@ -257,7 +185,7 @@ class CacheManager:
         sole = np.zeros(len(rows), np.int64)
         for table in self.tables:
             lengths = table.lengths[rows]
-            alone = self.allocator.references(table.of_all(rows)) == 1
+            alone = self.pool.references(table.of_all(rows)) == 1
             sole += np.bincount(np.repeat(np.arange(len(rows)), lengths), alone, len(rows)).astype(np.int64)
         return sole
 
@@ -265,35 +193,31 @@ class CacheManager:
         """Release the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
             blocks = table.of_all(rows)
-            parked = self.allocator.release(blocks)
-            if self.swapping is not None:
-                for i in self.swapping.demotion.sample(len(rows)):
-                    self.swapping.demotion.left(table.of(int(rows[i])))
-            if self.index is not None and len(parked):
+            parked = self._allocator.release(blocks)
+            for i in self.swapping.demotion.sample(len(rows)):
+                self.swapping.demotion.left(table.of(int(rows[i])))
+            if len(parked):
                 self.index.mark_evictable(parked if len(rows) == 1 else _in_order(parked, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
-        self._trim()
+        self.swapping.trim()
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
-    def chain(self, tokens: Int32, salt: bytes | None) -> Chain | None:
-        """The hash chain of `tokens` for lookups within `salt` (None: no salt). None without a prefix cache."""
-        return None if self.index is None else self.index.hasher.chain(tokens, salt)
+    def chain(self, tokens: Int32, salt: bytes | None) -> Chain:
+        """The hash chain of `tokens` for lookups within `salt` (None: no salt)."""
+        return self.index.hasher.chain(tokens, salt)
 
-    def lookup(self, chain: Chain | None, max_tokens: int) -> PrefixHit:
+    def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
         """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only.
 
         Valid until the cache changes.
         """
-        if chain is None or self.index is None:
-            return NO_HIT
-        hit = self.index.lookup(chain, max_tokens)
-        return hit if self.swapping is None else self.swapping.worth_promoting(hit)
+        return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
-        parked = np.count_nonzero(self.allocator.references(hit.blocks) == 0) if len(hit.blocks) else 0
+        parked = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
         return self.blocks_for(upto) - len(hit.blocks) + int(parked)
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
@@ -302,36 +226,34 @@ class CacheManager:
         The tail kept for `name` is swapped in too, if it follows the tokens found. After a successful admission nothing
         is kept for `name` any more.
         """
-        if self.needed(upto, hit) > self.available:
+        if self.needed(upto, hit) > self.pool.available:
             return None
-        if self.swapping is None:
-            return self._seat(row, upto, hit)
-        host, returns = self.swapping.host, self.swapping.stop_waiting(name)
-        owed = host.num_owed
-        extension = self._seat(row, upto, hit)
-        num_tail = self.swapping.seated(name, hit, self.tables[0].blocks[row], returns)
-        waits = host.num_owed > owed or host.is_arriving(hit.blocks)
-        return replace(extension, num_computed=hit.num_tokens + num_tail, waits=waits)
+        owed, returns = self.host.num_owed, self.swapping.stop_waiting(name)
+        tables = self._assign(row, upto, hit)
+        num_tail = self.swapping.admitted(name, hit, self.tables[0].blocks[row], returns)
+        waits = self.host.num_owed > owed or self.host.is_arriving(hit.blocks)
+        return Extension(tables, num_computed=hit.num_tokens + num_tail, waits=waits)
 
-    def _seat(self, row: int, upto: int, hit: PrefixHit) -> Extension:
-        """Assign `hit` to `row` (empty), with room for `upto` tokens. The caller has checked that there are enough blocks."""
+    def _assign(self, row: int, upto: int, hit: PrefixHit) -> tuple[TableUpdate, ...]:
+        """Assign `hit` to `row` (empty), with room for `upto` tokens; there must be enough blocks. Returns the table
+        entries.
+        """
         one = np.array([row])
         found: tuple[TableUpdate, ...] = ()
         num_blocks, num_slots = len(hit.blocks), len(hit.slots)
-        if self.index is not None and num_blocks:
-            taken = self.allocator.retain(hit.blocks)
+        if num_blocks:
+            taken = self._allocator.retain(hit.blocks)
             if len(taken):
                 self.index.take(taken)
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
         extension = self.extend(one, np.array([upto]), hit)
         assert extension is not None, "enough blocks were available"
-        if self.index is not None and hit.num_tokens:
+        if hit.num_tokens:
             if num_slots:
-                assert self.swapping is not None, "slots are found in a host tier"
                 self.swapping.promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
             self.index.accept(hit)
             self._committed[row] = num_blocks + num_slots
-        return Extension(merged([found, extension.tables]), num_computed=hit.num_tokens)
+        return merged([found, extension.tables])
 
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.
@@ -340,37 +262,33 @@ class CacheManager:
         cached blocks. Returns the changed table entries.
         """
         full, first = num_tokens // self.block_size, int(self._committed[row])
-        if self.index is None or full <= first:
+        if full <= first or not self.index.capacity:
             return ()
         table = self.tables[0]
         blocks = table.blocks[row, :full]
         places = self.index.register(chain, blocks, first)
         found = places.blocks
         own = blocks[first : first + len(found)]
-        if self.swapping is not None:
-            self.swapping.registered(own[found == own], places.slots)
-        known = np.flatnonzero(found != own)
         self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
+        self.swapping.registered(own[found == own], places.slots)
+        known = np.flatnonzero(found != own)
         if not len(known):
-            self.allocator.publish(own)
+            self._allocator.publish(own)
             return ()
-        self.allocator.publish(own[found == own])
+        self._allocator.publish(own[found == own])
         theirs, slots = found[known], first + known
-        taken = self.allocator.retain(theirs)
+        taken = self._allocator.retain(theirs)
         if len(taken):
             self.index.take(taken)
-        self.allocator.release(own[known])
+        self._allocator.release(own[known])
         table.blocks[row, slots] = theirs
         return (TableUpdate(np.full(len(known), row), slots, theirs),)
 
     def reset(self) -> None:
         """Forget all cached prefixes. Rows keep their blocks."""
-        if self.index is None:
-            return
         places = self.index.reset()
-        self.allocator.forget(places.blocks)
-        if self.swapping is not None:
-            self.swapping.reset(places.slots)
+        self._allocator.forget(places.blocks)
+        self.swapping.reset(places.slots)
         self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are no longer findable
         self._committed[self.tables[0].lengths == 0] = 0
 
@@ -384,13 +302,7 @@ class CacheManager:
 
     def forget(self, blocks: Int32) -> None:
         """Forget `blocks`, which no table contains, and their cached descendants."""
-        if self.index is None:
-            return
-        blocks = np.unique(blocks)
-        if self.swapping is None:
-            self._evict(self.index, blocks[self.index.findable(blocks)])
-        else:
-            self.swapping.forget(blocks)
+        self.swapping.forget(np.unique(blocks))
 
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """Allocate `n` blocks; demote or evict cached blocks if needed. Raises NoFreeBlocks, and changes nothing then.
@@ -398,33 +310,12 @@ class CacheManager:
         `hit` is the prefix of the row that is being admitted. The contents of its slots stay there, and the copies of
         demoted blocks may run concurrently with the next plan's chunks.
         """
-        lacking = n - self.allocator.num_free
-        if self.index is not None and 0 < lacking <= self.allocator.available - self.allocator.num_free:
+        lacking = n - self.pool.num_free
+        if 0 < lacking <= self.pool.available - self.pool.num_free:
             while lacking > 0 and len(victims := self.index.victims(lacking)):
-                self._give_up(self.index, victims, hit)
-                lacking = n - self.allocator.num_free  # blocks that a pending copy reads become free later
-        return self.allocator.allocate(n)
-
-    def _trim(self) -> None:
-        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
-        if self.max_cached_blocks is None or self.index is None:
-            return
-        # Victims in flight did not count as cached: count again.
-        while (excess := self.counts().cached - self.max_cached_blocks) > 0:
-            self._give_up(self.index, self.index.victims(excess))
-
-    def _give_up(self, index: PrefixIndex, victims: BlockIds, hit: PrefixHit | None = None) -> None:
-        """Demote or evict `victims`, in the order of `PrefixIndex.victims`; `hit` is as for `_allocate`."""
-        if self.swapping is None:
-            self.evicted_blocks += self._evict(index, victims)
-        else:
-            self.evicted_blocks += self.swapping.give_up(victims, hit)
-
-    def _evict(self, index: PrefixIndex, blocks: BlockIds) -> int:
-        """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
-        evicted = index.evict(blocks).blocks
-        self.allocator.forget(evicted)
-        return len(evicted)
+                self.swapping.reclaim(victims, hit)
+                lacking = n - self.pool.num_free  # blocks that a pending copy reads become free later
+        return self._allocator.allocate(n)
 
     # -- the host tier -------------------------------------------------------------------------------------------
 
@@ -435,115 +326,26 @@ class CacheManager:
         count as certain to be used again. The last, partly filled block is kept, unless no slot is available or the
         blocks before it are not all findable.
         """
-        if self.swapping is not None:
-            full, rest = divmod(num_tokens, self.block_size)
-            num_tail = 1 if rest and self._committed[row] == full else 0
-            self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
+        full, rest = divmod(num_tokens, self.block_size)
+        num_tail = 1 if rest and self._committed[row] == full else 0
+        self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
 
-    def drop_for(self, name: str) -> None:
-        """Forget what was kept for sequence `name`, which will not return. Does nothing if nothing was kept."""
-        if self.swapping is not None:
-            self.swapping.drop_for(name)
+    def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
+        """Set which swaps are worth their cost from now on.
 
-    def rest(self) -> None:
-        """Empty the host tier, so that it needs no memory. It stays unused until a row is admitted."""
-        if self.swapping is not None:
-            self.swapping.rest()
-
-    def take_swaps(self, alone: bool = True) -> Swaps | None:
-        """The copies from and to the host tier that the plan being made must do. `alone`: the plan moves nothing else."""
-        return None if self.swapping is None else self.swapping.host.take_swaps(alone)
-
-    def forget_slots(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a copy has failed."""
-        if self.swapping is not None:
-            self.swapping.forget_slots(slots)
-
-    def lost(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
-        if self.swapping is not None:
-            self.swapping.lost(slots)
-
-    # -- the pool's size -----------------------------------------------------------------------------------------
-
-    def grow(self, extents: Iterable[int]) -> None:
-        """Add `extents`, which now have memory. Raises BlockMisuse unless all were unmapped."""
-        self.allocator.map(extents)
-
-    def shrink(self, num_extents: int) -> Shrink | None:
-        """Begin to give back up to `num_extents` extents without preempting a row; None, and no change, if none can go.
-
-        If the free blocks do not suffice, cached blocks are demoted or evicted. Live blocks move to free blocks in
-        other extents. The tables name the new blocks at once; the bytes are there after the copies.
-
-        The source and target blocks are pinned until `moved`. `keep` undoes the draining until `unmapped`.
+        `least_chance` is the probability of reuse from which demoting a block is worth it (1 or more: never); `promotes`
+        says whether promoting is.
         """
-        plan = self.plan_shrink(num_extents)
-        if not len(plan.extents):
-            return None
-        moves = plan.moves
-        if self.index is not None and len(plan.evictions):
-            if self.swapping is None:
-                self._evict(self.index, plan.evictions)
-            else:
-                self.evicted_blocks += self.swapping.give_up(self.index.with_descendants(plan.evictions))
-        self.allocator.drain(plan.extents)
-        if len(plan.evictions):
-            moves = self.allocator.occupied(plan.extents)
-        if not len(moves):
-            return Shrink(plan.extents)
-        targets = self.allocator.move(moves)
-        self._bytes_at[targets] = moves
-        if self.index is not None:
-            self.index.move(moves, targets)
-        if self.swapping is not None:
-            self.swapping.demotion.moved(moves, targets)
-        places = np.zeros(self.allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
-        places[moves] = targets
-        updates = tuple(_moved(table, places) for table in self.tables)
-        return Shrink(plan.extents, updates, BlockCopies(moves, targets))
-
-    def plan_shrink(self, num_extents: int) -> DrainPlan:
-        """The extents and moves that `shrink` would choose. Read-only."""
-        plan = self.allocator.plan_drain(num_extents)
-        if self.index is None or len(plan.extents) == num_extents or not self.counts().cached:
-            return plan
-        cached = self.allocator.cached_blocks
-        worth = np.zeros(self.allocator.num_blocks)
-        worth[cached] = self.index.ranks(cached)
-        return self.allocator.plan_drain(num_extents, worth)
-
-    def moved(self, copies: BlockCopies) -> None:
-        """Unpin the blocks of a shrink after its copies."""
-        self._bytes_at[copies.targets] = copies.targets
-        self.allocator.unpin(np.concatenate((copies.sources, copies.targets)))
-        self._trim()  # targets may count as cached from now on
-
-    def unmapped(self, extents: Iterable[int]) -> None:
-        """Record that `extents`, drained by `shrink`, have no memory any more. Raises BlockMisuse if a block is still
-        in use.
-        """
-        self.allocator.unmap(extents)
-
-    def keep(self, extents: Iterable[int]) -> None:
-        """Undo the draining of `extents`, which are not unmapped after all: their blocks are available again."""
-        self.allocator.undrain(extents)
+        self.host.least_chance, self.host.promotes = least_chance, promotes
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
-        findable = None
-        if self.index is not None:
-            every = np.arange(self.allocator.num_blocks, dtype=np.int32)
-            findable = every[self.index.findable(every)]
+        every = np.arange(self.pool.num_blocks, dtype=np.int32)
+        findable = every[self.index.findable(every)]
         tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
-        self.allocator.check_invariants(tables, findable)
-        if self.max_cached_blocks is not None:
-            cached = self.counts().cached
-            assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
-        if self.index is not None:
-            self.index.check_invariants()
-        if self.swapping is not None and findable is not None:
-            self.swapping.check_invariants(findable)
+        self._allocator.check_invariants(tables, findable)
+        self.index.check_invariants()
+        self.swapping.check_invariants(findable)
 
 
 def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
@@ -575,15 +377,5 @@ def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> Tabl
         rows = np.repeat(rows, need)
         ends = np.cumsum(need)  # end of each row's part of `blocks`
         slots = np.repeat(slots - ends + need, need) + np.arange(len(blocks))
-    table.blocks[rows, slots] = blocks
-    return TableUpdate(rows, slots, blocks)
-
-
-def _moved(table: BlockTables, places: Int32) -> TableUpdate:
-    """Replace moved blocks in every table entry by their new blocks."""
-    rows, slots = table.entries(np.flatnonzero(table.lengths))
-    blocks = places[table.blocks[rows, slots]]
-    hits = np.flatnonzero(blocks)
-    rows, slots, blocks = rows[hits], slots[hits], blocks[hits]
     table.blocks[rows, slots] = blocks
     return TableUpdate(rows, slots, blocks)

@@ -157,6 +157,26 @@ class Chain:
         self._num_hashed, self._sums = upto, sums[-1].copy()
 
 
+class NullHasher(PrefixHasher):
+    """Hashes nothing: each of its chains is one that stays empty. For a cache without prefixes."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self._empty = _EmptyChain(self, (), None)
+
+    def chain(self, tokens: Sequence[int] | Int32 = (), salt: bytes | None = None) -> Chain:
+        return self._empty
+
+
+class _EmptyChain(Chain):
+    """A chain that keeps no tokens."""
+
+    __slots__ = ()
+
+    def append(self, tokens: Sequence[int] | Int32) -> None:
+        """Does nothing."""
+
+
 def _with_room(array: npt.NDArray[_Scalar], used: int, needed: int) -> npt.NDArray[_Scalar]:
     """A copy of the first `used` entries with room for `needed`, and for at least half as many again as before."""
     larger = np.empty((max(needed, len(array) * 3 // 2), *array.shape[1:]), array.dtype)

@@ -17,7 +17,6 @@ node are parked. Reasons: docs/decisions/0017-prefix-index.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +24,13 @@ import numpy.typing as npt
 
 from ..allocator.blocks import BlockIds
 from ..allocator.errors import BlockMisuse
+from ..allocator.pool_view import format_ids
 from .block_table import Index, Int32
-from .digest_table import NONE, DigestTable, distinct, leading, num_new
-from .eviction import EvictionPolicy, Nodes, Ranks
+from .digest_table import DigestTable, leading, num_new
+from .eviction import Lru, PolicyFactory, Ranks
+from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
-from .prefix_tree import PrefixTree
-
-Ids = Sequence[int] | BlockIds | Index
+from .prefix_tree import NONE, Nodes, PrefixTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,56 +46,48 @@ class PrefixHit:
     nodes: Nodes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockPlaces:
-    """Blocks of the device and slots of the host tier, each in the order of the call that returns them."""
-
-    blocks: BlockIds
-    slots: Int32
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
-    `policy` orders the nodes on the device, `host_policy` those on the host; both know nodes `0 .. capacity - 1`. A
-    call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks, whatever
-    the pool's size; only `reset`, `used_slots` and the check look at all.
+    `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
+    default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found.
+
+    A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
+    whatever the pool's size; only `reset` and the check look at all. `blocks` and `slots` say where each node lies.
     """
 
     def __init__(
-        self, hasher: PrefixHasher, num_blocks: int, policy: EvictionPolicy,
-        *, num_slots: int = 0, host_policy: EvictionPolicy | None = None,
+        self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
+        *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
-        if num_slots and host_policy is None:
+        if num_slots and host_eviction is None:
             raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
         self.hasher = hasher
-        self._policy = policy
-        self._host_policy = host_policy
-        self._clear(num_blocks, num_slots)
+        self._num_blocks = num_blocks
+        self._num_slots = num_slots
+        self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
+        self._tree = PrefixTree(self.capacity)
+        self._policy = eviction(self._tree)
+        self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
+        self._clear()
 
-    def _clear(self, num_blocks: int, num_slots: int) -> None:
-        capacity = num_blocks + num_slots  # nodes lie in different places, so there are never more
+    def _clear(self) -> None:
+        num_blocks, num_slots, capacity = self._num_blocks, self._num_slots, self.capacity
         self._table = DigestTable(capacity)
-        self._tree = PrefixTree(capacity)
         self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
         self._roots: dict[Root, int] = {}  # nodes without a parent
         self._salts: dict[int, bytes | None] = {}  # of the roots
         self._parked = np.zeros(capacity, np.bool_)
-        # `_block_of`, `_slot_of`: of nodes in use; NONE: in the other place
-        self._block_of = np.empty(capacity, np.int32)
-        self._slot_of = np.empty(capacity, np.int32)
-        self._node_of_block = np.full(num_blocks, NONE, np.int32)
-        self._node_of_slot = np.full(num_slots, NONE, np.int32)
-        self._mark = np.empty(capacity, np.int32)  # scratch, to detect repeated nodes without sorting
+        # Each node in use is in one of these.
+        self.blocks = NodePlaces("blocks", num_blocks, capacity)
+        self.slots = NodePlaces("slots", num_slots, capacity)
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of nodes: one for each block and each slot."""
-        return len(self._unused)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -109,18 +100,17 @@ class PrefixIndex:
         most = min(max_tokens // self.hasher.block_size, chain.num_blocks)
         # Most misses miss the first block: these need no hashes.
         if most < 1 or chain.root not in self._roots:
-            return _MISS
+            return NO_HIT
         nodes = self._table.find(chain.digests(most))
         nodes = nodes[: self._num_true(chain, nodes[: leading(nodes != NONE)], 0, None)]
-        blocks = self._block_of[nodes]
+        blocks = self.blocks.of_node[nodes]
         on_device = leading(blocks != NONE)
-        return PrefixHit(
-            len(nodes) * self.hasher.block_size, blocks[:on_device], self._slot_of[nodes[on_device:]], nodes
-        )
+        slots = self.slots.of_node[nodes[on_device:]]
+        return PrefixHit(len(nodes) * self.hasher.block_size, blocks[:on_device], slots, nodes)
 
     def accept(self, hit: PrefixHit) -> None:
         """Report to the policy that a request uses those nodes of `hit` that are on the device now. Changes nothing else."""
-        self._policy.hit(hit.nodes[self._block_of[hit.nodes] != NONE])
+        self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
 
     def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
@@ -128,8 +118,9 @@ class PrefixIndex:
         `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
         findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
         the caller puts the returned block into the table, with a reference (`take` it if it had none), and releases its
-        own. If fewer are returned, the others stay unregistered: their parent is not findable, or their digest is that
-        of other tokens. The returned `slots` are free: their contents are in blocks of this sequence now.
+        own. If fewer are returned, the others stay unregistered: their parent is not findable, their digest is that of
+        other tokens, or there is no room for more nodes. The returned `slots` are free: their contents are in blocks of
+        this sequence now.
 
         Raises BlockMisuse when one of the blocks is findable as something else.
         """
@@ -138,9 +129,9 @@ class PrefixIndex:
             raise ValueError(
                 f"asked to register blocks {first} to {len(blocks)} of a chain that has {chain.num_blocks} full ones"
             )
-        parent = int(self._node_of_block[blocks[first - 1]]) if first else None
-        if parent == NONE or first == len(blocks):
-            return _NOWHERE
+        parent = int(self.blocks.node_at[blocks[first - 1]]) if first else None
+        if parent == NONE or first == len(blocks) or not self.capacity:
+            return NOWHERE
         own = blocks[first:]
         digests = chain.digests(len(blocks))
         if parent is not None and (self._table.digests[parent] != digests[first - 1]).any():
@@ -152,23 +143,24 @@ class PrefixIndex:
         fresh = slice(len(known), len(known))
         if len(known) == num_known:
             # Nodes known further on belong to another prefix.
-            fresh = slice(num_known, num_known + num_new(digests[num_known:], nodes[num_known:]))
-        returned = np.flatnonzero(self._block_of[known] == NONE)
-        self._check_free_blocks(np.concatenate((own[returned], own[fresh])))
-        slots = self._slot_of[known[returned]]
+            num_fresh = min(num_new(digests[num_known:], nodes[num_known:]), self.capacity - self.num_nodes)
+            fresh = slice(num_known, num_known + num_fresh)
+        returned = np.flatnonzero(self.blocks.of_node[known] == NONE)
+        self.blocks.check_free(np.concatenate((own[returned], own[fresh])))
+        slots = self.slots.of_node[known[returned]]
         if len(returned):
             self._promote(known[returned], own[returned])
         if fresh.stop > fresh.start:
             above = int(known[-1]) if len(known) else parent
             added = self._add(chain, first + fresh.start, above, own[fresh], digests[fresh])
             known = np.concatenate((known, added))
-        return BlockPlaces(self._block_of[known], slots)
+        return BlockPlaces(self.blocks.of_node[known], slots)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def mark_evictable(self, blocks: Ids) -> None:
         """Park `blocks`, findable, which lost their last reference. Each chain's blocks come in order, with all descendants."""
-        nodes = self._nodes_of(blocks)
+        nodes = self.blocks.nodes_in(blocks)
         if self._parked[nodes].any():
             raise BlockMisuse("blocks that are not in use cannot lose their last reference")
         self._parked[nodes] = True
@@ -176,57 +168,37 @@ class PrefixIndex:
 
     def take(self, blocks: Ids) -> None:
         """Mark `blocks`, findable and parked, as referenced again. They are the first part of a chain, in its order."""
-        nodes = self._nodes_of(blocks)
+        nodes = self.blocks.nodes_in(blocks)
         self._check_parked(nodes)
         self._parked[nodes] = False
         self._policy.take(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
         """Which of `blocks` are findable. Read-only."""
-        found: npt.NDArray[np.bool_] = self._node_of_block[_ids(blocks)] != NONE
+        found: npt.NDArray[np.bool_] = self.blocks.node_at[as_index(blocks)] != NONE
         return found
-
-    @property
-    def used_slots(self) -> Int32:
-        """The slots with findable contents, lowest first. Looks at all slots. Read-only."""
-        return np.flatnonzero(self._node_of_slot != NONE).astype(np.int32)
-
-    def move(self, sources: Ids, targets: Ids) -> None:
-        """Record that the contents of block `sources[i]` are in block `targets[i]` now. Ignores unfindable blocks."""
-        from_, to = _ids(sources), _ids(targets)
-        nodes = self._node_of_block[from_]
-        from_, to, nodes = from_[nodes != NONE], to[nodes != NONE], nodes[nodes != NONE]
-        self._check_free_blocks(to)
-        if not distinct(nodes):
-            raise BlockMisuse(f"one of blocks {_some(from_)} is named twice; a block moves once")
-        self._node_of_block[from_] = NONE
-        self._node_of_block[to] = nodes
-        self._block_of[nodes] = to
 
     # -- eviction --------------------------------------------------------------------------------------------------
 
     def victims(self, n: int) -> BlockIds:
         """The next `n` parked blocks to evict, in order; fewer only if fewer are parked. Read-only."""
-        return self._block_of[self._policy.victims(n)[:n]]
+        return self.blocks.of_node[self._policy.victims(n)[:n]]
 
     def host_victims(self, n: int) -> Int32:
         """The next `n` slots of the host tier to evict, in order; fewer only if fewer are in use. Read-only."""
-        return self._slot_of[_given(self._host_policy).victims(n)[:n]]
+        return self.slots.of_node[self._host_policy.victims(n)[:n]]
 
     def ranks(self, blocks: Ids) -> Ranks:
         """The policy's rank of each of `blocks`, findable: lower is evicted first. Read-only."""
-        nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
-        if (nodes == NONE).any():
-            raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found")
-        return self._policy.ranks(nodes)
+        return self._policy.ranks(self.blocks.nodes_in(blocks))
 
     def with_descendants(self, blocks: Ids) -> BlockIds:
         """`blocks`, findable and parked, with all their descendants on the device; descendants come first.
 
         For blocks that did not come from `victims`. Read-only.
         """
-        nodes = self._tree.with_descendants(self._nodes_of(blocks))
-        nodes = nodes[self._block_of[nodes] != NONE]
+        nodes = self._tree.with_descendants(self.blocks.nodes_in(blocks))
+        nodes = nodes[self.blocks.have(nodes)]
         left, roots_first = set(nodes.tolist()), []
         for node in nodes.tolist():
             path = []
@@ -235,23 +207,21 @@ class PrefixIndex:
                 path.append(node)
                 node = int(self._tree.parents[node])
             roots_first += path[::-1]
-        return self._block_of[np.array(roots_first[::-1], np.int64)]
+        return self.blocks.of_node[np.array(roots_first[::-1], np.int64)]
 
     def evict(self, blocks: Ids) -> BlockPlaces:
         """Forget `blocks`, findable and parked, and all their descendants. Returns the places of all of them."""
-        return self._evict(self._nodes_of(blocks))
+        return self._evict(self.blocks.nodes_in(blocks))
 
     def evict_slots(self, slots: Ids) -> BlockPlaces:
         """Forget the contents of `slots` and all their descendants. Returns the places of all of them: only slots."""
-        return self._evict(self._nodes_of_slots(slots))
+        return self._evict(self.slots.nodes_in(slots))
 
     def reset(self) -> BlockPlaces:
         """Forget everything. Sequences keep their blocks; what they compute later stays unregistered."""
         nodes = self._table.contents()
-        on_device = self._block_of[nodes] != NONE
-        places = BlockPlaces(self._block_of[nodes[on_device]], self._slot_of[nodes[~on_device]])
-        self._leave_policies(nodes, on_device)
-        self._clear(len(self._node_of_block), len(self._node_of_slot))
+        places = self._leave_places(nodes)
+        self._clear()
         return places
 
     # -- the host tier -----------------------------------------------------------------------------------------------
@@ -261,39 +231,34 @@ class PrefixIndex:
 
         Raises BlockMisuse if a descendant would be left on the device, or a slot is in use.
         """
-        nodes, to = self._nodes_of(blocks), _ids(slots)
+        nodes, to = self.blocks.nodes_in(blocks), as_index(slots)
         if len(to) != len(nodes):
             raise ValueError(f"{len(nodes)} blocks need as many slots, got {len(to)}")
         self._check_parked(nodes)
-        if (self._node_of_slot[to] != NONE).any() or not distinct(to):
-            raise BlockMisuse("a slot of the host tier that is in use, or named twice, cannot take a block")
+        self.slots.check_free(to)
         # A descendant on the device has its parent there, so checking the children suffices.
         children = self._tree.children(nodes)
-        if not np.isin(children[self._block_of[children] != NONE], nodes).all():
+        if not np.isin(children[self.blocks.have(children)], nodes).all():
             raise BlockMisuse("blocks cannot leave the device while something behind them stays there")
-        self._node_of_block[self._block_of[nodes]] = NONE
-        self._block_of[nodes] = NONE
-        self._slot_of[nodes] = to
-        self._node_of_slot[to] = nodes
+        self.blocks.remove(nodes)
+        self.slots.put(nodes, to)
         self._policy.remove(nodes)
         nodes = nodes[::-1]  # roots first
-        policy = _given(self._host_policy)
-        parents = self._parents(nodes)
-        parents[self._block_of[parents] != NONE] = NONE  # not known to the host policy
-        policy.add(nodes, parents, self._table.digests[nodes, 0])
-        policy.mark_evictable(nodes)
+        self._host_policy.add(nodes, self._table.digests[nodes, 0])
+        self._host_policy.mark_evictable(nodes)
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
         """Move the nodes in `slots` (part of a chain, in its order) to `blocks`, which a request holds.
 
         Raises BlockMisuse if the first one's parent is not on the device, or a block is findable already.
         """
-        nodes, to = self._nodes_of_slots(slots), _ids(blocks)
+        nodes, to = self.slots.nodes_in(slots), as_index(blocks)
         if len(to) != len(nodes):
             raise ValueError(f"{len(nodes)} slots need as many blocks, got {len(to)}")
-        self._check_free_blocks(to)
-        parents = self._parents(nodes)
-        if (self._block_of[parents[:1]] == NONE)[parents[:1] != NONE].any() or (parents[1:] != nodes[:-1]).any():
+        self.blocks.check_free(to)
+        parents = self._tree.parents_of(nodes)
+        inner = parents[:1][parents[:1] != NONE]
+        if not self.blocks.have(inner).all() or (parents[1:] != nodes[:-1]).any():
             raise BlockMisuse("slots come back to the device in the order of a chain, behind what is there")
         self._promote(nodes, to)
 
@@ -305,21 +270,17 @@ class PrefixIndex:
         assert len(nodes) == self.num_nodes == len(set(nodes.tolist())), "nodes and digests do not match"
         unused = self._unused[: self.capacity - self.num_nodes].tolist()
         assert sorted([*unused, *nodes.tolist()]) == list(range(self.capacity)), "a node is lost, or twice in use"
-        on_device = self._block_of[nodes] != NONE
-        assert (on_device != (self._slot_of[nodes] != NONE)).all(), "a node lies in no place, or in two"
-        for places, of_node, of_place in (
-            (nodes[on_device], self._block_of, self._node_of_block),
-            (nodes[~on_device], self._slot_of, self._node_of_slot),
-        ):
-            assert (of_place[of_node[places]] == places).all(), "a place names another node"
-            assert np.count_nonzero(of_place != NONE) == len(places), "a place names a node that is not there"
+        on_device = self.blocks.have(nodes)
+        assert (on_device != self.slots.have(nodes)).all(), "a node lies in no place, or in two"
+        self.blocks.check_invariants(nodes[on_device])
+        self.slots.check_invariants(nodes[~on_device])
         self._tree.check_invariants(nodes)
-        parents = self._parents(nodes)
+        parents = self._tree.parents_of(nodes)
         roots = set(nodes[parents == NONE].tolist())
         named = {(salt, self._tokens[root].tobytes()): root for root, salt in self._salts.items()}
         assert roots == set(self._salts) and named == self._roots, "roots and salts do not match"
         inner, parents = nodes[parents != NONE], parents[parents != NONE]
-        assert ((self._block_of[inner] == NONE) | (self._block_of[parents] != NONE)).all(), "a block behind a slot"
+        assert (~self.blocks.have(inner) | self.blocks.have(parents)).all(), "a block behind a slot"
         assert (self._parked[inner] | ~self._parked[parents]).all(), "a block in use behind one that is not"
         assert self._parked[nodes[~on_device]].all(), "what lies on the host is in use"
         assert np.count_nonzero(self._parked) == np.count_nonzero(self._parked[nodes]), (
@@ -361,37 +322,28 @@ class PrefixIndex:
         nodes = self._unused[left : left + len(blocks)][::-1].astype(np.int64)
         self.num_nodes += len(nodes)
         self._tokens[nodes] = chain.blocks(first + len(nodes))[first:]
-        self._block_of[nodes] = blocks
-        self._slot_of[nodes] = NONE
-        self._node_of_block[blocks] = nodes
+        self.blocks.put(nodes, blocks)
+        self.slots.of_node[nodes] = NONE
         self._tree.add_chain(parent, nodes)
         if parent is None:
             self._roots[chain.root] = root = int(nodes[0])
             self._salts[root] = chain.salt
         self._table.insert(nodes, digests)
-        self._policy.add(nodes, self._parents(nodes), digests[:, 0])
+        self._policy.add(nodes, digests[:, 0])
         return nodes
 
     def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
         """Move host nodes `nodes` to `blocks`, where they are in use."""
-        _given(self._host_policy).remove(nodes)
-        self._node_of_slot[self._slot_of[nodes]] = NONE
-        self._slot_of[nodes] = NONE
-        self._block_of[nodes] = blocks
-        self._node_of_block[blocks] = nodes
+        self._host_policy.remove(nodes)
+        self.slots.remove(nodes)
+        self.blocks.put(nodes, blocks)
         self._parked[nodes] = False
-        self._policy.add(nodes, self._parents(nodes), self._table.digests[nodes, 0])
+        self._policy.add(nodes, self._table.digests[nodes, 0])
 
     def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
         self._check_parked(nodes)
-        blocks, slots = self._block_of[nodes], _NOWHERE.slots
-        on_device = blocks != NONE
-        if not on_device.all():
-            blocks, slots = blocks[on_device], self._slot_of[nodes[~on_device]]
-        self._leave_policies(nodes, on_device)
-        self._node_of_block[blocks] = NONE
-        self._node_of_slot[slots] = NONE
+        places = self._leave_places(nodes)
         self._parked[nodes] = False
         self._table.remove(nodes)
         for root in self._tree.remove(nodes).tolist():
@@ -399,64 +351,26 @@ class PrefixIndex:
         left = self.capacity - self.num_nodes
         self._unused[left : left + len(nodes)] = nodes
         self.num_nodes -= len(nodes)
-        return BlockPlaces(blocks, slots)
+        return places
 
-    def _leave_policies(self, nodes: Nodes, on_device: npt.NDArray[np.bool_]) -> None:
+    def _leave_places(self, nodes: Nodes) -> BlockPlaces:
+        """Take `nodes` out of their places and policies. Returns the places."""
+        on_device = self.blocks.have(nodes)
         if on_device.all():
             self._policy.remove(nodes)
-            return
-        self._policy.remove(nodes[on_device])
-        _given(self._host_policy).remove(nodes[~on_device])
-
-    def _parents(self, nodes: Nodes) -> Nodes:
-        return self._tree.parents[nodes].astype(np.int64)
-
-    def _nodes_of(self, blocks: Ids) -> Nodes:
-        nodes = self._node_of_block[_ids(blocks)].astype(np.int64)
-        if (nodes == NONE).any() or not self._are_distinct(nodes):
-            raise BlockMisuse(f"not all of blocks {_some(_ids(blocks))} can be found, or one is named twice")
-        return nodes
-
-    def _nodes_of_slots(self, slots: Ids) -> Nodes:
-        nodes = self._node_of_slot[_ids(slots)].astype(np.int64)
-        if (nodes == NONE).any() or not distinct(nodes):
-            raise BlockMisuse(f"not all of slots {_some(_ids(slots))} hold something, or one is named twice")
-        return nodes
-
-    def _are_distinct(self, nodes: Nodes) -> bool:
-        order = np.arange(len(nodes), dtype=np.int32)
-        self._mark[nodes] = order
-        return bool((self._mark[nodes] == order).all())
+            return BlockPlaces(self.blocks.remove(nodes), NOWHERE.slots)
+        above, below = nodes[on_device], nodes[~on_device]
+        self._policy.remove(above)
+        self._host_policy.remove(below)
+        return BlockPlaces(self.blocks.remove(above), self.slots.remove(below))
 
     def _check_parked(self, nodes: Nodes) -> None:
         parked = self._parked[nodes]
         if not parked.all():
             used = nodes[~parked]
-            raise BlockMisuse(f"blocks in use, or something behind a block is: {_some(self._block_of[used])}")
-
-    def _check_free_blocks(self, blocks: BlockIds | Index) -> None:
-        taken = blocks[self._node_of_block[blocks] != NONE]
-        if len(taken) or not distinct(blocks):
-            raise BlockMisuse(f"blocks that can be found already, or are named twice, hold nothing new: {_some(taken)}")
+            shown = format_ids(self.blocks.of_node[used])
+            raise BlockMisuse(f"blocks in use, or something behind a block is: {shown}")
 
     def _check_hasher(self, chain: Chain) -> None:
         if chain.hasher is not self.hasher:
             raise ValueError("the chain's hashes are another hasher's; make chains by this index's `hasher`")
-
-
-def _ids(ids: Ids) -> Index:
-    return np.asarray(ids, np.int64)
-
-
-def _given(policy: EvictionPolicy | None) -> EvictionPolicy:
-    if policy is None:
-        raise BlockMisuse("this index has no host tier; give it slots and a policy for them")
-    return policy
-
-
-def _some(ids: BlockIds | Index) -> str:
-    return ", ".join(map(str, ids[:8].tolist())) + (", ..." if len(ids) > 8 else "")
-
-
-_MISS = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
-_NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))

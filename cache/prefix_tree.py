@@ -1,30 +1,36 @@
-"""The tree of nodes: the parent of each node, and its children as a doubly linked list.
+"""The tree of nodes: the parent and the depth of each node, and its children as a doubly linked list.
 
-A root is the first block of a prefix. It has no parent and is in no list.
+A root is the first block of a prefix. It has no parent, the depth 0, and is in no list.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from .digest_table import NONE
-from .eviction import Nodes
+Nodes = npt.NDArray[np.int64]  # small ints that the prefix index assigns to findable blocks
+NONE = -1  # in arrays of node ids: no node
 
 _WIDE = 64  # more nodes than this are followed faster as an array than one by one
 
 
 class PrefixTree:
-    """The links between the nodes `0 .. capacity - 1`; those of unused nodes are undefined."""
+    """The links between the nodes `0 .. capacity - 1`; those of unused nodes are undefined.
+
+    `parents` and `depths` are mutated by `add_chain` alone.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.parents = np.empty(capacity, np.int32)  # mutated by `add_chain` alone
+        self.capacity = capacity
+        self.parents = np.empty(capacity, np.int32)
+        self.depths = np.empty(capacity, np.int32)  # number of ancestors
         self._child = np.empty(capacity, np.int32)
         self._next = np.empty(capacity, np.int32)
         self._previous = np.empty(capacity, np.int32)
         self._num_children = np.empty(capacity, np.int32)
         self._chosen = np.zeros(capacity + 1, np.bool_)  # scratch; the last entry stands for NONE, never chosen
         # Single entries are read and written five times faster through these memoryviews than in the arrays.
-        self._parent_at, self._child_at = self.parents.data, self._child.data
+        self._parent_at, self._depth_at, self._child_at = self.parents.data, self.depths.data, self._child.data
         self._next_at, self._previous_at = self._next.data, self._previous.data
         self._num_children_at = self._num_children.data
 
@@ -37,6 +43,8 @@ class PrefixTree:
         self._num_children[nodes[-1]] = 0
         self._next[nodes] = self._previous[nodes] = NONE
         top = int(nodes[0])
+        depth = 0 if parent is None else self._depth_at[parent] + 1
+        self.depths[nodes] = np.arange(depth, depth + len(nodes))
         self._parent_at[top] = NONE if parent is None else parent
         if parent is not None:
             self._num_children_at[parent] += 1
@@ -45,6 +53,10 @@ class PrefixTree:
             self._child_at[parent] = top
             if sibling != NONE:
                 self._previous_at[sibling] = top
+
+    def parents_of(self, nodes: Nodes) -> Nodes:
+        """The parents of `nodes`, NONE for roots. Read-only."""
+        return self.parents[nodes].astype(np.int64)
 
     def with_descendants(self, nodes: Nodes) -> Nodes:
         """`nodes` (distinct), followed by their descendants that are not among them. Read-only."""
@@ -89,6 +101,8 @@ class PrefixTree:
         children: dict[int, list[int]] = {node: [] for node in nodes.tolist()}
         for node, parent in zip(nodes.tolist(), self.parents[nodes].tolist(), strict=True):
             assert parent == NONE or parent in children, "a node without its parent"
+            depth = 0 if parent == NONE else self._depth_at[parent] + 1
+            assert self._depth_at[node] == depth, "a node is not one deeper than its parent"
             if parent != NONE:
                 children[parent].append(node)
         for node, expected in children.items():

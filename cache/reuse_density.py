@@ -26,7 +26,8 @@ from bisect import insort
 import numpy as np
 import numpy.typing as npt
 
-from .eviction import Keys, Nodes, ParkedQueue, Ranks, deepest_first, set_depths
+from .eviction import Keys, ParkedQueue, Ranks, deepest_first
+from .prefix_tree import Nodes, PrefixTree
 
 SLICES = 16  # per capacity
 MIN_SLICE_NODES = 16  # fewer have no significance
@@ -47,17 +48,17 @@ class ReuseDensity:
     """Evicts the parked nodes with the fewest expected hits per space and time; descendants always before ancestors.
 
     Nodes of one class and slice go in the order of `Lru`. If a node's turn comes before all its descendants are
-    evicted, it goes directly after the last of them. `capacity` is the number of nodes, with ids `0 .. capacity - 1`.
+    evicted, it goes directly after the last of them.
 
     There is a queue for each class and slice. A queue in which all nodes wait for descendants is closed, and not read:
     none of its nodes can go before the last descendant of one has left. A node's position in the order tells whether
     its turn has come.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._depth = np.zeros(capacity, np.int64)
-        self._parent = np.zeros(capacity, np.int64)
-        self._children = np.zeros(capacity, np.int64)
+    def __init__(self, tree: PrefixTree) -> None:
+        capacity = tree.capacity
+        self._tree = tree
+        self._children = np.zeros(capacity, np.int64)  # those that this policy knows
         self._key = np.zeros(capacity, np.uint64)
         self._uses = np.zeros(capacity, np.int64)
         self._class = np.zeros(capacity, np.int64)  # when last parked
@@ -71,11 +72,9 @@ class ReuseDensity:
         self._closed: set[tuple[int, int]] = set()  # those in which all nodes wait
         self._order: list[Turn] = []  # of the other queues
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        set_depths(self._depth, nodes, parents)
-        self._parent[nodes] = parents
+    def add(self, nodes: Nodes, keys: Keys) -> None:
         self._key[nodes] = keys
-        self._children[nodes] = 0
+        parents = self._tree.parents_of(nodes)
         np.add.at(self._children, parents[parents >= 0], 1)
         self._uses[nodes] = 1
         found, uses, classes, slices = self._memory.recall(keys)
@@ -92,7 +91,7 @@ class ReuseDensity:
         if not len(nodes):
             return
         now = self._times.now
-        nodes = deepest_first(self._depth, nodes)
+        nodes = deepest_first(self._tree, nodes)
         first, self._num_parked = self._num_parked + 1, self._num_parked + len(nodes)
         self._number[nodes] = np.arange(first, first + len(nodes))
         classes = _CLASS_OF_USES[self._uses[nodes]]
@@ -117,7 +116,7 @@ class ReuseDensity:
         parked = nodes if are_parked.all() else nodes[are_parked]
         self._memory.keep(self._key[parked], self._uses[parked], self._class[parked], self._slice[parked])
         self._number[nodes] = 0
-        parents = self._parent[nodes]
+        parents = self._tree.parents_of(nodes)
         parents = parents[parents >= 0]
         np.subtract.at(self._children, parents, 1)
         if self._closed:
@@ -154,7 +153,7 @@ class ReuseDensity:
             else:
                 del self._queues[turn[2:]]
         nodes = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-        parents = self._parent[nodes]
+        parents = self._tree.parents_of(nodes)
         self._gone[parents[parents >= 0]] = 0
         return nodes[:n]
 
@@ -168,7 +167,7 @@ class ReuseDensity:
                 return nodes[:0]
             if self._go_as_they_are(nodes, turn):
                 return nodes
-        gone, children, parents = self._gone.data, self._children.data, self._parent.data
+        gone, children, parents = self._gone.data, self._children.data, self._tree.parents.data
         order: list[int] = []
         for member in nodes.tolist():
             node = member
@@ -184,7 +183,7 @@ class ReuseDensity:
 
     def _go_as_they_are(self, nodes: Nodes, turn: Turn) -> bool:
         """Whether all of `nodes`, of the queue of `turn`, go in their order with no ancestor waiting. If so, counts them."""
-        parents = self._parent[nodes]
+        parents = self._tree.parents_of(nodes)
         inner = parents >= 0
         members, parents = nodes[inner], parents[inner]
         np.add.at(self._gone, parents, 1)

@@ -1,46 +1,44 @@
-"""Demotion of blocks to the host tier, promotion back to the device, and the state of waiting sequences.
+"""Eviction and demotion of blocks, promotion back to the device, and the state of waiting sequences.
 
 Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
-available; older slots are evicted for them. A hit in a slot is promoted to a block of the new row. The blocks that a
-preempted sequence needs are known. Its last, partly filled block is not findable; it is kept as its tail.
+available; older slots are evicted for them. The other blocks are evicted: all of them if the tier has no slots. A hit
+in a slot is promoted to a block of the new row. The blocks that a preempted sequence needs are known. Its last, partly
+filled block is not findable; it is kept as its tail.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
-from .eviction import EvictionPolicy, Lru
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTail, HostTier
-from .prefix_hash import Chain, PrefixHasher
+from .prefix_hash import Chain
 from .prefix_index import PrefixHit, PrefixIndex
 
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
 
 
-def index_with_slots(
-    hasher: PrefixHasher, num_blocks: int, num_slots: int, eviction: Callable[[int], EvictionPolicy]
-) -> PrefixIndex:
-    """An index that also finds prefixes in `num_slots` slots of a host tier, which evicts the oldest entries first."""
-    num_slots += 1  # slot 0 is never used
-    num_nodes = num_blocks + num_slots
-    return PrefixIndex(hasher, num_blocks, eviction(num_nodes), num_slots=num_slots, host_policy=Lru(num_nodes))
-
-
 class Swapping:
-    """A host tier of `num_slots` slots for what `index` finds in blocks of `allocator`. The cache manager mutates it.
+    """Reclaims blocks of `allocator` that `index` finds: evicts them or swaps them out to a host tier.
 
-    `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+    The tier has `num_slots` slots, which may be 0. At most `max_cached_blocks` blocks without references stay cached
+    (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+
+    The cache manager reports what happens to blocks and rows. Its callers may read all attributes, and call `drop_for`,
+    `rest`, `forget_slots` and `lost`.
     """
 
-    def __init__(self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32) -> None:
+    def __init__(
+        self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32,
+        max_cached_blocks: int | None = None,
+    ) -> None:  # fmt: skip
         self.host = HostTier(num_slots)
         self.demotion = HostOffloadPolicy(allocator.num_blocks, num_slots)
+        self.max_cached_blocks = max_cached_blocks
+        self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._index = index
         self._allocator = allocator
         self._bytes_at = bytes_at
@@ -49,28 +47,41 @@ class Swapping:
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
-    def give_up(self, victims: BlockIds, hit: PrefixHit | None = None) -> int:
-        """Demote those of `victims` that are worth it and find a slot; evict the others. Returns the number of blocks evicted.
+    def reclaim(self, victims: BlockIds, hit: PrefixHit | None = None) -> None:
+        """Demote those of `victims` that are worth it and find a slot; evict the others.
 
         `victims` are in the order of `PrefixIndex.victims`; if slots are short the last ones are demoted. `hit` is the
         prefix of a row that is being admitted: the contents of its slots stay there.
         """
-        num_evicted = 0
+        if not self.host.demotes:
+            self.evicted_blocks += self._evict(victims)
+            return
         worth = self.demotion.worth(victims, self.host.least_chance)
         if not worth.all():
-            num_evicted += self._evict(victims[~worth])
+            self.evicted_blocks += self._evict(victims[~worth])
             victims = victims[worth]
             victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
         slots = self._take_slots(len(victims), _NO_SLOTS if hit is None else hit.slots)
         num_left = len(victims) - len(slots)
-        num_evicted += self._evict(victims[:num_left])
+        self.evicted_blocks += self._evict(victims[:num_left])
         demoted = victims[num_left:]
         if len(demoted):
             self._index.demote(demoted, slots)
             self.demotion.demoted(demoted, slots)
             self._allocator.forget(demoted)
             self.host.queue_swap_out(self._bytes_at[demoted], slots, beside=hit is not None)
-        return num_evicted
+
+    def trim(self) -> None:
+        """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
+        if self.max_cached_blocks is None:
+            return
+        # Victims in flight did not count as cached: count again.
+        while (excess := self._allocator.counts().cached - self.max_cached_blocks) > 0:
+            self.reclaim(self._index.victims(excess))
+
+    def reclaim_trees(self, roots: BlockIds) -> None:
+        """Demote or evict `roots`, findable and without references, with all their descendants."""
+        self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
         """`hit`, without its slots if promoting them is not worth it. Read-only."""
@@ -96,8 +107,10 @@ class Swapping:
     def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
         """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
 
-        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept.
+        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept. Does nothing without slots.
         """
+        if not self.host.capacity:
+            return
         self._waiting[name] = chain, num_tokens
         self._want(chain, num_tokens, 1)
         slots = self._take_slots(len(tail))
@@ -112,13 +125,13 @@ class Swapping:
         self._want(*waiting, -1)
         return True
 
-    def seated(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
+    def admitted(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
         """Account for the admission of `name` with the prefix `hit` into `blocks`; `returns`: it was preempted before.
 
         Its tail is swapped in if it follows the tokens found. Returns the number of tokens in the tail, or 0.
         """
         self.host.resting = False
-        if not returns:  # else no new request found it
+        if hit.num_tokens and not returns:  # else no new request found it
             self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
         if (tail := self.host.tails.pop(name, None)) is None:
             return 0
@@ -131,7 +144,7 @@ class Swapping:
         return rest
 
     def drop_for(self, name: str) -> None:
-        """Forget what was kept for `name`, which will not return."""
+        """Forget what was kept for `name`, which will not return. Does nothing if nothing was kept."""
         self.stop_waiting(name)
         self._drop_tail(name)
 
@@ -144,8 +157,8 @@ class Swapping:
         self._drop_tails()
 
     def rest(self) -> None:
-        """Empty the tier; it stays unused until a row is admitted."""
-        self._forget_slots(self._index.used_slots)
+        """Empty the tier, so that it needs no memory. It stays unused until a row is admitted."""
+        self._forget_slots(self._index.slots.used)
         self._drop_tails()
         self.host.rest()
 
@@ -155,10 +168,10 @@ class Swapping:
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
-        """Forget the contents of `slots`, to which a plan was to copy, and tails there."""
+        """Forget the contents of `slots`, to which a copy has failed, and tails there."""
         for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
             self._drop_tail(name)
-        self._forget_slots(np.intersect1d(slots, self._index.used_slots))
+        self._forget_slots(np.intersect1d(slots, self._index.slots.used))
 
     def lost(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
@@ -167,7 +180,10 @@ class Swapping:
 
     def check_invariants(self, findable: BlockIds) -> None:
         """Check the tier; `findable` are the blocks that the index knows. Raises AssertionError."""
-        used_slots = self._index.used_slots
+        if self.max_cached_blocks is not None:
+            cached = self._allocator.counts().cached
+            assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
+        used_slots = self._index.slots.used
         self.host.check_invariants(used_slots)
         hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
         self.demotion.check_invariants(findable, used_slots, [(hit.blocks, hit.slots) for hit in hits])
@@ -176,7 +192,7 @@ class Swapping:
 
     def _take_slots(self, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
         """Take up to `n` slots, evicting slots other than `keep` if needed; none if demoting is not worth it."""
-        if not self.host.demotes or not n or not self.host.num_slots:
+        if not n or not self.host.demotes:
             return _NO_SLOTS
         self.demotion.taking(n, self.host.num_slots)
         lacking = n - self.host.num_free

@@ -72,7 +72,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters as plain data."""
         scheduler = self.core.scheduler
-        counters, counts = scheduler.stats, scheduler.cache.counts()
+        counters, counts = scheduler.stats, scheduler.cache.pool.counts()
         return {
             "model": self.plan.model,
             "device": self.plan.device,
@@ -85,7 +85,7 @@ class Engine:
             "kv_bytes": self.arena.mapped_bytes,
             "kv_bytes_per_token": self.plan.kv_bytes_per_token,
             "block_size": self.plan.block_size,
-            "blocks": {"usable": scheduler.cache.usable, **counts._asdict()},
+            "blocks": {"usable": scheduler.cache.pool.usable, **counts._asdict()},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "steps": counters.steps,
@@ -95,7 +95,7 @@ class Engine:
             "forks": counters.forks,
             "peak_used_blocks": counters.peak_used_blocks,
             "prefix_cache": None
-            if scheduler.cache.index is None
+            if not scheduler.cache.index.capacity
             else {
                 "lookups": counters.prefix_lookups,
                 "lookup_tokens": counters.prefix_lookup_tokens,
@@ -106,7 +106,7 @@ class Engine:
                     "hit_tokens": counters.resumed_hit_tokens,
                 },
                 "findable_blocks": scheduler.cache.index.num_nodes,
-                "max_cached_blocks": scheduler.cache.max_cached_blocks,
+                "max_cached_blocks": scheduler.cache.swapping.max_cached_blocks,
             },
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
@@ -121,7 +121,7 @@ class Engine:
 
     def _host_tier(self) -> dict[str, Any] | None:
         tier, pool = self.core.scheduler.cache.host, self.core.runner.host
-        if tier is None or pool is None:
+        if pool is None:
             return None
         block_bytes, counters = self.plan.geometry.payload_bytes, self.core.scheduler.stats
         return {
@@ -358,7 +358,7 @@ def _core(
     if config.cuda_graphs and storage.device.type == "cuda":
         _record(runner, limits.seats)
     cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
-    if host is not None and (measured := host.measure(storage, cache.usable)) is not None:
+    if host is not None and (measured := host.measure(storage, cache.pool.usable)) is not None:
         log.info("the host tier: copies at %s a second", format_bytes(int(measured)))
         cost = SwapCost(plan.geometry.payload_bytes, plan.block_size, bytes_per_s=measured)
     return EngineCore(Scheduler(cache, limits, cost), runner)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cache.manager import NO_HIT, CacheManager
-from ..cache.prefix_index import PrefixHit
+from ..cache.manager import CacheManager
+from ..cache.prefix_index import NO_HIT, PrefixHit
 from .block_forecast import ExpectedBlocks
 from .decisions import Decisions
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
@@ -118,7 +118,7 @@ class AdmissionController:
         """
         cache, queue = self._size.cache, self._waiting.queue
         refused: list[Sequence] = []
-        least = cache.capacity + 1  # fewest blocks that a refused sequence needs
+        least = cache.pool.capacity + 1  # fewest blocks that a refused sequence needs
         while not self._shut and self._may_pass(refused) and len(refused) < len(queue) and self._rows.num_free:
             sequence = queue[len(refused)]
             if cache.blocks_for(len(sequence.tokens)) > self._size.limit_blocks:
@@ -177,7 +177,7 @@ class AdmissionController:
     def _fits(self, sequence: Sequence, start: AdmissionPlan, step: int, decisions: Decisions) -> bool:
         """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
         cache, needed, room, peak = self._size.cache, start.num_blocks, self._room, None
-        usable = min(cache.usable - self._withheld, self._size.limit_blocks)
+        usable = min(cache.pool.usable - self._withheld, self._size.limit_blocks)
         if needed <= room:
             goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
             # `goes_on`: a moved beam, which just gave up its row
@@ -199,8 +199,8 @@ class AdmissionController:
         Blocks in flight do not count as used: they are free after this step's copies.
         """
         cache = self._size.cache
-        available = cache.available
-        used = cache.usable - available - cache.pending_free_blocks
+        available = cache.pool.available
+        used = cache.pool.usable - available - cache.pool.pending_free_blocks
         return min(available - self._withheld, self._size.limit_blocks - used)
 
 
@@ -224,10 +224,10 @@ def check_request(request: Request, here: Mapping[str, Sequence], max_model_len:
             f"{max_model_len - 1:,} at most: shorten it, or raise max_model_len where the model allows"
         )
     needed = cache.blocks_for(length)
-    if needed > cache.capacity:
+    if needed > cache.pool.capacity:
         raise PromptTooLong(
             f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens, the whole pool "
-            f"has {cache.capacity:,}: shorten it, or give the engine more kv_memory"
+            f"has {cache.pool.capacity:,}: shorten it, or give the engine more kv_memory"
         )
 
 

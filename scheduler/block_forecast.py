@@ -40,4 +40,4 @@ class ExpectedBlocks:
         if not known:
             return 0
         now = sum(self._cache.blocks_for(tokens) for tokens in known) - self._cache.shared
-        return min(max(now, self.peak(running, newcomers).blocks), self._cache.capacity)
+        return min(max(now, self.peak(running, newcomers).blocks), self._cache.pool.capacity)

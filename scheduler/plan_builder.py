@@ -67,13 +67,13 @@ class PlanBuilder:
             tables=merged(changes.tables),
             copies=joined(moves + changes.copies),
             resize=resize,
-            swaps=self._cache.take_swaps(alone=not moves and not resize),
+            swaps=self._cache.host.take_swaps(alone=not moves and not resize),
             given=given_tokens(changes.given),
         )
-        if plan.swaps is not None or self._cache.evicted_blocks != self._evicted:
+        if plan.swaps is not None or self._cache.swapping.evicted_blocks != self._evicted:
             self._count_swaps(plan, stats, decisions)
         if changes:
-            counts = self._cache.counts()
+            counts = self._cache.pool.counts()
             stats.peak_used_blocks = max(stats.peak_used_blocks, counts.live + counts.in_flight)
         stats.steps += 1
         return plan
@@ -84,8 +84,9 @@ class PlanBuilder:
             demoted = len(plan.swaps.out_slots)
             stats.demoted_blocks += demoted
             stats.promoted_blocks += len(plan.swaps.in_slots)
-        evicted, self._evicted = self._cache.evicted_blocks - self._evicted, self._cache.evicted_blocks
+        evicted = self._cache.swapping.evicted_blocks - self._evicted
+        self._evicted += evicted
         if (demoted or evicted) and self._cost is not None:
             compute_s = self._cost.compute_s(self._cache.block_size)
-            chances = self._cache.chances
+            chances = self._cache.swapping.demotion.chances
             decisions.gave_up(plan.step_id, demoted, evicted, self._cost.swap_s(1), compute_s, chances)

@@ -25,7 +25,7 @@ class PoolSize:
 
     def __init__(self, cache: CacheManager) -> None:
         self.cache = cache
-        self.limit_blocks = cache.capacity
+        self.limit_blocks = cache.pool.capacity
         self._growing: list[int] = []
         self._leaving: list[int] = []
         self._copies: list[BlockCopies] = []
@@ -39,37 +39,39 @@ class PoolSize:
     @property
     def num_extents(self) -> int:
         """Extents with memory once all requested resizes are done."""
-        return len(self.cache.mapped_extents) + len(self._growing) - len(self._leaving)
+        return len(self.cache.pool.mapped_extents) + len(self._growing) - len(self._leaving)
 
     @property
     def most_extents(self) -> int:
         """Extents within the limit; at least 1, because the extent of the null block always has memory."""
-        return max(1, (self.limit_blocks + 1) // self.cache.blocks_per_extent)
+        return max(1, (self.limit_blocks + 1) // self.cache.pool.blocks_per_extent)
 
     @property
     def idle_extents(self) -> int:
         """Extents that `give_back` could give back now."""
-        from_pool = min(len(self.cache.drainable_extents), self.cache.available // self.cache.blocks_per_extent)
+        from_pool = min(
+            len(self.cache.pool.drainable_extents), self.cache.pool.available // self.cache.pool.blocks_per_extent
+        )
         return len(self._growing) + from_pool
 
     @property
     def removable_extents(self) -> int:
         """Extents that `give_back` could give back if no row held a block."""
-        return len(self._growing) + len(self.cache.drainable_extents)
+        return len(self._growing) + len(self.cache.pool.drainable_extents)
 
     def missing_blocks(self, num_extents: int) -> int:
         """Blocks to free before `give_back` has `num_extents`, which must be removable."""
         from_pool = num_extents - len(self._growing)
-        return 0 if from_pool <= 0 else from_pool * self.cache.blocks_per_extent - self.cache.available
+        return 0 if from_pool <= 0 else from_pool * self.cache.pool.blocks_per_extent - self.cache.pool.available
 
     def grow(self, num_extents: int) -> int:
         """Request up to `num_extents` more extents, within the limit and the reserved pool. Returns how many."""
         allowed = max(0, min(num_extents, self.most_extents - self.num_extents))
         kept = self._leaving[len(self._leaving) - min(allowed, len(self._leaving)) :]
         if kept:
-            self.cache.keep(kept)
+            self.cache.resizer.keep(kept)
             del self._leaving[-len(kept) :]
-        unmapped = np.setdiff1d(self.cache.unmapped_extents, self._growing, assume_unique=True)
+        unmapped = np.setdiff1d(self.cache.pool.unmapped_extents, self._growing, assume_unique=True)
         fresh = unmapped[: allowed - len(kept)].tolist()
         self._growing += fresh
         return len(kept) + len(fresh)
@@ -78,7 +80,7 @@ class PoolSize:
         """Give back up to `num_extents` unneeded extents. Returns how many, and the table entries that moved."""
         called_off = self._growing[max(0, len(self._growing) - num_extents) :]
         del self._growing[len(self._growing) - len(called_off) :]
-        shrink = self.cache.shrink(num_extents - len(called_off))
+        shrink = self.cache.resizer.shrink(num_extents - len(called_off))
         if shrink is None:
             return len(called_off), ()
         self._leaving += shrink.extents.tolist()
@@ -107,11 +109,11 @@ class PoolSize:
             )
         moves = joined(self._moving)
         if moves is not None:
-            self.cache.moved(moves)
+            self.cache.resizer.moved(moves)
         self._moving = []
-        self.cache.grow(done.mapped)
-        self.cache.unmapped(done.unmapped)
-        self.cache.keep(np.setdiff1d(asked.unmap, done.unmapped))
+        self.cache.resizer.grow(done.mapped)
+        self.cache.resizer.unmapped(done.unmapped)
+        self.cache.resizer.keep(np.setdiff1d(asked.unmap, done.unmapped))
         return 0 if moves is None else len(moves.sources)
 
 

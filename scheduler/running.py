@@ -105,8 +105,8 @@ class Running:
 
     def commit(self, sequence: Sequence) -> None:
         """Make the computed tokens of `sequence` findable in the prefix cache; no effect if it has no row."""
-        if sequence.row is not None and sequence.chain is not None:
-            self.changes.tables.append(self._commit(sequence, sequence.row))
+        if sequence.row is not None and (updates := self._commit(sequence, sequence.row)):
+            self.changes.tables.append(updates)
 
     def promote(self) -> list[Sequence]:
         """Move prefilling sequences that lack only their newest token to decoding. Returns them."""
@@ -163,7 +163,7 @@ class Running:
         sequences = [sequence for sequence in sequences if sequence.row is not None]
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         for sequence, row in zip(sequences, rows, strict=True):
-            if computed and sequence.chain is not None:
+            if computed:
                 self._commit(sequence, row)
                 if keep_tails:
                     count = int(self._rows.computed[row])
@@ -181,7 +181,6 @@ class Running:
 
     def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""
-        assert sequence.chain is not None
         chain, computed = sequence.chain, int(self._rows.computed[row])
         if computed > chain.num_tokens:
             chain.append(self._rows.tokens[row, chain.num_tokens : computed])

@@ -71,7 +71,7 @@ class Scheduler:
     def __init__(
         self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None, forecast: LengthForecast | None = None
     ) -> None:  # fmt: skip
-        if cache.host is not None and cost is None:
+        if cache.host.capacity and cost is None:
             raise ValueError(
                 "a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost"
             )
@@ -206,7 +206,7 @@ class Scheduler:
     def limit_blocks(self, blocks: int) -> None:
         if blocks < 0:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
-        self._size.limit_blocks = min(blocks, self.cache.capacity)
+        self._size.limit_blocks = min(blocks, self.cache.pool.capacity)
         self._waiting.call_back()
         self._admission.look_again()
 
@@ -237,7 +237,7 @@ class Scheduler:
         """
         newcomers, needed = [], 0
         for sequence in self._waiting.queue[: self.rows.num_free]:
-            if needed >= self.cache.capacity:
+            if needed >= self.cache.pool.capacity:
                 break
             newcomers.append(sequence)
             needed += self.cache.blocks_for(len(sequence.tokens))
@@ -265,7 +265,7 @@ class Scheduler:
         given, moved = self._size.give_back(num_extents)
         if moved:
             self._running.changes.tables.append(moved)
-        self._admission.given_back(given * self.cache.blocks_per_extent)
+        self._admission.given_back(given * self.cache.pool.blocks_per_extent)
         return given
 
     def make_idle(self, num_extents: int) -> None:
@@ -282,7 +282,7 @@ class Scheduler:
             held = np.cumsum(self.cache.held_blocks(np.array([s.row for s in victims])))
             self._preempt(victims[: int(np.searchsorted(held, missing)) + 1])  # some blocks may be shared: check again
             self._admission.shut()
-        self._admission.withhold(due * self.cache.blocks_per_extent)
+        self._admission.withhold(due * self.cache.pool.blocks_per_extent)
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
@@ -453,7 +453,7 @@ class Scheduler:
             extension = self.cache.extend(short, known[short])
             if extension is None:
                 short = self._make_room(short)
-                now = self.cache.available // len(self.cache.tables)
+                now = self.cache.pool.available // len(self.cache.tables)
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
@@ -467,7 +467,7 @@ class Scheduler:
         """
         groups = len(self.cache.tables)
         victims = self._victims.by_worth(self._running.by_row.values())
-        while len(short) * groups > self.cache.available + self.cache.pending_free_blocks:
+        while len(short) * groups > self.cache.pool.available + self.cache.pool.pending_free_blocks:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.limit_blocks:
@@ -523,7 +523,7 @@ class Scheduler:
             root.num_cached_tokens = min(num_hit, len(request.prompt_token_ids))
         if start.leader_row is not None:
             self.stats.forks += 1
-        elif sequence.chain is not None:
+        elif self.cache.index.capacity:
             self.stats.looked_up(len(sequence.tokens), num_hit, is_new and not len(request.generated))
         self.stats.recomputed_tokens -= min(sequence.computed, extension.num_computed)
         if sequence.preemptions:
@@ -580,9 +580,9 @@ class Scheduler:
         """Apply the memory part of `result` to the pool and the host tier."""
         self.stats.moved_blocks += self._size.settle(plan, result)
         if len(result.lost_slots):
-            self.cache.lost(result.lost_slots)
+            self.cache.swapping.lost(result.lost_slots)
         if len(result.failed_slots):
-            self.cache.forget_slots(result.failed_slots)
+            self.cache.swapping.forget_slots(result.failed_slots)
         self._admission.look_again()
         self.stats.grown_extents += len(result.mapped)
         self.stats.given_back_extents += len(result.unmapped)
@@ -626,8 +626,8 @@ class Scheduler:
 
     def _weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
-        if self.cache.host is not None and self.cost is not None:
-            self.cache.host.least_chance, self.cache.host.promotes = self.cost.least_chance, self.cost.promotes
+        if self.cache.host.capacity and self.cost is not None:
+            self.cache.set_swap_costs(least_chance=self.cost.least_chance, promotes=self.cost.promotes)
 
     def _end_if_due(self, sequence: Sequence, token: int) -> None:
         sampling, row = sequence.request.sampling, sequence.row
@@ -653,7 +653,7 @@ class Scheduler:
             self._running.leave([sequence], computed=error is None)
         if sequence.forks:
             self._admission.hand_over_forks(sequence, self._sequences)
-        self.cache.drop_for(request.request_id)
+        self.cache.swapping.drop_for(request.request_id)
         self._admission.look_again()
         generated = sequence.tokens[len(request.prompt_token_ids) :]
         if reason in ("stop", "length"):

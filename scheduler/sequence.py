@@ -19,10 +19,10 @@ class Sequence:
         "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, number: int, chain: Chain | None, leader: Sequence | None = None) -> None:
+    def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
         self.request = request
         self.number = number  # order of submission
-        self.chain = chain  # hashes for the prefix cache; None without one
+        self.chain = chain  # hashes for the prefix cache
         self.key = (request.priority, request.arrival, number)  # scheduling order of running sequences
         self.computed = 0  # computed tokens when it was preempted
         self.tokens = request.token_ids  # current only while it waits

@@ -46,7 +46,7 @@ class BeamSteering:
             self._running.leave([sequence], computed=False)
         else:
             self._waiting.remove(sequence)
-        self._cache.drop_for(sequence.request.request_id)
+        self._cache.swapping.drop_for(sequence.request.request_id)
         self._running.commit(source)  # so that the shared tokens become findable once
         sequence.tokens = self._running.tokens_of(source)
         sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)

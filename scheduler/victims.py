@@ -29,7 +29,7 @@ class Victims:
         recompute (whichever is cheaper), the latest place in order. Without a host tier it is the last in order.
         """
         running = sorted(sequences)
-        if self._cache.host is None or self._cost is None:
+        if not self._cache.host.capacity or self._cost is None:
             return running
         won, _, seconds = self._at_stake(running)
         per_block = np.full(len(running), np.inf)
@@ -56,7 +56,7 @@ class Victims:
         victims = victims[-64:]
         won, tokens, (swap_s, compute_s) = self._at_stake(victims)
         host = self._cache.host
-        slots = host.num_slots if host is not None and host.demotes else 0
+        slots = host.num_slots if host.demotes else 0
         for i, victim in enumerate(victims):
             request = victim.request
             decisions.preempted(

@@ -103,7 +103,7 @@ class TinyEngine:
         ends: dict[str, Finished] = {}
         for _ in range(most):
             if not self.core.has_work:
-                counts = self.core.scheduler.cache.counts()
+                counts = self.core.scheduler.cache.pool.counts()
                 assert counts.live == 0, "blocks are left"
                 return ends
             ends.update({end.request_id: end for end in self.core.step().finished})

@@ -420,8 +420,8 @@ class World:
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
-            assert set(self.cache.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
-        if looks and self.cache.host is not None and not any(step.plan.swaps for step in self.begun):
+            assert set(self.cache.pool.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
+        if looks and self.cache.host.capacity and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
             self.emitted.setdefault(name, []).append(token)
@@ -477,7 +477,7 @@ class World:
         index, runner = self.cache.index, self.runner
         leaving = self.cache.host._leaving
         for node in index._table.contents().tolist():
-            block, slot = int(index._block_of[node]), int(index._slot_of[node])
+            block, slot = int(index.blocks.of_node[node]), int(index.slots.of_node[node])
             if slot >= 0 and leaving[slot]:
                 continue  # the next plan brings it there
             if block >= 0:
@@ -519,7 +519,7 @@ class World:
 
     @property
     def used(self) -> int:
-        return self.cache.counts().live
+        return self.cache.pool.counts().live
 
     def check_outputs(self, *, but: tuple[str, ...] = ()) -> None:
         """Every request but some gave what it gives alone."""
@@ -529,11 +529,11 @@ class World:
                 assert self.finished[name].token_ids.tolist() == expected, name
 
     def check_empty(self) -> None:
-        counts = self.cache.counts()
-        assert (counts.live, counts.free + counts.cached) == (0, self.cache.usable)
-        assert self.cache.index is not None or not counts.cached
+        counts = self.cache.pool.counts()
+        assert (counts.live, counts.free + counts.cached) == (0, self.cache.pool.usable)
+        assert self.cache.index.capacity or not counts.cached
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        assert self.cache.host is None or not self.cache.host.tails, "a tail of a sequence that ended"
+        assert not self.cache.host.tails, "a tail of a sequence that ended"
 
 
 class Family:

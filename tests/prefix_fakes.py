@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagetide.cache.eviction import EvictionPolicy, Keys, Nodes, Ranks
+from pagetide.cache.eviction import EvictionPolicy, Keys, Ranks
 from pagetide.cache.prefix_hash import Digests, PrefixHasher
+from pagetide.cache.prefix_tree import Nodes, PrefixTree
 
 
 class OldestFirst:
@@ -14,18 +15,24 @@ class OldestFirst:
     It refuses whatever the protocol of eviction policies does not allow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
         self.depth: dict[int, int] = {}
         self.parked: dict[int, int] = {}  # node -> when
         self.calls = 0
         self.hits: list[list[int]] = []
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        assert len(nodes) == len(parents) == len(keys)
-        assert nodes.dtype == parents.dtype == np.int64 and keys.dtype == np.uint64
-        for node, parent in zip(nodes.tolist(), parents.tolist(), strict=True):
+    def add(self, nodes: Nodes, keys: Keys) -> None:
+        assert len(nodes) == len(keys)
+        assert nodes.dtype == np.int64 and keys.dtype == np.uint64
+        for node in nodes.tolist():
             assert node not in self.depth
-            self.depth[node] = 0 if parent == -1 else self.depth[parent] + 1
+            self.depth[node] = depth = self._num_ancestors(node)
+            assert self.tree.depths[node] == depth
+
+    def _num_ancestors(self, node: int) -> int:
+        parent = int(self.tree.parents[node])
+        return 0 if parent == -1 else 1 + self._num_ancestors(parent)
 
     def hit(self, nodes: Nodes) -> None:
         assert all(node in self.depth for node in nodes.tolist())
@@ -57,13 +64,13 @@ class OldestFirst:
 class Watched(OldestFirst):
     """A real policy, whose victims these are, watched by the strict one."""
 
-    def __init__(self, real: EvictionPolicy) -> None:
-        super().__init__()
+    def __init__(self, tree: PrefixTree, real: EvictionPolicy) -> None:
+        super().__init__(tree)
         self.real = real
 
-    def add(self, nodes: Nodes, parents: Nodes, keys: Keys) -> None:
-        super().add(nodes, parents, keys)
-        self.real.add(nodes, parents, keys)
+    def add(self, nodes: Nodes, keys: Keys) -> None:
+        super().add(nodes, keys)
+        self.real.add(nodes, keys)
 
     def hit(self, nodes: Nodes) -> None:
         super().hit(nodes)

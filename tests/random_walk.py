@@ -73,10 +73,10 @@ def _walk(
     world.rng = rng
     world.check_every = check_every
     world.runner.faults = np.random.default_rng(rng.integers(1 << 30)) if faults else None
-    capacity = world.cache.capacity * block_size
-    least = world.cache.capacity  # the lowest limit there was
+    capacity = world.cache.pool.capacity * block_size
+    least = world.cache.pool.capacity  # the lowest limit there was
     for n in range(events):
-        if world.cache.host is not None and rng.random() < 0.05:
+        if world.cache.host.capacity and rng.random() < 0.05:
             turn_host(world, rng)
         if rng.random() < tides:
             turn(world, rng)
@@ -134,11 +134,11 @@ def _walk(
     end_step(world)
     world.runner.refuses_map = world.runner.refuses_unmap = False
     world.runner.faults = None
-    world.scheduler.limit_blocks = world.cache.capacity
-    world.scheduler.grow(world.cache.capacity)
+    world.scheduler.limit_blocks = world.cache.pool.capacity
+    world.scheduler.grow(world.cache.pool.capacity)
     world.run()
     world.check_empty()
-    assert world.cache.usable == world.cache.capacity
+    assert world.cache.pool.usable == world.cache.pool.capacity
     for name, request in world.requests.items():
         check_end(world, name, request, least)
     return world
@@ -152,7 +152,7 @@ def _wishes(rng: np.random.Generator) -> dict[str, int]:
 def _alike(world: World, length: int) -> np.ndarray:
     """A prompt of so many tokens; where prefixes are cached, one that mostly begins as others do."""
     rng, prompt = world.rng, world.prompt(length)
-    if world.cache.index is None or rng.random() < 0.2:
+    if not world.cache.index.capacity or rng.random() < 0.2:
         return prompt
     known = sorted(world.requests)[-6:]
     like = np.arange(length, dtype=np.int32) % VOCAB
@@ -206,7 +206,8 @@ def _fork(world: World, leader: str, n: int) -> None:
 
 def _family(world: World, n: int) -> None:
     """Some that tell candidates, and are steered."""
-    rng, longest = world.rng, min(world.cache.capacity * world.cache.block_size, world.scheduler.limits.max_model_len)
+    rng, capacity = world.rng, world.cache.pool.capacity * world.cache.block_size
+    longest = min(capacity, world.scheduler.limits.max_model_len)
     if longest > 2:
         prompt = _alike(world, int(rng.integers(1, max(2, longest // 2))))
         world.add_family(
@@ -222,7 +223,7 @@ def turn(world: World, rng: np.random.Generator) -> None:
         before = scheduler.num_extents
         assert scheduler.grow(n) == scheduler.num_extents - before <= n
     elif kind < 0.4:
-        most = -(-(scheduler.wanted_blocks() + 1) // world.cache.blocks_per_extent)
+        most = -(-(scheduler.wanted_blocks() + 1) // world.cache.pool.blocks_per_extent)
         scheduler.grow(max(0, most - scheduler.num_extents))
     elif kind < 0.65:
         preemptions, idle = scheduler.stats.preemptions, scheduler.idle_extents
@@ -233,9 +234,9 @@ def turn(world: World, rng: np.random.Generator) -> None:
         scheduler.make_idle(n)
         assert scheduler.give_back(n) == before - scheduler.num_extents <= n
     elif kind < 0.9:
-        scheduler.limit_blocks = int(rng.integers(0, world.cache.capacity + 5))
+        scheduler.limit_blocks = int(rng.integers(0, world.cache.pool.capacity + 5))
     elif kind < 0.95:
-        scheduler.limit_blocks = world.cache.capacity
+        scheduler.limit_blocks = world.cache.pool.capacity
     else:
         world.runner.refuses_map, world.runner.refuses_unmap = (bool(rng.random() < 0.3) for _ in range(2))
 
@@ -261,7 +262,7 @@ def waits_for_memory(world: World) -> bool:
     allowed = [need for need in needs if need <= world.scheduler.limit_blocks]
     if world.scheduler.num_running > len(world.scheduler._running.held):
         return False
-    return not allowed or allowed[0] > world.cache.available
+    return not allowed or allowed[0] > world.cache.pool.available
 
 
 def check_scores(world: World, name: str, request) -> None:
@@ -293,7 +294,7 @@ def check_end(world: World, name: str, request, least: int) -> None:
         assert name in world.aborted
     elif len(got) < len(expected):
         total = len(request.prompt_token_ids) + len(got)
-        capacity = world.cache.capacity * world.cache.block_size
+        capacity = world.cache.pool.capacity * world.cache.block_size
         full = total in (world.scheduler.limits.max_model_len, capacity + 1)
         assert full or world.cache.blocks_for(total) > least, f"{name} ended early"
         assert end.reason == "length"

@@ -39,7 +39,7 @@ class PoolRig:
             if engine.core.memory is None or engine.core.memory.lease is None:
                 raise RuntimeError("the engine has no elastic pool with a lease here; its log says why")
             self.arena, self.lease = engine.arena, engine.core.memory.lease
-            self.blocks_per_extent = engine.core.scheduler.cache.blocks_per_extent
+            self.blocks_per_extent = engine.core.scheduler.cache.pool.blocks_per_extent
             self.block_size = engine.plan.block_size
 
     @property

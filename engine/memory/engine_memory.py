@@ -159,7 +159,7 @@ class EngineMemory:
         self._alone = True  # no steps ran recently before the one that is being prepared
         self._plain_s: deque[float] = deque(maxlen=16)  # durations of the last steps without copies or maps
         self._moved_blocks = 0  # the scheduler's counter after the last step
-        self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
+        self._copying = Slice(arena.extent_bytes // scheduler().cache.pool.blocks_per_extent)
         self._mapping = Slice(arena.extent_bytes)
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
         # Of the running recall: its time, the bytes held then, `_counted`.
@@ -305,7 +305,7 @@ class EngineMemory:
         """Limit the scheduler's admissions to the lease's max."""
         most = None if self.lease is None else self.lease.max_bytes
         extents = self._arena.num_extents if most is None else self._extents_in(most)
-        blocks = min(scheduler.cache.capacity, extents * scheduler.cache.blocks_per_extent - 1)
+        blocks = min(scheduler.cache.pool.capacity, extents * scheduler.cache.pool.blocks_per_extent - 1)
         if blocks != scheduler.limit_blocks:
             scheduler.limit_blocks = blocks
 
@@ -369,16 +369,16 @@ class EngineMemory:
         if self._alone or not scheduler.num_running:
             return self._arena.num_extents
         cache = scheduler.cache
-        plan = cache.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = max(1, 3 * self._copying.num_bytes * cache.blocks_per_extent // (2 * self._extent_bytes))
+        plan = cache.resizer.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
+        most = max(1, 3 * self._copying.num_bytes * cache.pool.blocks_per_extent // (2 * self._extent_bytes))
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
-        too_far = plan.moves[most] // cache.blocks_per_extent  # moves are ordered by extent
+        too_far = plan.moves[most] // cache.pool.blocks_per_extent  # moves are ordered by extent
         return max(1, plan.extents.tolist().index(too_far))
 
     def _short(self, scheduler: Scheduler) -> bool:
         """Whether blocks may soon be short: a request waits, or fewer blocks are free than sequences run."""
-        return bool(scheduler.num_waiting or scheduler.cache.num_free < scheduler.num_running)
+        return bool(scheduler.num_waiting or scheduler.cache.pool.num_free < scheduler.num_running)
 
     def _grow(self, scheduler: Scheduler, now: float) -> None:
         """Map what is forecast to be needed, within the grant. Ask the broker for the rest."""
@@ -449,7 +449,7 @@ class EngineMemory:
     def _rest_host(self, scheduler: Scheduler) -> None:
         """Give back a slice of the host tier's memory. The tier's contents are dropped, like cached prefixes on the device."""
         assert self._host is not None
-        scheduler.cache.rest()
+        scheduler.cache.swapping.rest()
         self._host.give_back(UNMAP_SLICE_BYTES)
 
     def _wanted_extents(self, scheduler: Scheduler) -> int:
@@ -460,7 +460,7 @@ class EngineMemory:
 
     def _extents_for(self, scheduler: Scheduler, blocks: int) -> int:
         """Extents for `blocks` and the null block."""
-        return -(-(blocks + 1) // scheduler.cache.blocks_per_extent)
+        return -(-(blocks + 1) // scheduler.cache.pool.blocks_per_extent)
 
     # ---- after a step ---------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class EngineMemory:
         elif self._plain_s:  # else the time of a plain step is not known yet
             plain_s = statistics.median(self._plain_s)
             if moved:
-                moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
+                moved_bytes = moved * self._extent_bytes // self._scheduler().cache.pool.blocks_per_extent
                 self._copying.took(moved_bytes, step_s, plain_s)
             elif grown_bytes:
                 self._mapping.took(grown_bytes, step_s, plain_s)

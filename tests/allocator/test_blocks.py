@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagetide.allocator.blocks import NULL_BLOCK, BlockAllocator, BlockCounts
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.drain import DrainPlan
 from pagetide.allocator.errors import AllocatorError, BlockMisuse, NoFreeBlocks
+from pagetide.allocator.pool_view import NULL_BLOCK, BlockCounts
 
 
 def test_all_or_nothing():

@@ -8,9 +8,10 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.cache.eviction import Lru, Nodes
+from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 SIZE = 4
@@ -20,8 +21,8 @@ A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 ful
 class PromptInput(Lru):
     """Takes down how many victims it is asked for."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, tree: PrefixTree) -> None:
+        super().__init__(tree)
         self.asked: list[int] = []
 
     def victims(self, n: int) -> Nodes:
@@ -39,14 +40,12 @@ class Cache:
             **more,
         )  # fmt: skip
 
-    def _policy(self, capacity: int) -> PromptInput:
-        self.policy = PromptInput(capacity)
+    def _policy(self, tree: PrefixTree) -> PromptInput:
+        self.policy = PromptInput(tree)
         return self.policy
 
     def chain(self, tokens: list[int]) -> Chain:
-        chain = self.manager.chain(np.array(tokens, np.int32), None)
-        assert chain is not None
-        return chain
+        return self.manager.chain(np.array(tokens, np.int32), None)
 
     def found(self, tokens: list[int]) -> int:
         """Blocks of `tokens` that can be found."""
@@ -68,7 +67,7 @@ class Cache:
 
     @property
     def cached(self) -> int:
-        return self.manager.counts().cached
+        return self.manager.pool.counts().cached
 
 
 def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
@@ -80,8 +79,8 @@ def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
     cache.run(A[:9])
     cache.run(C)
     assert (cache.cached, cache.found(A), cache.found(B), cache.found(C)) == (6, 2, 0, 4), "A was used after B"
-    assert cache.manager.evicted_blocks == 2 + 4
-    assert cache.manager.num_free == 40 - 6
+    assert cache.manager.swapping.evicted_blocks == 2 + 4
+    assert cache.manager.pool.num_free == 40 - 6
 
 
 def test_what_goes_is_what_the_policy_says() -> None:
@@ -116,7 +115,7 @@ def test_with_a_bound_of_0_only_what_is_held_is_found() -> None:
     cache.begin(0, A)
     assert cache.found(A) == 4, "who comes while it runs shares its blocks: without prefix caching nobody would"
     cache.end(0)
-    assert (cache.cached, cache.found(A), cache.manager.num_free) == (0, 0, 40)
+    assert (cache.cached, cache.found(A), cache.manager.pool.num_free) == (0, 0, 40)
 
 
 def test_rows_that_are_released_at_once() -> None:
@@ -147,13 +146,13 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
     cache.begin(0, A)
     cache.end(2)
     cache.end(1)
-    shrink = cache.manager.shrink(5)
+    shrink = cache.manager.resizer.shrink(5)
     assert shrink is not None and shrink.copies is not None
-    assert (cache.cached, cache.manager.counts().in_flight) == (2, 4), "two blocks of B are copied"
+    assert (cache.cached, cache.manager.pool.counts().in_flight) == (2, 4), "two blocks of B are copied"
     cache.end(0)
     assert (cache.cached, cache.found(B)) == (6, 4)
-    cache.manager.moved(shrink.copies)
-    cache.manager.unmapped(shrink.extents)
+    cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.unmapped(shrink.extents)
     cache.manager.check_invariants()
     assert (cache.cached, cache.found(A), cache.found(B)) == (6, 4, 2), "the oldest went, the deepest first"
 
@@ -161,14 +160,13 @@ def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
 @pytest.mark.parametrize("worth_it", [True, False])
 def test_with_a_host_tier_what_is_too_much_is_demoted_where_that_is_worth_it(worth_it: bool) -> None:
     cache = Cache(3, host_slots=20)
-    assert cache.manager.host is not None
-    cache.manager.host.least_chance = 0.0 if worth_it else 1.0
+    cache.manager.set_swap_costs(least_chance=0.0 if worth_it else 1.0, promotes=True)
     cache.run(A)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert (0 if swaps is None else len(swaps.out_slots)) == worth_it
-    assert (cache.cached, cache.found(A), cache.manager.evicted_blocks) == (3, 3 + worth_it, not worth_it)
+    assert (cache.cached, cache.found(A), cache.manager.swapping.evicted_blocks) == (3, 3 + worth_it, not worth_it)
     cache.begin(0, A)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert (0 if swaps is None else len(swaps.in_slots)) == worth_it
 
 
@@ -178,18 +176,18 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
     for i in range(3):
         world.add(f"r{i}", 25, max_new=1)
     world.run()
-    assert (world.cache.counts().cached, world.cache.num_free) == (3, 28)
-    evicted = world.cache.evicted_blocks
+    assert (world.cache.pool.counts().cached, world.cache.pool.num_free) == (3, 28)
+    cache, evicted = world.cache, world.cache.swapping.evicted_blocks
     assert world.scheduler.give_back(7) == 7
     world.step()
-    assert (world.cache.counts().cached, world.cache.evicted_blocks, world.cache.usable) == (3, evicted, 3)
+    assert (cache.pool.counts().cached, cache.swapping.evicted_blocks, cache.pool.usable) == (3, evicted, 3)
 
 
 def test_a_renewed_manager_has_the_same_bound() -> None:
     cache = Cache(3)
     cache.manager = cache.manager.rebuilt()
     cache.run(A)
-    assert cache.cached == cache.manager.max_cached_blocks == 3
+    assert cache.cached == cache.manager.swapping.max_cached_blocks == 3
 
 
 def test_bounds_without_a_meaning_are_refused() -> None:

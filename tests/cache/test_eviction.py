@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagetide.cache.eviction import EvictionPolicy, Lru, ParkedQueue
+from pagetide.cache.prefix_tree import PrefixTree
 from pagetide.cache.reuse_density import HORIZON, NUM_CLASSES, SLICES, ReuseDensity, ReuseTimes, _Memory
 
 CAPACITY = 48
@@ -18,13 +19,20 @@ def ids(*nodes: int) -> np.ndarray:
     return np.array(nodes, np.int64)
 
 
-def add_chain(policy: EvictionPolicy, *nodes: int, parent: int = -1) -> None:
-    policy.add(ids(*nodes), ids(parent, *nodes[:-1]), np.array(nodes, np.uint64) + np.uint64(1000))
+def add_chain(policy: EvictionPolicy, *nodes: int, parent: int | None = None, keys: list[int] | None = None) -> None:
+    """Add a chain below `parent`, to the tree and to the policy."""
+    policy._tree.add_chain(parent, ids(*nodes))
+    policy.add(ids(*nodes), np.array([node + 1000 for node in nodes] if keys is None else keys, np.uint64))
+
+
+def remove(policy: EvictionPolicy, *nodes: int) -> None:
+    policy.remove(ids(*nodes))
+    policy._tree.remove(ids(*nodes))
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_the_chain_parked_first_goes_first_and_its_deepest_node_before_the_others(make):
-    policy = make(CAPACITY)
+    policy = make(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1, 2)
     add_chain(policy, 3, 4, 5)
     policy.mark_evictable(ids(0, 1, 2))
@@ -38,7 +46,7 @@ def test_the_chain_parked_first_goes_first_and_its_deepest_node_before_the_other
 @pytest.mark.parametrize("make", POLICIES)
 def test_a_prefix_used_again_goes_last(make):
     """Scenario B 14: A ends, B ends, A's prompt runs again and ends."""
-    policy = make(CAPACITY)
+    policy = make(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1, 2)
     policy.mark_evictable(ids(0, 1, 2))
     add_chain(policy, 3, 4, 5)
@@ -51,19 +59,19 @@ def test_a_prefix_used_again_goes_last(make):
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_only_parked_nodes_go(make):
-    policy = make(CAPACITY)
+    policy = make(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1, 2, 3)
     assert policy.victims(4).tolist() == []
     policy.mark_evictable(ids(2, 3))
     assert policy.victims(4).tolist() == [3, 2]
     policy.take(ids(2))
-    policy.remove(ids(3))
+    remove(policy, 3)
     assert policy.victims(4).tolist() == []
     assert policy.ranks(ids(0, 2)).tolist() == [np.inf, np.inf]
 
 
 def test_lru_goes_by_the_end_of_a_use_not_by_its_begin():
-    policy = Lru(CAPACITY)
+    policy = Lru(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1)
     add_chain(policy, 2, 3)
     policy.mark_evictable(ids(2, 3))  # began later, ended first
@@ -73,7 +81,7 @@ def test_lru_goes_by_the_end_of_a_use_not_by_its_begin():
 
 
 def test_reuse_density_gives_up_once_used_nodes_before_older_ones_used_twice():
-    policy = ReuseDensity(CAPACITY)
+    policy = ReuseDensity(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1)
     policy.mark_evictable(ids(0, 1))
     policy.hit(ids(0))
@@ -86,11 +94,11 @@ def test_reuse_density_gives_up_once_used_nodes_before_older_ones_used_twice():
 
 
 def test_reuse_density_knows_again_what_it_saw_evicted():
-    policy = ReuseDensity(CAPACITY)
+    policy = ReuseDensity(PrefixTree(CAPACITY))
     add_chain(policy, 0)
     policy.mark_evictable(ids(0))
-    policy.remove(ids(0))
-    policy.add(ids(7), ids(-1), np.array([1000], np.uint64))  # the same key
+    remove(policy, 0)
+    add_chain(policy, 7, keys=[1000])  # the same key
     add_chain(policy, 1)
     policy.mark_evictable(ids(7))
     policy.mark_evictable(ids(1))
@@ -98,7 +106,7 @@ def test_reuse_density_knows_again_what_it_saw_evicted():
 
 
 def test_a_node_waits_for_the_last_that_stands_behind_it_and_follows_at_once():
-    policy = ReuseDensity(CAPACITY)
+    policy = ReuseDensity(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1)
     policy.mark_evictable(ids(0, 1))
     for _ in range(4):
@@ -114,14 +122,34 @@ def test_a_node_waits_for_the_last_that_stands_behind_it_and_follows_at_once():
     assert policy.victims(3).tolist() == [2, 1, 0]
 
 
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_parent_that_comes_after_its_child_goes_after_all_its_children(make):
+    """In the host tier a block may come later than what stands behind it."""
+    tree = PrefixTree(CAPACITY)
+    policy = make(tree)
+    tree.add_chain(None, ids(0, 1))
+    tree.add_chain(0, ids(2))
+    for nodes in ([1], [0, 2]):
+        policy.add(ids(*nodes), np.array(nodes, np.uint64))
+        policy.mark_evictable(ids(*nodes))
+    assert policy.victims(3).tolist() == [1, 2, 0]
+    policy.remove(ids(1))
+    assert policy.victims(3).tolist() == [2, 0]
+    policy.hit(ids(2))
+    policy.take(ids(2))
+    policy.mark_evictable(ids(2))
+    if make is ReuseDensity:
+        assert policy.victims(3).tolist() == [2, 0], "worth more than its parent, which waits for it"
+
+
 def test_a_loop_larger_than_the_pool_is_kept_in_part():
     """Chains of 4 nodes used in turn, twice as many as there is room for: least recently used hits nothing."""
-    assert hits_in_a_loop(Lru(256)) == 0
-    assert hits_in_a_loop(ReuseDensity(256)) > 0.25 * 4 * 128 * 20
+    assert hits_in_a_loop(Lru(PrefixTree(256))) == 0
+    assert hits_in_a_loop(ReuseDensity(PrefixTree(256))) > 0.25 * 4 * 128 * 20
 
 
 def test_what_lies_longer_than_ages_count_goes_in_the_order_of_time():
-    policy = ReuseDensity(CAPACITY)
+    policy = ReuseDensity(PrefixTree(CAPACITY))
     for node in range(3):
         add_chain(policy, node)
         policy.mark_evictable(ids(node))
@@ -150,12 +178,12 @@ def hits_in_a_loop(policy: EvictionPolicy) -> int:
         hits += found if turn >= 128 * 20 else 0
         if len(free) < 4 - found:
             for node in policy.victims(4 - found - len(free)).tolist():
-                policy.remove(ids(node))
+                remove(policy, node)
                 del where[block_of.pop(node)]
                 free.append(node)
         for block in chain[found:]:
             node = free.pop()
-            policy.add(ids(node), ids(nodes[-1] if nodes else -1), np.array([block + 1], np.uint64))
+            add_chain(policy, node, parent=nodes[-1] if nodes else None, keys=[block + 1])
             where[block], block_of[node] = node, block
             nodes.append(node)
         policy.mark_evictable(ids(*nodes))
@@ -248,7 +276,7 @@ class Naive:
 @given(data=st.data())
 def test_the_victims_are_those_of_a_naive_policy(make, data):
     """Requests over a small tree of blocks, several at a time, that end in any order."""
-    policy = make(CAPACITY)
+    policy = make(PrefixTree(CAPACITY))
     if make is ReuseDensity:  # slices of 3 nodes, so that a short life crosses many; and no two keys share a place
         policy._times = ReuseTimes(3)
         policy._memory = _Memory(4096)
@@ -303,7 +331,7 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
                     continue
                 for node in evicted:
                     remembered[path_of[node]] = (naive.uses[node], naive.parked[node][1])
-                policy.remove(ids(*evicted))
+                remove(policy, *evicted)
                 for node in evicted:
                     assert node not in naive.parent.values()
                     del node_of[path_of.pop(node)], naive.parked[node], naive.parent[node], naive.uses[node]
@@ -311,7 +339,8 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
             new = [free.pop() for _ in prefixes[len(nodes) :]]
             parents = [*nodes, *new][len(nodes) - 1 : -1] if nodes else [-1, *new[:-1]]
             if new:
-                policy.add(ids(*new), ids(*parents), np.array([key(p) for p in prefixes[len(nodes) :]], np.uint64))
+                keys = [key(p) for p in prefixes[len(nodes) :]]
+                add_chain(policy, *new, parent=nodes[-1] if nodes else None, keys=keys)
             for node, parent, p in zip(new, parents, prefixes[len(nodes) :], strict=True):
                 uses, at = remembered.pop(p, (0, 0))
                 if make is ReuseDensity and uses and policy._times.now - at >= policy._times.horizon:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagetide.cache.eviction import Lru
-from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, UNLEARNED, HostOffloadPolicy
+from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, HostOffloadPolicy
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 
@@ -23,7 +23,7 @@ def ids(*values: int) -> np.ndarray:
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
     demotion = HostOffloadPolicy(10, 10)
-    assert demotion.chances == (1 / 2, 2 / 3) == UNLEARNED
+    assert demotion.chances == (1 / 2, 2 / 3)
     demotion.registered(ids(1, 2, 3), NONE)
     demotion.found(ids(2))
     for least, expected in (0.49, [1, 1, 1]), (0.5, [0, 1, 0]), (0.66, [0, 1, 0]), (0.67, [0, 0, 0]), (1.0, [0, 0, 0]):
@@ -143,7 +143,7 @@ class Cache:
             host_slots=host_slots,
             eviction=Lru,
         )
-        self.manager.host.least_chance = least_chance
+        self.manager.set_swap_costs(least_chance=least_chance, promotes=True)
 
     def chain(self, tokens: list[int]):
         return self.manager.chain(np.array(tokens, np.int32), None)
@@ -171,7 +171,7 @@ class Cache:
 
     def demoted(self) -> int:
         """Blocks that the plan which is made now copies out."""
-        swaps = self.manager.take_swaps()
+        swaps = self.manager.host.take_swaps()
         self.manager.check_invariants()
         return 0 if swaps is None else len(swaps.out_slots)
 
@@ -187,7 +187,7 @@ def test_what_nobody_waits_for_is_evicted_and_what_somebody_does_is_demoted() ->
     cache.run(C)
     assert cache.demoted() == 4, "A's tail, and three of its blocks"
     cache.run(D)
-    assert cache.demoted() == 1 and cache.manager.evicted_blocks == 3, "the last one of A's, and B's"
+    assert cache.demoted() == 1 and cache.manager.swapping.evicted_blocks == 3, "the last one of A's, and B's"
     assert cache.begin(0, A, "a") == 17
     cache.end(0, A)
     cache.run(B)
@@ -201,7 +201,7 @@ def test_who_ends_while_it_waits_wants_nothing_any_more() -> None:
     cache = Cache(10, 20)
     cache.begin(0, A)
     cache.end(0, A, "a")
-    cache.manager.drop_for("a")
+    cache.manager.swapping.drop_for("a")
     cache.run(B)
     cache.run(C)
     assert cache.demoted() == 0 and cache.manager.host.num_used == 0
@@ -229,7 +229,7 @@ def test_an_ancestor_that_is_evicted_takes_along_what_was_worth_it() -> None:
     blocks = index.lookup(cache.chain(A), 16).blocks
     cache.manager.swapping.demotion.wanted(blocks[2:3], NONE, 1)
     cache.run(B)
-    swaps = cache.manager.take_swaps()
+    swaps = cache.manager.host.take_swaps()
     assert swaps is None and cache.manager.host.num_used == 0
     assert index.lookup(cache.chain(A), 16).num_tokens == 0
 
@@ -253,7 +253,7 @@ def test_what_was_forgotten_with_the_cache_is_wanted_by_nobody() -> None:
     for tokens in B, C, D:
         cache.run(tokens)
     assert cache.demoted() == 0
-    cache.manager.drop_for("a")
+    cache.manager.swapping.drop_for("a")
     cache.manager.check_invariants()
 
 
@@ -264,11 +264,11 @@ def test_a_tier_that_rests_forgets_and_takes_nothing_until_somebody_comes() -> N
     cache.demoted()
     manager = cache.manager
     assert manager.host.num_used > 0
-    cached = manager.counts().cached
-    manager.rest()
+    cached = manager.pool.counts().cached
+    manager.swapping.rest()
     manager.check_invariants()
     assert manager.host.num_used == 0 and not manager.host.demotes
-    assert manager.counts().cached == cached, "what is on the device stays"
+    assert manager.pool.counts().cached == cached, "what is on the device stays"
     assert cache.begin(0, C) == 16
     assert manager.host.demotes
     cache.begin(1, D)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pagetide.cache.eviction import Lru
-from pagetide.cache.host_offload import UNLEARNED
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -43,8 +42,8 @@ def test_slots_are_given_from_the_lowest_and_used_ones_again_first() -> None:
     assert (tier.take(2).tolist(), tier.num_used, tier.num_free) == ([2, 4], 4, 1)
     with pytest.raises(ValueError, match="2 slots are asked for, 1 are free"):
         tier.take(2)
-    with pytest.raises(ValueError, match="at least 1 slot"):
-        HostTier(0)
+    with pytest.raises(ValueError, match="0 slots or more"):
+        HostTier(-1)
 
 
 def test_a_plan_takes_each_copy_once() -> None:
@@ -130,6 +129,16 @@ def test_slots_without_memory_retire_with_those_nobody_had() -> None:
     assert tier.take(1).tolist() == [1]
 
 
+def test_a_tier_without_slots_demotes_nothing() -> None:
+    tier = HostTier(0)
+    assert (tier.capacity, tier.num_slots, tier.num_free, tier.num_used, tier.demotes) == (0, 0, 0, 0, False)
+    assert tier.take(0).tolist() == [] and tier.take_swaps() is None
+    tier.rest()
+    tier.retire(ids(1))
+    tier.check_invariants(ids())
+    assert HostTier(1).demotes
+
+
 # ---- the manager -----------------------------------------------------------------------------------
 
 
@@ -164,7 +173,7 @@ class Cache:
         return found
 
     def swaps(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-        got = copies(self.manager.take_swaps())
+        got = copies(self.manager.host.take_swaps())
         self.manager.check_invariants()
         return got
 
@@ -208,7 +217,7 @@ def test_the_slots_of_a_hit_are_not_taken_for_what_makes_room_for_it() -> None:
     assert cache.begin(0, A) == 16, "B's blocks leave, and all slots are A's"
     out, _, in_ = cache.swaps()
     assert (len(out), len(in_)) == (0, 4)
-    assert cache.manager.evicted_blocks == 4
+    assert cache.manager.swapping.evicted_blocks == 4
 
 
 def test_a_tail_comes_back_behind_all_that_was_before_it() -> None:
@@ -242,8 +251,8 @@ def test_a_tail_is_dropped_with_its_copy() -> None:
     cache = Cache(9, 8)
     cache.begin(0, A[:14])
     cache.end(0, A[:14], "a")
-    cache.manager.drop_for("a")
-    cache.manager.drop_for("nobody")
+    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.drop_for("nobody")
     assert cache.swaps() == ({}, {}, {})
     cache.begin(0, A[:12])
     cache.end(0, A[:12], "full")
@@ -255,23 +264,23 @@ def test_what_is_computed_again_needs_no_slot() -> None:
     cache.run(A)
     cache.run(B)
     cache.swaps()
-    cache.manager.host.promotes = False
+    cache.manager.set_swap_costs(least_chance=0.0, promotes=False)
     assert cache.begin(0, A) == 0, "bringing it back is not worth it"
     assert cache.manager.host.num_used == 8
     cache.end(0, A)
     assert cache.manager.host.num_used == 4, "B's"
-    cache.manager.host.promotes = True
+    cache.manager.set_swap_costs(least_chance=0.0, promotes=True)
     assert cache.run(A) == 16
 
 
 def test_nothing_leaves_where_it_is_not_worth_it() -> None:
     cache = Cache(5, 8)
-    cache.manager.host.least_chance = 1.0
+    cache.manager.set_swap_costs(least_chance=1.0, promotes=True)
     cache.run(A)
     cache.begin(0, B[:14])
     cache.end(0, B[:14], "b")
     assert cache.swaps() == ({}, {}, {}) and cache.manager.host.num_used == 0
-    assert cache.manager.evicted_blocks == 3
+    assert cache.manager.swapping.evicted_blocks == 3
 
 
 def test_a_shrink_demotes_before_it_moves() -> None:
@@ -279,15 +288,15 @@ def test_a_shrink_demotes_before_it_moves() -> None:
     cache.run(A)
     cache.run(B)
     cache.begin(0, C[:9])
-    shrink = cache.manager.shrink(2)
+    shrink = cache.manager.resizer.shrink(2)
     assert shrink is not None and len(shrink.extents) == 2
     out, _, _ = cache.swaps()
     assert len(out) == 8
     if shrink.copies is not None:
-        cache.manager.moved(shrink.copies)
-    cache.manager.unmapped(shrink.extents)
+        cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.unmapped(shrink.extents)
     cache.manager.check_invariants()
-    cache.manager.grow(shrink.extents)
+    cache.manager.resizer.grow(shrink.extents)
     assert cache.begin(1, B) == 16
     assert sorted(cache.swaps()[2].values()) == sorted(cache.manager.tables[0].of(1)[:4].tolist())
 
@@ -298,13 +307,13 @@ def test_a_block_that_moves_leaves_from_where_its_bytes_are() -> None:
     cache.begin(0, B)  # blocks 1 to 5
     cache.begin(1, A[:6])  # 6 and 7
     cache.manager.release(np.array([0]))
-    shrink = cache.manager.shrink(3)
+    shrink = cache.manager.resizer.shrink(3)
     assert shrink is not None and shrink.copies is not None
     assert (shrink.copies.sources.tolist(), shrink.copies.targets.tolist()) == ([6, 7], [1, 2])
     cache.end(1, A[:6], "a")
     assert cache.swaps() == ({7: 1}, {}, {})
-    cache.manager.moved(shrink.copies)
-    cache.manager.keep(shrink.extents)
+    cache.manager.resizer.moved(shrink.copies)
+    cache.manager.resizer.keep(shrink.extents)
     assert cache.begin(1, A, "a") == 6
 
 
@@ -315,7 +324,7 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     cache.run(B)
     out, _, _ = cache.swaps()
     assert len(out) == 4
-    cache.manager.lost(np.array(list(out.values()), np.int32))
+    cache.manager.swapping.lost(np.array(list(out.values()), np.int32))
     cache.manager.check_invariants()
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
@@ -327,11 +336,11 @@ def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:
     cache.begin(0, A[:14])
     cache.end(0, A[:14], "a")
     cache.run(B)
-    assert cache.manager.host is None and cache.swaps() == ({}, {}, {})
-    assert cache.manager.chances == UNLEARNED
-    cache.manager.drop_for("a")
-    cache.manager.lost(ids(1))
-    cache.manager.rest()
+    assert cache.manager.host.capacity == 0 and cache.swaps() == ({}, {}, {})
+    assert cache.manager.swapping.demotion.chances == (1 / 2, 2 / 3)
+    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.lost(ids(1))
+    cache.manager.swapping.rest()
     assert cache.begin(0, A, "a") == 0
 
 
@@ -349,7 +358,7 @@ def test_a_tree_leaves_from_its_ends() -> None:
     root = int(index.lookup(cache.manager.chain(np.array(A, np.int32), None), 4).blocks[0])
     order = index.with_descendants([root]).tolist()
     assert len(order) == len(set(order)) == index.num_nodes == 7 and order[-1] == root
-    parents = {block: int(index._tree.parents[index._node_of_block[block]]) for block in order}
-    places = {int(index._node_of_block[block]): i for i, block in enumerate(order)}
+    parents = {block: int(index._tree.parents[index.blocks.node_at[block]]) for block in order}
+    places = {int(index.blocks.node_at[block]): i for i, block in enumerate(order)}
     assert all(places[parent] > i for i, (_, parent) in enumerate(parents.items()) if parent >= 0)
     assert index.with_descendants([root, order[0]]).tolist()[-1] == root

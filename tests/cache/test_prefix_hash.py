@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.cache.prefix_hash import LANES, Digests, PrefixHasher
+from pagetide.cache.prefix_hash import LANES, Digests, NullHasher, PrefixHasher
 
 SECRET = b"a seed of these tests"
 
@@ -174,3 +174,11 @@ def test_bad_input_is_refused() -> None:
         chain.digests(2)
     with pytest.raises(ValueError, match="shape"):
         PrefixHasher(4).chain(np.zeros((2, 4), np.int32))
+
+
+def test_chains_of_a_null_hasher_stay_empty() -> None:
+    hasher = NullHasher(4)
+    chain = hasher.chain(np.arange(20, dtype=np.int32), b"salt")
+    chain.append(np.arange(20, dtype=np.int32))
+    assert (chain.hasher, chain.num_tokens, chain.num_blocks, chain.tokens.tolist()) == (hasher, 0, 0, [])
+    assert len(chain.digests(0)) == 0

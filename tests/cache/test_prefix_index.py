@@ -10,7 +10,7 @@ from prefix_fakes import OldestFirst, WeakHasher
 
 from pagetide.allocator.errors import BlockMisuse
 from pagetide.cache.digest_table import DigestTable
-from pagetide.cache.eviction import EvictionPolicy, Lru
+from pagetide.cache.eviction import Lru, PolicyFactory
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
 
@@ -30,9 +30,9 @@ class Pool:
 
     def __init__(
         self, num_blocks: int, block_size: int = 16, hasher: PrefixHasher | None = None,
-        policy: EvictionPolicy | None = None,
+        eviction: PolicyFactory = Lru,
     ) -> None:  # fmt: skip
-        self.index = PrefixIndex(hasher or PrefixHasher(block_size), num_blocks, policy or Lru(num_blocks))
+        self.index = PrefixIndex(hasher or PrefixHasher(block_size), num_blocks, eviction)
         self.free = list(range(1, num_blocks))
         self.references = dict.fromkeys(self.free, 0)
 
@@ -295,14 +295,14 @@ def test_moved_blocks_are_found_where_they_are() -> None:
     pool = Pool(20)
     a = pool.begin(words(0, 40))
     pool.computed(a, 40)
-    pool.index.move([1, 2, 3], [11, 12, 13])  # 3 is not full
+    pool.index.blocks.move([1, 2, 3], [11, 12, 13])  # 3 is not full
     assert pool.index.findable([1, 2, 3, 11, 12, 13]).tolist() == [False, False, False, True, True, False]
     chain = pool.index.hasher.chain(words(0, 40))
     assert pool.index.lookup(chain, 40).blocks.tolist() == [11, 12]
     with pytest.raises(BlockMisuse, match="already"):
-        pool.index.move([11], [12])
+        pool.index.blocks.move([11], [12])
     with pytest.raises(BlockMisuse, match="moves once"):
-        pool.index.move([11, 11], [5, 6])
+        pool.index.blocks.move([11, 11], [5, 6])
     pool.check()
 
 
@@ -315,8 +315,8 @@ def test_ranks_are_the_policys() -> None:
 
 
 def test_the_policy_hears_of_a_hit_once_it_is_accepted() -> None:
-    policy = OldestFirst()
-    pool = Pool(20, policy=policy)
+    pool = Pool(20, eviction=OldestFirst)
+    policy = pool.index._policy
     pool.run(words(0, 48))
     assert pool.hits(words(0, 48)) == 32
     assert policy.hits == [[]]
@@ -343,10 +343,33 @@ def test_a_block_that_is_findable_as_something_else_is_refused() -> None:
 
 def test_construction_is_checked() -> None:
     with pytest.raises(ValueError, match="no use"):
-        PrefixIndex(PrefixHasher(16), 0, Lru(1))
+        PrefixIndex(PrefixHasher(16), 0, Lru)
     with pytest.raises(ValueError, match="policy"):
-        PrefixIndex(PrefixHasher(16), 10, Lru(12), num_slots=2)
-    assert PrefixIndex(PrefixHasher(16), 10, Lru(12), num_slots=2, host_policy=Lru(12)).capacity == 12
+        PrefixIndex(PrefixHasher(16), 10, Lru, num_slots=2)
+    assert PrefixIndex(PrefixHasher(16), 10, Lru, num_slots=2, host_eviction=Lru).capacity == 12
+
+
+def test_an_index_without_room_registers_only_the_first_blocks() -> None:
+    hasher, blocks = PrefixHasher(16), np.array([3, 5, 7], np.int32)
+    for capacity in (0, 2, 3):
+        index = PrefixIndex(hasher, 10, Lru, capacity=capacity)
+        chain = hasher.chain(words(0, 48))
+        assert index.register(chain, blocks, 0).blocks.tolist() == blocks[:capacity].tolist()
+        assert index.num_nodes == index.capacity == capacity
+        assert index.lookup(chain, 48).blocks.tolist() == blocks[:capacity].tolist()
+        assert index.findable(np.arange(10)).sum() == capacity
+        index.check_invariants()
+
+
+def test_an_index_of_capacity_0_allows_every_call_that_names_nothing() -> None:
+    index, none = PrefixIndex(PrefixHasher(16), 10, Lru, capacity=0), np.empty(0, np.int64)
+    assert (len(index.victims(5)), len(index.host_victims(5)), len(index.slots.used)) == (0, 0, 0)
+    for places in (index.evict(none), index.evict_slots(none), index.reset()):
+        assert (len(places.blocks), len(places.slots)) == (0, 0)
+    index.blocks.move(np.array([1, 2]), np.array([3, 4]))
+    index.mark_evictable(none)
+    index.take(none)
+    index.check_invariants()
 
 
 def test_a_digest_table_is_a_dict_of_digests() -> None:

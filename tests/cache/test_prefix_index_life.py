@@ -15,6 +15,7 @@ from pagetide.allocator.errors import BlockMisuse
 from pagetide.cache.eviction import Lru
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
+from pagetide.cache.prefix_tree import PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 Real = type[Lru] | type[ReuseDensity]
@@ -52,10 +53,14 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         hasher = PrefixHasher(SIZE, b"seed") if self.num_bits == 128 else WeakHasher(SIZE, self.num_bits, b"seed")
-        capacity = NUM_BLOCKS + NUM_SLOTS
-        self.policy = Watched(self.real(capacity)) if self.real else OldestFirst()
-        self.host_policy = Watched(self.real(capacity)) if self.real else OldestFirst()
-        self.index = PrefixIndex(hasher, NUM_BLOCKS, self.policy, num_slots=NUM_SLOTS, host_policy=self.host_policy)
+        policies: list[OldestFirst] = []
+
+        def make(tree: PrefixTree) -> OldestFirst:
+            policies.append(Watched(tree, self.real(tree)) if self.real else OldestFirst(tree))
+            return policies[-1]
+
+        self.index = PrefixIndex(hasher, NUM_BLOCKS, make, num_slots=NUM_SLOTS, host_eviction=make)
+        self.policy, self.host_policy = policies
         self.free = set(range(1, NUM_BLOCKS))
         self.references = dict.fromkeys(self.free, 0)
         self.sequences: list[Sequence] = []
@@ -236,7 +241,7 @@ class Life(RuleBasedStateMachine):
         used = sorted(set(self.references) - self.free)
         sources = sorted({used[pick % len(used)] for pick in picks})[: len(self.free)] if used else []
         targets = sorted(self.free)[: len(sources)]
-        self.index.move(sources, targets)
+        self.index.blocks.move(sources, targets)
         moved = dict(zip(sources, targets, strict=True))
         for source, target in moved.items():
             self.references[target], self.references[source] = self.references[source], 0

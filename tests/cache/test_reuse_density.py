@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.cache.prefix_tree import PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
 
 
@@ -22,7 +23,7 @@ def naive_victims(policy: ReuseDensity) -> list[int]:
         while node in waiting and not children[node]:
             waiting.remove(node)
             order.append(node)
-            node = int(policy._parent[node])
+            node = int(policy._tree.parents[node])
             if node >= 0:
                 children[node] -= 1
     return order
@@ -32,7 +33,8 @@ class Life:
     """Requests over a tree of blocks, some at a time, in a full pool; whoever ends parks what nobody else holds."""
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.policy = ReuseDensity(capacity)
+        self.tree = PrefixTree(capacity)
+        self.policy = ReuseDensity(self.tree)
         self.rng = np.random.default_rng(seed)
         self.free = list(range(capacity))
         self.node_of: dict[tuple[int, ...], int] = {}
@@ -59,7 +61,8 @@ class Life:
         chain = held + nodes
         if nodes:
             keys = np.array([hash(prefix) & (2**64 - 1) for prefix in new], np.uint64)
-            self.policy.add(np.array(nodes), np.array([-1, *chain][len(held) : -1]), keys)
+            self.tree.add_chain(held[-1] if held else None, np.array(nodes))
+            self.policy.add(np.array(nodes), keys)
         for node, prefix in zip(nodes, new, strict=True):
             self.node_of[prefix], self.path_of[node], self.holders[node] = node, prefix, 1
         self.running.append(chain)
@@ -71,6 +74,7 @@ class Life:
 
     def evict(self, nodes: list[int]) -> None:
         self.policy.remove(np.array(nodes, np.int64))
+        self.tree.remove(np.array(nodes, np.int64))
         for node in nodes:
             del self.node_of[self.path_of.pop(node)], self.holders[node]
             self.free.append(node)
@@ -106,11 +110,14 @@ def test_the_victims_are_those_of_a_naive_policy_however_much_is_closed(capacity
 
 
 def test_a_closed_queue_is_read_again_when_the_last_behind_one_of_it_goes() -> None:
-    policy = ReuseDensity(64)
-    policy.add(np.array([0, 1]), np.array([-1, 0]), np.array([10, 11], np.uint64))
+    tree = PrefixTree(64)
+    policy = ReuseDensity(tree)
+    tree.add_chain(None, np.array([0, 1]))
+    policy.add(np.array([0, 1]), np.array([10, 11], np.uint64))
     policy.hit(np.array([1]))  # worth more than its parent, as a node that was known from before
     policy.mark_evictable(np.array([0, 1]))
-    policy.add(np.array([2]), np.array([-1]), np.array([12], np.uint64))
+    tree.add_chain(None, np.array([2]))
+    policy.add(np.array([2]), np.array([12], np.uint64))
     policy.hit(np.array([2]))
     policy.mark_evictable(np.array([2]))
     assert policy.victims(1).tolist() == [1]

@@ -366,7 +366,7 @@ def test_half_of_the_streams_dropped_give_their_blocks_back_within_two_steps(loa
         def watched() -> Any:
             emissions = step()
             left = {s.request.request_id for s in core.scheduler._sequences.values()}
-            seen.append((left, core.scheduler.cache.counts().live == held_blocks(llm)))
+            seen.append((left, core.scheduler.cache.pool.counts().live == held_blocks(llm)))
             return emissions
 
         core.step = watched
@@ -728,7 +728,7 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
         def told(plan: Any) -> None:
             own = next((s for s in scheduler._sequences.values() if s.request.priority == 1), None)
             if cancelled.is_set():
-                after.append((own is None, scheduler.cache.counts().live, held_blocks(llm)))
+                after.append((own is None, scheduler.cache.pool.counts().live, held_blocks(llm)))
             elif own is not None and STATES[state](scheduler, own, plan):
                 loop.call_soon_threadsafe(cancel)
                 assert cancelled.wait(60)

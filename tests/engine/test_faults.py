@@ -120,7 +120,7 @@ def check_clean(llm: LLM, expected: dict[str, RequestOutput]) -> None:
     """All blocks are back, and the engine goes on."""
     scheduler = llm._manager.open().core.scheduler
     scheduler.check_invariants()
-    counts = scheduler.cache.counts()
+    counts = scheduler.cache.pool.counts()
     assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
     assert not llm._manager.states and not llm._manager.searches
     assert check(served(llm, LOAD[1:3]), LOAD[1:3], expected, None) == 0

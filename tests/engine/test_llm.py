@@ -1453,7 +1453,8 @@ def test_the_plan_is_what_the_start_takes(saved, load):
         assert plan.kv_bytes == pytest.approx(engine.arena.num_extents * engine.arena.extent_bytes, rel=0.05)
         assert engine.arena.mapped_bytes == plan.min_kv_bytes
         assert plan.kv_bytes_per_token == stats["kv_bytes_per_token"]
-        assert plan.tokens_that_fit == pytest.approx(engine.core.scheduler.cache.capacity * plan.block_size, rel=0.05)
+        pool = engine.core.scheduler.cache.pool
+        assert plan.tokens_that_fit == pytest.approx(pool.capacity * plan.block_size, rel=0.05)
         assert plan.tokens_that_fit * plan.kv_bytes_per_token == pytest.approx(plan.kv_bytes, rel=0.05)
         if options["kv_memory"] == "auto":
             continue

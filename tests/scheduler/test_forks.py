@@ -35,7 +35,7 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching: boo
     assert [new.request_id for new in plan.admitted] == ["b", "c"]
     a, b, c = (blocks(world, name) for name in "abc")
     assert a[:2] == b[:2] == c[:2] and len({a[2], b[2], c[2]}) == 3
-    assert world.cache.allocator.references(np.array(a)).tolist() == [3, 3, 1]
+    assert world.cache.pool.references(np.array(a)).tolist() == [3, 3, 1]
     assert plan.copies is not None
     assert (plan.copies.sources.tolist(), plan.copies.targets.tolist()) == ([a[2], a[2]], [b[2], c[2]])
     assert plan.lengths.tolist() == [1, 1, 1] and plan.starts.tolist() == [10, 9, 9], (

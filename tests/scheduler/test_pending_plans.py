@@ -167,7 +167,7 @@ def blocks_are_short() -> tuple[World, Plan]:
     world = decoding(usable=7)
     world.finish(world.schedule())
     plan = world.schedule()
-    assert world.cache.available == 1
+    assert world.cache.pool.available == 1
     return world, plan
 
 

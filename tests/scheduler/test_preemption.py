@@ -93,7 +93,7 @@ def check_step(world: World) -> None:
     """A step in which no victim is one too many, and nobody is seated before an older one of its priority that comes back."""
     before = set(world.started)
     plan = world.schedule()
-    victims, counts = preempted(world, plan), world.cache.counts()
+    victims, counts = preempted(world, plan), world.cache.pool.counts()
     if victims:
         last = victims[-1]
         lacked = last["tokens"] % world.cache.block_size == 0  # a block itself
@@ -201,8 +201,8 @@ def test_abort_in_every_state(kept: dict, state: str) -> None:
     world.check_empty()
     assert target not in world.started[len(world.plans) :]
     world.cache.reset()
-    assert world.cache.counts().free == 9
-    assert world.cache.host is None or world.cache.host.num_used == 0
+    assert world.cache.pool.counts().free == 9
+    assert world.cache.host.num_used == 0
 
 
 def bring_to(world: World, state: str) -> Plan | None:
@@ -247,7 +247,7 @@ def held_by(world: World, plan: Plan, gone: str) -> None:
     written = {n: world.known(n) - 1 for n in running}  # all but the newest token have a place
     assert world.used == sum(world.cache.blocks_for(max(n, len(world.requests[name].prompt_token_ids)))
                              for name, n in written.items())  # fmt: skip
-    assert world.cache.host is None or gone not in world.cache.host.tails
+    assert gone not in world.cache.host.tails
 
 
 # ---- ends at the borders of blocks -----------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_eviction_order() -> None:
     world.scheduler = Scheduler(world.cache, world.scheduler.limits)
     a, b = tokens(49), tokens(49, 1)
     assert [alone(world, "a1", a), alone(world, "b1", b), alone(world, "a2", a)] == [0, 0, 48]
-    counts = world.cache.counts()
+    counts = world.cache.pool.counts()
     assert (counts.cached, counts.free) == (6, 4)
     assert alone(world, "c", tokens(96, 2)) == 0
     cache = world.cache
@@ -139,9 +139,9 @@ def test_duplicates_do_not_leak() -> None:
     assert hits(world) == 0, "in the same step nobody reads what another writes"
     assert world.used == 8 + 8, "one copy of each block of the prefix, and a block of its own for each"
     world.run()
-    assert world.cache.counts().cached == 8
+    assert world.cache.pool.counts().cached == 8
     world.cache.reset()
-    assert world.cache.counts().free == 80
+    assert world.cache.pool.counts().free == 80
     world.check_outputs()
 
 
@@ -192,7 +192,7 @@ def test_caching_off() -> None:
     for name in "ab":
         world.add(name, prompt, max_new=2)
         world.run()
-        assert world.cache.counts().free == 64
+        assert world.cache.pool.counts().free == 64
     stats = world.scheduler.stats
     assert (stats.prefix_lookups, stats.prefix_lookup_tokens, stats.prefix_hit_tokens) == (0, 0, 0)
 
@@ -356,7 +356,7 @@ def test_cached_blocks_make_room_before_anybody_is_preempted() -> None:
     world = cached(20)
     for i in range(3):
         alone(world, f"old{i}", tokens(81, seed=i))
-    assert world.cache.counts().cached == 15
+    assert world.cache.pool.counts().cached == 15
     world.add("a", 200, max_new=60)
     world.run()
     assert world.scheduler.stats.preemptions == 0
@@ -368,14 +368,14 @@ def test_giving_back_moves_what_is_cached_while_holes_suffice_and_evicts_it_wher
     prompts = [tokens(33, seed=i) for i in range(3)]
     for i, prompt in enumerate(prompts):
         alone(world, f"r{i}", prompt)
-    assert world.cache.counts().cached == 24
+    assert world.cache.pool.counts().cached == 24
     assert world.scheduler.give_back(1) == 1
     world.step()
     assert [alone(world, f"a{i}", prompt) for i, prompt in enumerate(prompts)] == [32, 32, 32], "all were moved"
     assert world.scheduler.idle_extents == 6
     assert world.scheduler.give_back(4) == 4
     world.step()
-    assert world.cache.counts().mapped == 11
+    assert world.cache.pool.counts().mapped == 11
     found = [alone(world, f"b{i}", prompt) for i, prompt in enumerate(prompts)]
     assert 0 < sum(found) < 96
     world.scheduler.grow(5)

@@ -38,7 +38,7 @@ def test_the_walks_really_find_prefixes():
 
 def test_the_walks_really_bound_what_stays_cached():
     caches = [walk(seed, "fixed-prefixes-alternate-sound", 150, check_every=16).cache for seed in range(6)]
-    evicted = [cache.evicted_blocks for cache in caches if cache.max_cached_blocks is not None]
+    evicted = [cache.swapping.evicted_blocks for cache in caches if cache.swapping.max_cached_blocks is not None]
     assert 0 < len(evicted) < len(caches)
     assert sum(evicted) > 20
 

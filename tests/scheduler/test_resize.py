@@ -24,7 +24,7 @@ def half_done() -> World:
         world.add(f"r{i}", 13, max_new=3 if i % 2 else 16, arrival=float(i))
     for _ in range(3):
         world.step()
-    assert (world.used, world.cache.available) == (16, 15)
+    assert (world.used, world.cache.pool.available) == (16, 15)
     return world
 
 
@@ -42,13 +42,13 @@ def test_growth_is_part_of_the_next_plan_and_true_after_it():
     assert not world.scheduler.has_work
     assert world.scheduler.grow(2) == 2
     assert world.scheduler.has_work
-    assert (world.cache.usable, world.scheduler.num_extents) == (3, 3)
+    assert (world.cache.pool.usable, world.scheduler.num_extents) == (3, 3)
     plan = world.schedule()
     assert (len(plan.rows), plan.resize.map.tolist(), plan.resize.unmap.tolist()) == (0, [1, 2], [])
     assert not plan.is_empty
-    assert world.cache.usable == 3, "not before it is mapped"
+    assert world.cache.pool.usable == 3, "not before it is mapped"
     world.finish(plan)
-    assert (world.cache.usable, world.scheduler.stats.grown_extents) == (11, 2)
+    assert (world.cache.pool.usable, world.scheduler.stats.grown_extents) == (11, 2)
     assert not world.scheduler.has_work
     assert world.scheduler.grow(5) == 1, "no more are reserved"
     world.step()
@@ -80,11 +80,11 @@ def test_a_refused_growth_stops_nothing_and_may_be_asked_again():
     emissions = world.step()
     assert len(emissions.tokens) == 1
     assert (world.scheduler.stats.refused_resizes, world.scheduler.stats.grown_extents) == (1, 0)
-    assert (world.cache.usable, world.scheduler.num_extents) == (7, 2)
+    assert (world.cache.pool.usable, world.scheduler.num_extents) == (7, 2)
     world.runner.refuses_map = False
     assert world.scheduler.grow(1) == 1
     world.run()
-    assert world.cache.usable == 11
+    assert world.cache.pool.usable == 11
     world.check_outputs()
 
 
@@ -98,11 +98,11 @@ def test_an_idle_pool_goes_and_comes_back():
     world.run()
     assert world.scheduler.idle_extents == 9
     assert world.scheduler.give_back(100) == 9
-    assert world.cache.available == 3, "from now on nothing is allocated there"
-    assert world.cache.counts().draining == 36
+    assert world.cache.pool.available == 3, "from now on nothing is allocated there"
+    assert world.cache.pool.counts().draining == 36
     world.step()
     assert resized(world) == ([], [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert (world.cache.counts().mapped, world.runner.mapped) == (3, {0})
+    assert (world.cache.pool.counts().mapped, world.runner.mapped) == (3, {0})
     assert world.scheduler.stats.given_back_extents == 9
     world.add("b", 30, max_new=6)
     world.step()
@@ -139,13 +139,13 @@ def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
     world = half_done()
     assert world.scheduler.idle_extents == 3, "15 blocks are free"
     assert world.scheduler.give_back(2) == 2
-    assert world.cache.available == 15 - 8
+    assert world.cache.pool.available == 15 - 8
     plan = world.schedule()
     assert len(plan.copies.sources) == 2, "each of the two has one live block"
     assert world.scheduler.stats.moved_blocks == 0
     world.finish(plan)
     assert world.scheduler.stats.moved_blocks == 2
-    assert world.cache.counts().mapped == 23
+    assert world.cache.pool.counts().mapped == 23
     world.scheduler.grow(2)
     world.run()
     assert world.scheduler.stats.preemptions == 0
@@ -163,7 +163,7 @@ def test_a_request_may_end_while_its_blocks_are_moved():
     assert plan.copies is not None
     assert "new" in world.started
     world.finish(plan)
-    assert world.cache.counts().mapped == 19
+    assert world.cache.pool.counts().mapped == 19
     world.run()
     world.check_outputs(but=("r0", "r4", "r6"))
     world.check_empty()
@@ -174,11 +174,11 @@ def test_giving_back_preempts_the_last_in_order_and_no_more_than_it_must():
     for i, priority in enumerate([0, 1, 0, 0]):
         world.add(f"r{i}", 21, max_new=20, arrival=float(i), priority=priority)  # 6 blocks each
     world.step()
-    assert (world.used, world.cache.available, world.scheduler.idle_extents) == (24, 7, 1)
+    assert (world.used, world.cache.pool.available, world.scheduler.idle_extents) == (24, 7, 1)
     world.scheduler.make_idle(3)
     assert world.scheduler.give_back(3) == 3
     assert world.scheduler.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
-    assert world.cache.available == 1
+    assert world.cache.pool.available == 1
     world.scheduler.make_idle(1)
     assert world.scheduler.give_back(1) == 1
     assert world.scheduler.waiting_ids == ["r3", "r1"]
@@ -200,7 +200,7 @@ def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
     assert world.scheduler.give_back(4) == 4
     world.add("c", 5, max_new=2, arrival=2.0)
     world.step()
-    assert (world.scheduler.waiting_ids, world.cache.available) == (["b", "c"], 9)
+    assert (world.scheduler.waiting_ids, world.cache.pool.available) == (["b", "c"], 9)
     world.add("first", 5, max_new=2, priority=-1)
     world.step()
     assert world.scheduler.waiting_ids == ["b", "c"], "from the next one on it is as ever"
@@ -254,7 +254,7 @@ def test_all_can_be_given_back_but_the_null_blocks_extent():
     world.scheduler.make_idle(5)
     assert world.scheduler.give_back(5) == 4
     world.step()
-    assert (world.cache.counts().mapped, world.scheduler.num_running) == (3, 0)
+    assert (world.cache.pool.counts().mapped, world.scheduler.num_running) == (3, 0)
     world.step()
     assert world.scheduler.starving
     assert world.scheduler.wanted_blocks() >= 18
@@ -282,7 +282,7 @@ def test_what_the_device_does_not_take_back_stays_in_use():
     assert world.scheduler.give_back(3) == 3
     world.step()
     assert world.runner.mapped == {0, 3}, "the fake refuses the last one"
-    assert (world.cache.usable, world.cache.counts().draining) == (7, 0)
+    assert (world.cache.pool.usable, world.cache.pool.counts().draining) == (7, 0)
     assert world.scheduler.stats.refused_resizes == 1
     world.add("a", 20, max_new=3)
     world.run()
@@ -317,11 +317,11 @@ def test_extents_on_their_way_out_are_kept_first():
     world = half_done()
     assert world.scheduler.give_back(3) == 3
     assert world.scheduler.grow(2) == 2
-    assert world.cache.usable == 31 - 4
+    assert world.cache.pool.usable == 31 - 4
     plan = world.schedule()
     assert (len(plan.resize.map), len(plan.resize.unmap), plan.copies is None) == (0, 1, False)
     world.finish(plan)
-    assert (world.cache.counts().mapped, world.cache.counts().in_flight) == (27, 0)
+    assert (world.cache.pool.counts().mapped, world.cache.pool.counts().in_flight) == (27, 0)
     world.run()
     world.check_outputs()
 
@@ -416,13 +416,13 @@ def test_limit_below_use():
     assert world.scheduler.excess_extents == 5
     world.add("late", 9, max_new=5, arrival=9.0)
     while world.scheduler.excess_extents:
-        spare = (world.cache.usable - world.scheduler.running_blocks()) // 4
+        spare = (world.cache.pool.usable - world.scheduler.running_blocks()) // 4
         world.scheduler.give_back(min(world.scheduler.excess_extents, max(0, spare)))
         world.step()
         assert "late" not in world.started or world.used <= 11
         assert world.scheduler.stats.preemptions == 0
     assert set(world.finished) == {"r0", "r1", "r2"}, "it was applied when enough had ended"
-    assert world.cache.counts().mapped <= 11
+    assert world.cache.pool.counts().mapped <= 11
     assert world.scheduler.grow(5) == 0, "the limit is reached"
     while "late" not in world.started:
         world.step()
@@ -430,7 +430,7 @@ def test_limit_below_use():
     world.scheduler.limit_blocks = 10**9
     assert (world.scheduler.limit_blocks, world.scheduler.grow(100)) == (31, 5)
     world.step()
-    assert world.cache.usable == 31
+    assert world.cache.pool.usable == 31
     world.check_outputs()
 
 
@@ -513,7 +513,7 @@ def test_growing_to_what_is_wanted_never_starves():
         world.step()
         assert len(world.plans[-1].rows) or world.plans[-1].resize
     world.check_outputs()
-    assert world.cache.usable < 40 * 4 - 1, "what nobody wants is not mapped"
+    assert world.cache.pool.usable < 40 * 4 - 1, "what nobody wants is not mapped"
 
 
 def test_a_broken_scheduler_goes_on_with_the_same_extents():
@@ -524,9 +524,9 @@ def test_a_broken_scheduler_goes_on_with_the_same_extents():
     world.scheduler.grow(1)
     world.schedule()
     fresh, _ = world.scheduler.rebuilt("broke", mapped=frozenset({0, 1, 2, 3}))
-    assert (fresh.cache.usable, fresh.limit_blocks) == (15, 19)
+    assert (fresh.cache.pool.usable, fresh.limit_blocks) == (15, 19)
     fresh, _ = world.scheduler.rebuilt("broke")
-    assert (fresh.cache.usable, fresh.num_extents) == (11, 3)
+    assert (fresh.cache.pool.usable, fresh.num_extents) == (11, 3)
     fresh.check_invariants()
 
 
@@ -570,7 +570,7 @@ def test_blocks_in_flight_are_not_held_against_the_limit():
     world.scheduler.limit_blocks = 5
     world.add("new", 18, max_new=2)  # 5 blocks
     plan = world.schedule()
-    assert (world.cache.counts().in_flight, len(plan.copies.sources)) == (4, 2)
+    assert (world.cache.pool.counts().in_flight, len(plan.copies.sources)) == (4, 2)
     assert [new.request_id for new in plan.admitted] == ["new"]
     assert world.used == 5
     world.finish(plan)
@@ -589,7 +589,7 @@ def test_blocks_in_flight_are_room_to_grow_in():
     world.abort("b")
     world.add("new", 13, max_new=8)  # up to 6 blocks, beside 3 of a
     plan = world.schedule()
-    assert (world.cache.usable, world.cache.counts().in_flight) == (11, 4)
+    assert (world.cache.pool.usable, world.cache.pool.counts().in_flight) == (11, 4)
     assert [new.request_id for new in plan.admitted] == ["new"]
     world.finish(plan)
     world.run()

@@ -334,7 +334,7 @@ def test_a_broken_scheduler_is_renewed_and_tells_every_end():
         ("a", "error", 3), ("b", "error", 3), ("c", "error", 3), ("late", "error", 0)
     }  # fmt: skip
     fresh.check_invariants()
-    assert (fresh.num_running, fresh.num_waiting, fresh.cache.counts().live) == (0, 0, 0)
+    assert (fresh.num_running, fresh.num_waiting, fresh.cache.pool.counts().live) == (0, 0, 0)
     assert fresh.stats.steps == 3
 
 

@@ -66,7 +66,7 @@ def test_what_others_computed_is_not_found_before_it_is_scored(host_slots: int) 
         world.run()
         assert stats.prefix_hit_tokens - before == found, name
     assert (stats.prefix_lookups, stats.prefix_lookup_tokens) == (4, 4 * 41)
-    assert world.cache.counts().cached == 10, "the same blocks were taken again, and none is held twice"
+    assert world.cache.pool.counts().cached == 10, "the same blocks were taken again, and none is held twice"
     run(world)
 
 

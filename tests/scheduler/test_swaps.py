@@ -164,12 +164,12 @@ def test_a_reset_forgets_every_tier(running: bool) -> None:
     for i, prompt in enumerate(prompts):
         world.add(f"p{i}", prompt, 1)
         world.run()
-    assert world.cache.host.num_used + world.cache.counts().cached == 16 > world.cache.counts().cached
+    assert world.cache.host.num_used + world.cache.pool.counts().cached == 16 > world.cache.pool.counts().cached
     if running:
         world.add("r", 40, 30)
         world.step()
     world.cache.reset()
-    assert (world.cache.host.num_used, world.cache.counts().cached) == (0, 0)
+    assert (world.cache.host.num_used, world.cache.pool.counts().cached) == (0, 0)
     for i, prompt in enumerate(prompts):
         world.add(f"again{i}", prompt, 1)
         world.run()
@@ -186,10 +186,10 @@ def test_what_ended_requests_leave_behind_is_copied_no_longer_once_nobody_came_b
     fill(world, 300, 40, 60)
     world.run()
     world.check_outputs()
-    stats, learned = world.scheduler.stats, world.cache.chances
+    stats, learned = world.scheduler.stats, world.cache.swapping.demotion.chances
     assert 0 < cost.least_chance < 0.1 and learned[0] < 0.1
     assert stats.preemptions and stats.recomputed_tokens == 0
-    assert 0 < stats.promoted_blocks < stats.demoted_blocks < world.cache.evicted_blocks
+    assert 0 < stats.promoted_blocks < stats.demoted_blocks < world.cache.swapping.evicted_blocks
     last = [d for d in world.scheduler.explain() if d["what"] == "give up"][-1]
     assert (last["chance_new"], last["chance_found"]) == pytest.approx(learned, abs=0.05)
 

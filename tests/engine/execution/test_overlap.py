@@ -169,7 +169,7 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
         tokens = ends[f"r{i}"].token_ids.tolist()
         assert ends[f"r{i}"].reason == ("error" if i < 3 else "length")
         assert tokens == right[i][: len(tokens)] and (len(tokens) == 4 if i < 3 else tokens == right[i])
-    assert engine.core.scheduler.cache.counts().live == 0
+    assert engine.core.scheduler.cache.pool.counts().live == 0
 
 
 class Breaks:

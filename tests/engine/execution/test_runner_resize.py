@@ -97,7 +97,7 @@ class ElasticEngine(TinyEngine):
 
     def check_memory(self) -> None:
         """Books, arena and the kernel's own figure agree."""
-        mapped = self.scheduler.cache.mapped_extents
+        mapped = self.scheduler.cache.pool.mapped_extents
         assert frozenset(mapped.tolist()) == self.arena.mapped_extents
         assert self.arena.mapped_bytes == len(mapped) * self.arena.extent_bytes
         if sys.platform == "linux":

@@ -214,7 +214,7 @@ def test_aborts_in_every_phase_leave_no_slot_behind():
         host = core.scheduler.cache.host
         assert not host.tails
         core.scheduler.cache.reset()
-        assert host.num_used == 0 and core.scheduler.cache.counts().cached == 0
+        assert host.num_used == 0 and core.scheduler.cache.pool.counts().cached == 0
 
 
 def test_a_runner_without_a_host_tier_refuses_to_swap():

@@ -86,7 +86,7 @@ class Engine:
         self.now += seconds
         emissions = self.core.step()
         self.core.scheduler.check_invariants()
-        assert set(self.core.scheduler.cache.mapped_extents.tolist()) == self.host.mapped_extents
+        assert set(self.core.scheduler.cache.pool.mapped_extents.tolist()) == self.host.mapped_extents
         if self.lease is not None:
             assert self.lease.held_bytes >= self.base + self.host.mapped_bytes
         self.finished |= {end.request_id: end for end in emissions.finished}
@@ -479,7 +479,7 @@ def test_a_limit_that_is_raised_lets_it_grow_again() -> None:
     engine.lease.limit(total(10**6))
     engine.lease.grant(total(EXTENTS))
     engine.run()
-    assert engine.core.scheduler.limit_blocks == engine.core.scheduler.cache.capacity
+    assert engine.core.scheduler.limit_blocks == engine.core.scheduler.cache.pool.capacity
 
 
 def test_an_idle_limit_is_applied_without_requests() -> None:

@@ -108,7 +108,7 @@ class Engine:
         if self.in_background:
             self.settle()
         self.core.scheduler.check_invariants()
-        assert set(self.core.scheduler.cache.mapped_extents.tolist()) == self.arena.mapped_extents
+        assert set(self.core.scheduler.cache.pool.mapped_extents.tolist()) == self.arena.mapped_extents
         assert self.wrong == []
         self.finished |= {end.request_id: end for end in emissions.finished}
 

@@ -84,7 +84,7 @@ def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) 
             for other in others if not moves else ():
                 engine.core.abort(other, "stop")
         scheduler.check_invariants()
-    assert scheduler.cache.counts().live == 0, "blocks are left"
+    assert scheduler.cache.pool.counts().live == 0, "blocks are left"
     return {name: list(answer.output.completions) for name, answer in answers.items()}
 
 
