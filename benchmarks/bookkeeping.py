@@ -18,10 +18,9 @@ from benchmarks.figures import Figure, report
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 BLOCK_SIZE = 16
 STOP_IDS = (0, 2)

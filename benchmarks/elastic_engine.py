@@ -24,7 +24,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.block_table import Index
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.build import Engine
-from pagetide.scheduler.length_forecast import ForecastPeak, LengthForecast
+from pagetide.scheduler.forecast import ForecastPeak, LengthForecast
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 

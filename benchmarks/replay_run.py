@@ -23,10 +23,9 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Stats
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 EXTENTS = 100  # that the pool consists of, about: the grain of what a co-tenant takes
 SAMPLES = 200  # of the state that are taken while requests arrive, about

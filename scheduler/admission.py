@@ -1,7 +1,7 @@
 """Admission control: rejects requests that can never run, and picks the next waiting request and its first blocks.
 
 - Requests are tried in queue order (waiting.py). A request fits if the blocks of its known tokens, less shared ones,
-  are available, and the forecast leaves room for the others to grow (length_forecast.py).
+  are available, and the forecast leaves room for the others to grow (forecast.py).
 - Smaller requests (at most half the blocks) may pass one that does not fit. The search ends at MOST_TRIED further
   refusals. A request is passed at most MOST_PASSES times, so that it does not starve; a preempted one never. Waiting
   requests do not preempt running ones, except beams that wait for a choice (scheduler.py).
@@ -21,9 +21,9 @@ import numpy as np
 
 from ..cache.manager import NO_HIT, CacheManager
 from ..cache.prefix_index import PrefixHit
-from .block_forecast import ExpectedBlocks
-from .decisions import Decisions
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
+from .forecast import ExpectedBlocks
+from .outcome import Decisions
 from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows

@@ -27,7 +27,7 @@ chunk, a decode token and a resumed sequence are handled alike. Rules:
 - Between steps the pool can grow and give idle extents back (pool_size.py). Preemption makes extents idle.
 
 `schedule` and `apply` alternate, but the next plan may be made while one is pending, if it only continues that plan
-(pending_plans.py). Decisions take effect in `apply`, and are not visible outside before. Rows and blocks of a finished
+(plan_builder.py). Decisions take effect in `apply`, and are not visible outside before. Rows and blocks of a finished
 sequence are not reused while a pending plan refers to them.
 """
 
@@ -35,22 +35,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
 from .admission import AdmissionController, AdmissionPlan, check_request
-from .block_forecast import ExpectedBlocks
 from .cost import SwapCost
-from .decisions import Decision, Decisions
 from .errors import InvalidCallOrder
-from .length_forecast import LengthForecast
-from .limits import Limits
-from .outcome import BeamMove, Finished, Stats, StepOutputs
-from .pending_plans import PendingPlans, continuation
+from .forecast import ExpectedBlocks, LengthForecast
+from .outcome import BeamMove, Decision, Decisions, Finished, Stats, StepOutputs
 from .plan import NO_ROWS, Bool, ChunkLogprobs, Plan, Result
-from .plan_builder import PlanBuilder
+from .plan_builder import PendingPlans, PlanBuilder, continuation
 from .pool_size import PoolSize
 from .request import Request
 from .rows import Rows
@@ -59,6 +56,38 @@ from .sequence import FinishReason, Sequence
 from .steering import BeamSteering
 from .victims import Victims
 from .waiting import Waiting
+
+LEAST_SCORED_TOKENS = 64  # prompt tokens with log-probabilities per step
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's limits. At most `max_step_tokens` sequences run, because each decode gets a token in every step."""
+
+    max_seqs: int
+    max_step_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int | None = None
+    forecast: bool = True  # False admits every request that fits now
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqs", "max_step_tokens", "max_model_len", "max_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """Prompt tokens with log-probabilities computed per step.
+
+        As many as sequences may run, because memory is planned for that many logits; at least LEAST_SCORED_TOKENS.
+        """
+        return max(self.max_seqs, LEAST_SCORED_TOKENS)
+
+    @property
+    def seats(self) -> int:
+        """Sequences that may run at the same time."""
+        return min(self.max_seqs, self.max_step_tokens)
 
 
 class Scheduler:

@@ -9,7 +9,7 @@ import numpy as np
 from ..cache.block_table import Index
 from ..cache.manager import CacheManager
 from .cost import Seconds, SwapCost
-from .decisions import Decisions
+from .outcome import Decisions
 from .rows import Rows
 from .sequence import Sequence
 

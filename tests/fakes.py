@@ -16,11 +16,10 @@ import numpy as np
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9

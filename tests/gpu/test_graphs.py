@@ -27,10 +27,9 @@ from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.graphs import CudaRecorder
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.gpu
 

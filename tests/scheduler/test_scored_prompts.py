@@ -6,7 +6,7 @@ import pytest
 from fakes import World, fake_logprob
 from random_walk import check_scores
 
-from pagetide.scheduler.limits import LEAST_SCORED_TOKENS, Limits
+from pagetide.scheduler.scheduler import LEAST_SCORED_TOKENS, Limits
 
 
 def scored_in(world: World, plan) -> int:

@@ -26,11 +26,10 @@ from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, Plan, Resize
 from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 ALL = 99  # more extents than there are
