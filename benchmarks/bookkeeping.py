@@ -162,7 +162,7 @@ def wanted(num_running: int, num_waiting: int, repeats: int) -> list[float]:
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()
-        scheduler.wanted_blocks()
+        scheduler.pool.wanted_blocks()
         samples.append(time.perf_counter() - start)
     return samples
 

@@ -15,10 +15,22 @@ import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, Extension
-from .admission import AdmissionPlan
+from ..cache.prefix_index import PrefixHit
 from .plan import NO_ROWS, Admission
 from .rows import Rows
 from .sequence import NOTHING, Sequence
+from .waiting import Waiting
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmissionPlan:
+    """What a sequence starts with: a prefix-cache hit, or the blocks of `leader_row`. It uses `num_blocks` available
+    blocks.
+    """
+
+    num_blocks: int
+    hit: PrefixHit
+    leader_row: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +48,15 @@ class Changes:
 
 
 class Running:
-    """Sequences with their rows. The scheduler reads the attributes and changes them through the methods only."""
+    """Sequences with their rows. The scheduler reads the attributes and changes them through the methods only.
 
-    def __init__(self, cache: CacheManager, rows: Rows) -> None:
+    Beam moves mutate `waiting` too.
+    """
+
+    def __init__(self, cache: CacheManager, rows: Rows, waiting: Waiting) -> None:
         self._cache = cache
         self._rows = rows
+        self._waiting = waiting
         self.by_row: dict[int, Sequence] = {}
         self.decoding: Index = NO_ROWS
         self.prefilling: list[Sequence] = []  # in order
@@ -135,6 +151,35 @@ class Running:
         self._rows.append(rows, np.array([token], np.int32))
         self.decoding = np.append(self.decoding, rows)
 
+    def move_beam(self, sequence: Sequence, source: Sequence, token: int) -> None:
+        """Continue `sequence` from the tokens of `source`, which may be itself, with `token`.
+
+        `sequence` is held or not yet admitted.
+        """
+        if sequence is not source:
+            self._follow(sequence, source)
+        if sequence.row is not None:
+            self.give(sequence.row, token)
+            return
+        sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        if sequence.held:
+            self._waiting.let_go(sequence)
+
+    def set_beam_aside(self, sequence: Sequence) -> None:
+        """Let `sequence`, which is held or not yet admitted, wait without a row until a move names it."""
+        if sequence.row is not None:
+            self.leave([sequence])
+        elif sequence.held:
+            return
+        else:
+            self._waiting.remove(sequence)
+        sequence.held = True
+        self._waiting.hold(sequence)
+
+    def is_computed(self, leader: Sequence) -> bool:
+        """Whether `leader` runs and has a step's result for its tokens, so that its blocks can be shared. Read-only."""
+        return leader.row is not None and (leader.held or bool(self._rows.known[leader.row] > len(leader.tokens)))
+
     def tokens_of(self, sequence: Sequence) -> Int32:
         """A copy of the known tokens of `sequence`, running or waiting."""
         row = sequence.row
@@ -178,6 +223,20 @@ class Running:
         if self.prefilling:
             self.prefilling = [s for s in self.prefilling if s.row is not None]
         return rows
+
+    def _follow(self, sequence: Sequence, source: Sequence) -> None:
+        """Let `sequence` wait for a row and the blocks of `source`."""
+        if sequence.row is not None:
+            self.leave([sequence], computed=False)
+        else:
+            self._waiting.remove(sequence)
+        self._cache.drop_for(sequence.request.request_id)
+        self.commit(source)  # so that the shared tokens become findable once
+        sequence.tokens = self.tokens_of(source)
+        sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)
+        sequence.leader, sequence.shares = source, len(sequence.tokens)
+        sequence.held, sequence.computed = True, 0
+        self._waiting.hold(sequence)
 
     def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""

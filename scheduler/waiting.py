@@ -17,12 +17,15 @@ AGING_S = 30.0  # seconds of waiting equal to one step of priority
 class Waiting:
     """Sequences without a row. `queue` is in order; the scheduler reads it and changes it through the methods only.
 
+    `is_blocked` says whether admission refused the sequences that it tried, and nothing changed since.
+
     Three kinds wait outside `queue`: sequences `aside`, which need more blocks than the pool may have at present; forks
     that wait for their leader's prompt (`Sequence.forks`); and held sequences.
     """
 
     def __init__(self) -> None:
         self.queue: list[Sequence] = []
+        self.is_blocked = False
         self._aside: list[Sequence] = []
         self._num_behind = 0  # forks behind leaders
         self._num_held = 0
@@ -33,6 +36,15 @@ class Waiting:
     def __iter__(self) -> Iterator[Sequence]:
         """All sequences in order, except held ones and forks that wait for a prompt."""
         return iter(sorted(self.queue + self._aside, key=_age))
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether a sequence waits for a row and may fit, as far as is known. Read-only."""
+        return bool(self.queue) and not self.is_blocked
+
+    def look_again(self) -> None:
+        """Let admission retry refused sequences: something changed, so they may fit now."""
+        self.is_blocked = False
 
     def hold(self, sequence: Sequence) -> None:
         """Count `sequence`, which is held, as waiting for its next token."""

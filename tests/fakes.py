@@ -483,7 +483,7 @@ class World:
                 block = int(self.cache._bytes_at[block])
             found = runner.pool[block] if block >= 0 else runner.host[slot]
             assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
-        waiting = {s.request.request_id: s for s in self.scheduler._sequences.values() if s.row is None}
+        waiting = {s.request.request_id: s for s in self.scheduler._sequences.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size
             tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]

@@ -180,7 +180,7 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
     world.run()
     assert (world.cache.counts().cached, world.cache.num_free) == (3, 28)
     evicted = world.cache.evicted_blocks
-    assert world.scheduler.give_back(7) == 7
+    assert world.scheduler.pool.give_back(7) == 7
     world.step()
     assert (world.cache.counts().cached, world.cache.evicted_blocks, world.cache.usable) == (3, evicted, 3)
 

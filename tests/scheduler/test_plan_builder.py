@@ -156,7 +156,7 @@ def forks_wait_for_the_prompt() -> tuple[World, Plan]:
 
 def memory_moves() -> tuple[World, Plan]:
     world = decoding(usable=63, blocks_per_extent=8, num_mapped=2)
-    world.scheduler.grow(1)
+    world.scheduler.pool.grow(1)
     plan = world.schedule()
     assert plan.resize
     return world, plan
@@ -286,7 +286,7 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
         scheduler.schedule_ahead,
         scheduler.schedule,
         lambda: scheduler.withdraw("a"),
-        lambda: scheduler.grow(0),
+        lambda: scheduler.pool.grow(0),
     ):
         with pytest.raises(InvalidCallOrder):
             call()
@@ -376,7 +376,7 @@ def test_the_last_one_leaves_work_behind() -> None:
 
 def test_it_does_not_starve_while_a_result_is_due() -> None:
     world = World(64, block_size=4)
-    world.scheduler.limit_blocks = 8
+    world.scheduler.pool.limit_blocks = 8
     world.add("a", PROMPT, 12, stop_token_ids=(ALONE[0],))
     world.add("long", 60, 4)
     plan = world.schedule()
