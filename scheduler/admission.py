@@ -7,7 +7,7 @@
   requests do not preempt running ones, except beams that wait for a choice (scheduler.py).
 - A fork shares the prompt of another request, its leader. It waits until that prompt is computed, and starts with its
   blocks.
-- A request that needs more blocks than the current limit is put aside and delays no other request.
+- A request that needs more blocks than the current limit is deferred and delays no other request.
 - A refused request is not retried before something changes. Blocks reserved for giving back are not available to
   admission.
 """
@@ -55,8 +55,8 @@ class AdmissionController:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
         leader = sequence.leader
-        if leader is not None and not self._running.is_computed(leader):
-            self._waiting.put_behind(sequence, leader)
+        if leader is not None and not leader.is_computed:
+            self._waiting.wait_for_prompt(sequence, leader)
             return
         if leader is not None:
             leader.forks[sequence] = None
@@ -76,13 +76,12 @@ class AdmissionController:
         while self._pool.admits and self._may_pass(refused) and len(refused) < len(queue) and self._rows.num_free:
             sequence = queue[len(refused)]
             if cache.blocks_for(len(sequence.tokens)) > self._pool.limit_blocks:
-                self._waiting.put_aside(len(refused))  # the pool may not grow so far: delay no other sequence
+                self._waiting.defer(len(refused))  # the pool may not grow so far: delay no other sequence
                 continue
             start = self._start(sequence)
             if start is None:
                 assert sequence.leader is not None
-                self._waiting.remove(sequence)
-                self._waiting.put_behind(sequence, sequence.leader)
+                self._waiting.wait_for_prompt(sequence, sequence.leader)
             elif (not refused or start.num_blocks <= least // 2) and self._fits(sequence, start, step, decisions):
                 self._waiting.remove(sequence)
                 for other in refused:
@@ -104,7 +103,7 @@ class AdmissionController:
         cache = self._cache
         known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
         if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
-            if not self._running.is_computed(leader):
+            if not leader.is_computed:
                 return None
             shared = (known - 1) // cache.block_size * len(cache.tables)
             return AdmissionPlan(cache.blocks_for(known) - shared, NO_HIT, leader.row)

@@ -59,8 +59,8 @@ class PendingPlans:
     def check_invariants(self, running: Running) -> None:
         """Raises AssertionError naming what does not hold."""
         named = {row for plan in (self.first, self.behind) if plan is not None for row in plan.rows.tolist()}
-        assert named <= {*running.by_row, *running.leaving}, "a row was given up which a plan that is out names"
-        assert running.leaving <= named, "a row is still kept which no plan names any more"
+        assert named <= {*running.by_row, *running.finishing}, "a row was given up which a plan that is out names"
+        assert set(running.finishing) <= named, "a row is still kept which no plan names any more"
 
 
 def continuation(out: Plan, rows: Rows, running: Running) -> tuple[Index, Index] | None:
@@ -70,8 +70,8 @@ def continuation(out: Plan, rows: Rows, running: Running) -> tuple[Index, Index]
     """
     if out.moves_memory or np.count_nonzero(out.samples) < len(out.samples):
         return None
-    if len(running) != len(out.rows) - len(running.leaving):
-        return None  # `out` left a row out: it is held, or waits for a copy
+    if len(running) != len(out.rows) - len(running.finishing):
+        return None  # `out` left a row out: it is paused, or waits for a copy
     on = running.decoding
     if running.prefilling:  # `out` computes their last chunks
         if any(sequence.forks for sequence in running.prefilling):

@@ -72,7 +72,7 @@ class ElasticPool:
         if blocks < 0:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._limit_blocks = min(blocks, self._cache.capacity)
-        self._waiting.call_back()
+        self._waiting.requeue_deferred()
         self._waiting.look_again()
 
     @property

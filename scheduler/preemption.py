@@ -15,7 +15,7 @@ from .cost import Seconds, SwapCost
 from .outcome import Decisions, Stats
 from .rows import Rows
 from .running import Running
-from .sequence import Sequence
+from .sequence import Sequence, SequenceStatus
 from .waiting import Waiting
 
 
@@ -77,8 +77,8 @@ class Preemption:
         self._running.leave(sequences, computed, keep_tails)
         self._waiting.look_again()
         for sequence in sequences:
-            if sequence.held:
-                self._waiting.hold(sequence)
+            if sequence.status is SequenceStatus.PAUSED:
+                self._waiting.wait_for_move(sequence)
             else:
                 self._waiting.add(sequence)
 

@@ -56,9 +56,9 @@ class ResultProcessor:
             self._weigh()
         if self._plans.is_ahead:  # without planning ahead, this plan would have been made after these aborts
             self._sequences.end_aborted()
-        rows, leaving = self._rows, self._running.leaving
-        if leaving:  # ended sequences get no token of this plan
-            stays = ~np.isin(sampled, list(leaving))
+        rows, finishing = self._rows, self._running.finishing
+        if finishing:  # ended sequences get no token of this plan
+            stays = ~np.isin(sampled, list(finishing))
             sampled, tokens = sampled[stays], tokens[stays]
         deferred = self._advance(plan, result)
         ended = rows.append(sampled, tokens) >= rows.limit[sampled]
@@ -71,9 +71,9 @@ class ResultProcessor:
             self._release_forks(self._running.promote())
         candidates = tuple([(str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates])
         if candidates:
-            self._release_forks(self._running.hold(plan.rows[[c.index for c in result.candidates]]))
+            self._release_forks(self._running.pause(plan.rows[[c.index for c in result.candidates]]))
         for failure in result.failures:
-            if (row := int(plan.rows[failure.index])) not in leaving:
+            if (row := int(plan.rows[failure.index])) not in finishing:
                 self._sequences.end(self._running.by_row[row], "error", failure.message)
         if len(result.complete):
             for row in plan.rows[result.complete].tolist():
@@ -87,8 +87,8 @@ class ResultProcessor:
             # Sharing others' blocks frees the sequence's own. The pending plan reads these before a later plan writes
             # to them.
             self._running.commit(sequence)
-        if done := [row for row in leaving if not self._plans.names(row)]:
-            self._running.vacate(done)
+        if done := [row for row in finishing if not self._plans.names(row)]:
+            self._running.release_finished(done)
         if len(result.failed_blocks):
             self._preemption.recompute(result.failed_blocks)
         finished = self._sequences.take_finished()

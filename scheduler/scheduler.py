@@ -163,9 +163,9 @@ class Scheduler:
         table = self._sequences
         if self._plans.first is not None or table.aborted or table.finished or self.pool.is_resizing:
             return False
-        if len(self._running) > len(self._running.held):
+        if len(self._running) > len(self._running.paused):
             return False
-        if self._running.held and self._waiting.queue:  # held beams will be preempted
+        if self._running.paused and self._waiting.queue:  # paused beams will be preempted
             return False
         return bool(table) and not self._waiting.has_candidates
 
@@ -219,8 +219,8 @@ class Scheduler:
         settled = self.stats.preemptions == preemptions or not self._running
         if budget > 0 and settled and self._waiting.has_candidates:
             chunks += self._admit(budget)
-        while not len(decodes) and not chunks and self._running.held and self._waiting.queue and self.pool.admits:
-            self._preemption.preempt([self._preemption.by_worth(self._running.held.values())[-1]])
+        while not len(decodes) and not chunks and self._running.paused and self._waiting.queue and self.pool.admits:
+            self._preemption.preempt([self._preemption.by_worth(self._running.paused.values())[-1]])
             chunks += self._admit(budget)
         self.pool.reopen_admission()
         plan = self._plans.first = self._plan_builder.step(decodes, chunks, *self.pool.take_resize())
@@ -238,7 +238,7 @@ class Scheduler:
             raise InvalidCallOrder("a step is planned ahead of the result of one plan: none is out, or two are")
         if self._sequences.aborted or len(self._plans.stale):
             return None
-        if self._waiting.has_candidates and (self.rows.num_free or self._running.leaving):
+        if self._waiting.has_candidates and (self.rows.num_free or self._running.finishing):
             return None
         if (decided := continuation(out, self.rows, self._running)) is None:
             return None
@@ -265,7 +265,7 @@ class Scheduler:
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
     def apply_beam_moves(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
-        """Apply the beam choices for all waiting beams of a family, held or still to be admitted.
+        """Apply the beam choices for all waiting beams of a family, paused or still to be admitted.
 
         A beam that continues another beam's tokens starts with that beam's blocks; the other beam must continue its
         own. `spare` beams give up rows and blocks, and wait until a later move names them.
@@ -298,8 +298,8 @@ class Scheduler:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
         self.cache.check_invariants()
         self._running.check_invariants()
-        assert len(self._waiting) == self.num_waiting, "a sequence neither waits nor runs"
-        taken = len(self._running) + len(self._running.leaving)
+        self._sequences.check_invariants()
+        taken = len(self._running) + len(self._running.finishing)
         assert self.rows.num_free + taken == self.limits.seats, "a row is lost"
         self._plans.check_invariants(self._running)
 

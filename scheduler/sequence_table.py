@@ -11,7 +11,7 @@ from .plan_builder import PendingPlans
 from .request import Request
 from .rows import Rows
 from .running import Running
-from .sequence import FinishReason, Sequence
+from .sequence import FinishReason, Sequence, SequenceStatus
 from .waiting import Waiting
 
 
@@ -53,7 +53,7 @@ class SequenceTable:
         sequence = self._not_aborted(request_id)
         if sequence is None:
             return False
-        sequence.marked = reason
+        sequence.abort_reason = reason
         self.aborted.append(sequence)
         return True
 
@@ -68,19 +68,21 @@ class SequenceTable:
     def end_aborted(self) -> None:
         """End the aborted sequences that have not ended otherwise."""
         for sequence in self.aborted:
-            if sequence.request.request_id in self.by_id and sequence.marked:
-                self.end(sequence, sequence.marked)
+            if sequence.abort_reason is not None and not sequence.has_ended:
+                self.end(sequence, sequence.abort_reason)
         self.aborted.clear()
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End `sequence`. Its row and blocks are free, unless a pending plan refers to them."""
         request = sequence.request
-        if sequence.row is None:
-            self._waiting.remove(sequence)
-        elif self._plans.names(sequence.row):
-            self._running.end(sequence, computed=error is None)
+        if sequence.row is not None and self._plans.names(sequence.row):
+            self._running.finish(sequence, computed=error is None)
         else:
-            self._running.leave([sequence], computed=error is None)
+            if sequence.is_running:
+                self._running.leave([sequence], computed=error is None)
+            else:
+                self._waiting.remove(sequence)
+            sequence.set_status(SequenceStatus.FINISHED)
         if sequence.forks:
             self._hand_over_forks(sequence)
         self._cache.drop_for(request.request_id)
@@ -109,21 +111,33 @@ class SequenceTable:
                 ends.append(Finished(request_id, "error", generated, sequence.preemptions, error, found))
         return tuple(ends)
 
+    def check_invariants(self) -> None:
+        """Check that every sequence is kept as its status says. Raises AssertionError naming what does not hold."""
+        running = dict.fromkeys(self._running.by_row.values())
+        for request_id, sequence in self.by_id.items():
+            status = sequence.status
+            assert sequence.request.request_id == request_id, f"{request_id!r} names another request"
+            assert status is not SequenceStatus.NEW and not sequence.has_ended, f"{request_id!r} is {status.value}"
+            assert sequence.is_running == (sequence in running), f"{request_id!r}, {status.value}, runs or does not"
+            assert sequence.is_running == (sequence.row is not None), f"{request_id!r} is {status.value} in a row"
+        assert set(running) <= set(self.by_id.values()), "a sequence runs that has ended"
+        for sequence in self.aborted:
+            assert sequence.abort_reason is not None, f"{sequence.request.request_id!r} is ended without a reason"
+        self._waiting.check_invariants(self.by_id.values())
+
     def _not_aborted(self, request_id: str) -> Sequence | None:
         sequence = self.by_id.get(request_id)
-        return None if sequence is None or sequence.marked else sequence
+        return None if sequence is None or sequence.abort_reason else sequence
 
     def _hand_over_forks(self, leader: Sequence) -> None:
         """Reassign the waiting forks of `leader`, which has ended, to a family member for the prompt."""
         # no other sequence has as many tokens
         for fork in [s for s in leader.forks if s.shares > len(s.request.prompt_token_ids)]:
-            self._waiting.remove(fork)
-            fork.leader = None
-            self._waiting.add(fork)
+            self._waiting.detach_fork(fork)
         if not leader.forks:
             return
-        family = [s for s in self._running.by_row.values() if s.root is leader.root and self._running.is_computed(s)]
+        family = [s for s in self._running.by_row.values() if s.root is leader.root and s.is_computed]
         heir = family[0] if family else leader.leader
         if heir is not None and self.by_id.get(heir.request.request_id) is not heir:
             heir = None
-        self._waiting.hand_over_forks(leader, heir, bool(family))
+        self._waiting.hand_over_forks(leader, heir)

@@ -415,7 +415,7 @@ class World:
         assert step.plan is plan, "results come in the order of the plans"
         emissions = self.scheduler.apply(plan, step.wait())
         looks = self.check()
-        self.num_left += len(self.scheduler._running.leaving)
+        self.num_left += len(self.scheduler._running.finishing)
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
