@@ -10,8 +10,10 @@ from fakes import VOCAB, World, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagetide.cache.block_table import BlockCopies
 from pagetide.scheduler.errors import InvalidCallOrder
 from pagetide.scheduler.plan import Failure, Plan
+from pagetide.scheduler.plan_builder import PendingPlans, joined
 from pagetide.scheduler.request import Sampling
 
 PROMPT = np.arange(100, 110, dtype=np.int32)
@@ -535,3 +537,25 @@ def test_tokens_and_ends_are_the_same_as_without(seed: int) -> None:
         world.check_empty()
         ends.append({name: (end.reason, end.token_ids.tolist()) for name, end in world.finished.items()})
     assert ends[0] == ends[1]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_joined_in_order() -> None:
+    a, b = (BlockCopies(np.array([i], np.int32), np.array([i + 5], np.int32)) for i in (1, 2))
+    assert joined([]) is None and joined([a]) is a
+    both = joined([a, b])
+    assert both is not None and (both.sources.tolist(), both.targets.tolist()) == ([1, 2], [6, 7])
+
+
+def test_a_turn_is_over_once_no_plan_is_pending() -> None:
+    world = World(8)
+    world.add("a", 5, 2)
+    plan, plans = world.schedule(), world.scheduler._plans
+    with pytest.raises(InvalidCallOrder, match="plan 0 is out"):
+        plans.check_turn()
+    assert plans.names(0) and not plans.names(1)
+    world.finish(plan)
+    plans.check_turn()
+    PendingPlans().check_turn()

@@ -596,3 +596,30 @@ def test_blocks_in_flight_are_room_to_grow_in():
     world.finish(plan)
     world.run()
     world.check_outputs(but=("gone", "b"))
+
+
+def test_a_limit_may_be_set_while_a_plan_is_pending():
+    world = World(31, block_size=4, blocks_per_extent=4)
+    world.add("a", 8)
+    plan = world.schedule()
+    world.scheduler.pool.limit_blocks = 11
+    assert (world.scheduler.pool.limit_blocks, world.scheduler.pool.excess_extents) == (11, 5)
+    world.finish(plan)
+    world.run()
+
+
+def test_blocks_are_withheld_until_they_are_given_back_or_a_step_is_planned():
+    world = World(31, block_size=4, blocks_per_extent=4)
+    pool = world.scheduler.pool
+    pool.make_idle(3)
+    assert (pool.withheld_blocks, pool.admits) == (12, True), "nothing had to be preempted"
+    assert pool.give_back(2) == 2
+    assert pool.withheld_blocks == 4 and pool.is_resizing
+    world.step()
+    assert pool.withheld_blocks == 0 and not pool.is_resizing
+    world.add("a", 40)
+    world.step()
+    pool.make_idle(5)
+    assert not pool.admits, "one was preempted"
+    pool.reopen_admission()
+    assert pool.admits and pool.withheld_blocks == 0
