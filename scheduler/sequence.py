@@ -23,19 +23,26 @@ FinishReason = Literal["stop", "length", "aborted", "error"]
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence stands. The container named after the colon holds it exactly while it has this status."""
+    """Where a sequence stands. A named container holds it exactly while it has this status."""
 
-    NEW = "new"  # created, and not queued yet
-    WAITING = "waiting"  # for a row: Waiting.queue
-    DEFERRED = "deferred"  # needs more blocks than the pool's limit: Waiting.deferred
-    WAITING_FOR_PROMPT = (
-        "waiting for prompt"  # a fork whose leader's prompt is not computed: Sequence.forks of the leader
-    )
-    WAITING_FOR_MOVE = "waiting for move"  # a beam without a row: its next move decides about its tokens
-    PREFILLING = "prefilling"  # lacks more than its newest token: Running.prefilling
-    DECODING = "decoding"  # lacks only its newest token: Running.decoding, by row
-    PAUSED = "paused"  # a beam with a row: its candidates are reported, and no move was made yet: Running.paused
-    FINISHING = "finishing"  # ended and reported, but a pending plan refers to its row: Running.finishing
+    # Created, and not queued yet.
+    NEW = "new"
+    # For a row, in Waiting.queue.
+    WAITING = "waiting"
+    # It needs more blocks than the pool's limit; in Waiting.deferred.
+    DEFERRED = "deferred"
+    # A fork whose leader's prompt is not computed; in the leader's Sequence.forks, where queued forks are too.
+    WAITING_FOR_PROMPT = "waiting for prompt"
+    # A beam without a row: its next move decides about its tokens.
+    WAITING_FOR_MOVE = "waiting for move"
+    # It lacks more than its newest token; in Running.prefilling.
+    PREFILLING = "prefilling"
+    # It lacks only its newest token; its row is in Running.decoding.
+    DECODING = "decoding"
+    # A beam with a row: its candidates are reported, and no move was made yet; in Running.paused.
+    PAUSED = "paused"
+    # Ended and reported, but a pending plan refers to its row; in Running.finishing.
+    FINISHING = "finishing"
     FINISHED = "finished"
 
 
