@@ -18,10 +18,9 @@ from benchmarks.figures import Figure, report
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 BLOCK_SIZE = 16
 STOP_IDS = (0, 2)
@@ -163,7 +162,7 @@ def wanted(num_running: int, num_waiting: int, repeats: int) -> list[float]:
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()
-        scheduler.wanted_blocks()
+        scheduler.pool.wanted_blocks()
         samples.append(time.perf_counter() - start)
     return samples
 

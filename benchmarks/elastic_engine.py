@@ -24,7 +24,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.block_table import Index
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.build import Engine
-from pagetide.scheduler.length_forecast import ForecastPeak, LengthForecast
+from pagetide.scheduler.forecast import ForecastPeak, LengthForecast
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 
@@ -92,7 +92,7 @@ class ElasticRig:
     def regrow(self, num_extents: int) -> float:
         """Give `num_extents` idle extents back, and take them again, granted still. Returns the seconds of the taking."""
         with self.llm.locked_engine() as engine:
-            now = engine.core.scheduler.num_extents
+            now = engine.core.scheduler.pool.num_extents
             _resize(engine, now - num_extents)
             return _resize(engine, now)
 
@@ -209,7 +209,7 @@ class ElasticRig:
                 "waiting": scheduler.num_waiting,
                 "preemptions": scheduler.stats.preemptions,
                 "moved": scheduler.stats.moved_blocks,
-                "wanted": scheduler.wanted_blocks(),
+                "wanted": scheduler.pool.wanted_blocks(),
                 "name": None if lease is None else lease.name,
                 "held": None if lease is None else lease.held_bytes,
                 "granted": None if lease is None else lease.granted_bytes,
@@ -227,11 +227,11 @@ class ElasticRig:
 def _resize(engine: Engine, num_extents: int) -> float:
     """See `ElasticRig.resize_to`."""
     scheduler = engine.core.scheduler
-    missing = num_extents - scheduler.num_extents
+    missing = num_extents - scheduler.pool.num_extents
     if missing > 0:
         _have_granted(engine, missing * engine.arena.extent_bytes)
     began = time.perf_counter()
-    moved = scheduler.grow(missing) if missing > 0 else scheduler.give_back(-missing)
+    moved = scheduler.pool.grow(missing) if missing > 0 else scheduler.pool.give_back(-missing)
     engine.core.step()
     took = time.perf_counter() - began
     assert moved == abs(missing) and len(engine.arena.mapped_extents) == num_extents, "no such pool"

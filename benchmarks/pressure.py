@@ -27,10 +27,9 @@ from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 Lengths = npt.NDArray[np.int64]
 

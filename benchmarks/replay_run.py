@@ -23,10 +23,9 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Stats
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 EXTENTS = 100  # that the pool consists of, about: the grain of what a co-tenant takes
 SAMPLES = 200  # of the state that are taken while requests arrive, about
@@ -245,7 +244,7 @@ class Replay:
         self.now = self.busy_s = self.copy_s = 0.0
         self.refused = 0
         self.samples: list[PoolSample] = []
-        self._pool_extents = self.scheduler.num_extents
+        self._pool_extents = self.scheduler.pool.num_extents
         self._change_s = -np.inf  # when the pool's size is to be looked at
         self._arrivals = [turn.at_s for turn in trace.turns] + [np.inf]
         self._arrived = 0
@@ -310,12 +309,12 @@ class Replay:
         """Bring the pool to what the co-tenant leaves, preempting for it; what falls short is asked for again next step."""
         scheduler = self.scheduler
         share = self.settings.tenant.share(self.now)
-        over = scheduler.num_extents - max(1, round(self._pool_extents * (1 - share)))
+        over = scheduler.pool.num_extents - max(1, round(self._pool_extents * (1 - share)))
         if over > 0:
-            scheduler.make_idle(over)
-            over -= scheduler.give_back(over)
+            scheduler.pool.make_idle(over)
+            over -= scheduler.pool.give_back(over)
         elif over < 0:
-            over += scheduler.grow(-over)
+            over += scheduler.pool.grow(-over)
         self._change_s = self.now if over else self.settings.tenant.next_change_s(self.now)
 
     def _sample(self) -> None:

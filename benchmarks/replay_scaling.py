@@ -116,7 +116,7 @@ def _pool(roofline: Roofline, num_blocks: int) -> dict[tuple[str, str], float]:
     for number in range(len(trace.turns)):
         requests.append(_timed(lambda: _serve_one(run, number)))  # noqa: B023
     assert scheduler.cache.pool.num_free < _PROMPT // 16, "the pool is not full"
-    taken = scheduler.num_extents * 4 // 10
+    taken = scheduler.pool.num_extents * 4 // 10
     resize = _timed(lambda: _take_and_return(run, taken))  # once: the pool is not full after it
     return {
         ("a request of 512 new blocks, the pool full", "us"): statistics.median(requests[filling:]) * 1e6,
@@ -132,10 +132,10 @@ def _serve_one(run: Replay, number: int) -> None:
 
 
 def _take_and_return(run: Replay, extents: int) -> None:
-    run.scheduler.make_idle(extents)
-    assert run.scheduler.give_back(extents) == extents, "not all could be given back"
+    run.scheduler.pool.make_idle(extents)
+    assert run.scheduler.pool.give_back(extents) == extents, "not all could be given back"
     run.step()
-    run.scheduler.grow(extents)
+    run.scheduler.pool.grow(extents)
     run.step()
 
 

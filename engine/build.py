@@ -24,9 +24,8 @@ from ..cache.storage import Storage, TensorArena
 from ..monitor.host_memory import free_host_bytes
 from ..monitor.units import format_bytes
 from ..scheduler.cost import SwapCost
-from ..scheduler.limits import Limits
 from ..scheduler.request import SamplingParams
-from ..scheduler.scheduler import Scheduler
+from ..scheduler.scheduler import Limits, Scheduler
 from .attention.choose import Site, WatchedKernel, check, choose
 from .attention.context import AttentionKernel
 from .attention.interface import NAME, register

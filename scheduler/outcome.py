@@ -1,12 +1,19 @@
-"""Outputs of the scheduler: step outputs, finished requests and counters."""
+"""Outputs of the scheduler: step outputs, finished requests, counters and the log of decisions."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from ..cache.block_table import Int32
+from .forecast import ForecastPeak
 from .plan import Candidates, ChunkLogprobs
 from .sequence import FinishReason
+
+_KEPT = 64  # decisions
+
+Decision = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,3 +92,78 @@ class Stats:
             self.resumed_lookups += 1
             self.resumed_lookup_tokens += num_tokens
             self.resumed_hit_tokens += num_hit
+
+
+class Decisions:
+    """A log of the last 64 decisions made when blocks ran short, oldest first. Costs nothing while there are none."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Decision] = deque(maxlen=_KEPT)
+
+    def preempted(
+        self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None,
+        compute_s: float,
+    ) -> None:  # fmt: skip
+        """`request_id` gave up its row. `blocks_won` of its blocks are in no other row; they held `tokens` computed
+        tokens.
+
+        Swapping these tokens takes `swap_s`, None if that is no option (no host tier, or too slow). Recomputing them
+        takes `compute_s`.
+        """
+        self._kept.append(
+            {
+                "step": step, "what": "preempt", "request_id": request_id, "priority": priority, "blocks_won": blocks_won,
+                "tokens": tokens, "swap_s": swap_s, "compute_s": compute_s,
+                "chosen": "compute" if swap_s is None else "swap",
+            }
+        )  # fmt: skip
+
+    def returned(self, step: int, request_id: str, had: int, found: int) -> None:
+        """`request_id`, preempted with `had` computed tokens, is readmitted with `found` of them."""
+        self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
+
+    def waits(self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int) -> None:
+        """`request_id` was not admitted: it needs `needed` blocks and `room` are available, or the forecast `peak`
+        exceeds `usable`.
+
+        `peak` (margin included) covers it and all running sequences; None if no forecast was made.
+        """
+        self._kept.append(
+            {
+                "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "usable": usable,
+                "expected": None if peak is None else peak.blocks,
+                "margin": None if peak is None else round(peak.margin_blocks, 1),
+                "in_steps": None if peak is None else peak.in_steps,
+            }
+        )  # fmt: skip
+
+    def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
+        """`request_id`, which needs `needed` blocks, was admitted before `others`, which came first and do not fit."""
+        self._kept.append({"step": step, "what": "pass", "request_id": request_id, "needed": needed, "passed": others})
+
+    def gave_up(
+        self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float, chances: tuple[float, float]
+    ) -> None:
+        """Cached blocks were demoted and evicted; merges with the last entry if that is of the same kind.
+
+        A block takes `swap_s` to swap out and in, and `compute_s` to compute. `chances` are the probabilities of reuse
+        of a block that no request has found yet, and of one that some request has found.
+        """
+        since, last = step, self._kept[-1] if self._kept else None
+        if last is not None and last["what"] == "give up":  # merge, or such entries would displace all others
+            since, demoted, evicted = last["since_step"], demoted + last["demoted"], evicted + last["evicted"]
+            self._kept.pop()
+        self._kept.append(
+            {
+                "step": step, "what": "give up", "since_step": since, "demoted": demoted, "evicted": evicted,
+                "swap_s": swap_s, "compute_s": compute_s, "chance_new": chances[0], "chance_found": chances[1],
+            }
+        )  # fmt: skip
+
+    def cut(self, step: int, request_id: str, needed: int, limit: int) -> None:
+        """`request_id` ended while running alone: it needs `needed` blocks and the pool may have at most `limit`."""
+        self._kept.append({"step": step, "what": "cut", "request_id": request_id, "needed": needed, "limit": limit})
+
+    def to_list(self) -> list[Decision]:
+        """Plain data, oldest first."""
+        return [dict(decision) for decision in self._kept]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import InitVar, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from .value_checks import check_integer, check_most, check_number, check_strings, is_list
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
@@ -120,23 +118,23 @@ class SamplingParams:
                 raise ValueError(f"n is {self.n} and num_return_sequences {num_return_sequences}: they mean the same")
             object.__setattr__(self, "n", num_return_sequences)
         _keep(self)
-        check_integer("n", self.n, least=1, most=MOST_FORKS)
-        check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
-        check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
-        check_integer("top_k", self.top_k, least=0, most=_MOST)
-        check_integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
-        check_number("temperature", self.temperature, 0.0, math.inf, "must be 0 (greedy) or above")
-        check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
-        check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
+        _check_integer("n", self.n, least=1, most=MOST_FORKS)
+        _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
+        _check_integer("min_new_tokens", self.min_new_tokens, least=0, most=_MOST)
+        _check_integer("top_k", self.top_k, least=0, most=_MOST)
+        _check_integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
+        _check_number("temperature", self.temperature, 0.0, math.inf, "must be 0 (greedy) or above")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Iterable) or isinstance(value, Mapping)):
                 raise ValueError(f"{name} must be a list, got {value!r:.80}")
-        check_strings("stop", self.stop_strings, MOST_STOP_STRINGS, LONGEST_STRING)
-        check_most("stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
+        _check_strings("stop", self.stop_strings, MOST_STOP_STRINGS, LONGEST_STRING)
+        _check_most("stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
-            check_integer("stop_token_ids", token_id, least=0, most=_MOST)
+            _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
         _check_choice(self)
         _check_treatments(self)
         for name in ("ignore_eos", "add_special_tokens"):
@@ -304,10 +302,10 @@ def _keep(params: SamplingParams) -> None:
     """Copy the given lists (iterators too) and `logit_bias` into `params`. Other types stay, to be refused."""
     for name, most in _READ.items():
         value = getattr(params, name)
-        if is_list(value):
+        if _is_list(value):
             kept = tuple(islice(value, most + 1))
             if name == "bad_words_ids":
-                kept = tuple(tuple(islice(ids, most + 1)) if is_list(ids) else ids for ids in kept)
+                kept = tuple(tuple(islice(ids, most + 1)) if _is_list(ids) else ids for ids in kept)
             object.__setattr__(params, name, kept)
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
@@ -315,9 +313,9 @@ def _keep(params: SamplingParams) -> None:
 
 def _check_choice(params: SamplingParams) -> None:
     """Raise ValueError for invalid `n`, `best_of` and beam parameters, or combinations of them."""
-    check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
-    check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
-    check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
+    _check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
+    _check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
+    _check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
     if not (
         params.early_stopping is None or isinstance(params.early_stopping, bool) or params.early_stopping == "never"
     ):
@@ -337,17 +335,17 @@ def _check_choice(params: SamplingParams) -> None:
 
 def _check_treatments(params: SamplingParams) -> None:
     """Raise ValueError for invalid logits processing, log-probability, constraint and `start_id` parameters."""
-    check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
-    check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
-    check_integer("start_id", params.start_id, least=0, most=_MOST)
-    check_integer("logprobs", params.logprobs, least=0, most=MOST_LOGPROBS)
-    check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
+    _check_integer("start_id", params.start_id, least=0, most=_MOST)
+    _check_integer("logprobs", params.logprobs, least=0, most=MOST_LOGPROBS)
+    _check_integer("prompt_logprobs", params.prompt_logprobs, least=0, most=MOST_LOGPROBS)
     for name, kind in (("bad_words", (str, Iterable)), ("bad_words_ids", Iterable), ("logits_processors", Iterable)):
         value = getattr(params, name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):
             raise ValueError(f"{name} must be a list, got {value!r:.80}")
-    check_strings("bad_words", params.bad_strings, MOST_BAD_WORDS, LONGEST_STRING)
-    check_most("logits_processors", params.logits_processors, MOST_PROCESSORS)
+    _check_strings("bad_words", params.bad_strings, MOST_BAD_WORDS, LONGEST_STRING)
+    _check_most("logits_processors", params.logits_processors, MOST_PROCESSORS)
     num_ids = 0
     for ids in params.bad_words_ids or ():
         if not isinstance(ids, tuple) or not ids:
@@ -356,13 +354,13 @@ def _check_treatments(params: SamplingParams) -> None:
         if num_ids > MOST_LISTED_IDS:
             raise ValueError(f"bad_words_ids must have at most {MOST_LISTED_IDS:,} ids in all, got more")
         for token_id in ids:
-            check_integer("bad_words_ids", token_id, least=0, most=_MOST)
+            _check_integer("bad_words_ids", token_id, least=0, most=_MOST)
     if params.logit_bias is not None and not isinstance(params.logit_bias, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {params.logit_bias!r:.80}")
-    check_most("logit_bias", params.logit_bias, MOST_LISTED_IDS)
+    _check_most("logit_bias", params.logit_bias, MOST_LISTED_IDS)
     for token_id, bias in (params.logit_bias or {}).items():
-        check_integer("logit_bias's token ids", token_id, least=0, most=_MOST)
-        check_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf, "must be a finite number")
+        _check_integer("logit_bias's token ids", token_id, least=0, most=_MOST)
+        _check_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf, "must be a finite number")
     for processor in params.logits_processors or ():
         if not callable(processor):
             raise ValueError(f"logits_processors must be callable, got {processor!r:.80}")
@@ -380,3 +378,53 @@ def _check_treatments(params: SamplingParams) -> None:
     if constraint is not None and len(constraint[1]) > LONGEST_CONSTRAINT:
         form, text = constraint
         raise ValueError(f"{form} must have at most {LONGEST_CONSTRAINT:,} characters, got {len(text):,}")
+
+
+# Checks of single parameter values. They raise ValueError with the name and at most 80 characters of the value.
+
+
+def _is_list(value: Any) -> bool:
+    """Whether `value` is an iterable, but not text, bytes or a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+def _check_most(name: str, values: Sized | None, most: int) -> None:
+    """Check that there are at most `most` entries. None is valid."""
+    if values is not None and len(values) > most:
+        raise ValueError(f"{name} must have at most {most:,} entries, got more")
+
+
+def _check_strings(name: str, strings: Sequence[object], most: int, longest: int) -> None:
+    """Check for at most `most` strings, none empty or longer than `longest` characters."""
+    _check_most(name, strings, most)
+    for one in strings:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"{name} must be non-empty strings, got {one!r:.80}")
+        if len(one) > longest:
+            raise ValueError(f"{name} must have at most {longest} characters each, got {len(one):,}: {one!r:.80}")
+
+
+def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Check for an integer (numpy's too) from `least` to `most`. None is valid."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, rule: str, open_below: bool = False) -> None:
+    """Check for a finite number from `low` (or above it) to `high`; `rule` says so in words. None is valid."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise ValueError(f"{name} must be a number, got {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high or (open_below and number <= low):
+        raise ValueError(f"{name} {rule}, got {value}")

@@ -1,13 +1,14 @@
 """Running sequences: those that have a row and blocks, what each lacks, and what changed since the last plan.
 
-A row is decoding if its sequence lacks only the newest token, and prefilling if it lacks more. A row is held if its
-sequence has reported candidates for its next token, lacks no token, and waits for a beam choice. A row is leaving if
+A row is decoding if its sequence lacks only the newest token, and prefilling if it lacks more. A row is paused if its
+sequence has reported candidates for its next token, lacks no token, and waits for a beam choice. A row is finishing if
 its sequence has ended but a pending plan refers to it.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,22 @@ import numpy as np
 
 from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, Extension
-from .admission import AdmissionPlan
+from ..cache.prefix_index import PrefixHit
 from .plan import NO_ROWS, Admission
 from .rows import Rows
-from .sequence import NOTHING, Sequence
+from .sequence import NOTHING, Sequence, SequenceStatus
+from .waiting import Waiting
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmissionPlan:
+    """What a sequence starts with: a prefix-cache hit, or the blocks of `leader_row`. It uses `num_blocks` available
+    blocks.
+    """
+
+    num_blocks: int
+    hit: PrefixHit
+    leader_row: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,16 +49,20 @@ class Changes:
 
 
 class Running:
-    """Sequences with their rows. The scheduler reads the attributes and changes them through the methods only."""
+    """Sequences with their rows. The scheduler reads the attributes and changes them through the methods only.
 
-    def __init__(self, cache: CacheManager, rows: Rows) -> None:
+    Beam moves mutate `waiting` too.
+    """
+
+    def __init__(self, cache: CacheManager, rows: Rows, waiting: Waiting) -> None:
         self._cache = cache
         self._rows = rows
+        self._waiting = waiting
         self.by_row: dict[int, Sequence] = {}
         self.decoding: Index = NO_ROWS
         self.prefilling: list[Sequence] = []  # in order
-        self.held: dict[int, Sequence] = {}  # by row
-        self.leaving: set[int] = set()  # rows
+        self.paused: dict[int, Sequence] = {}  # by row
+        self.finishing: dict[int, Sequence] = {}  # by row; not in `by_row`
         self.changes = Changes()
 
     def __len__(self) -> int:
@@ -76,6 +93,7 @@ class Running:
         if extension.copies is not None:
             self.changes.copies.append(extension.copies)
         self._rows.computed[row] = extension.num_computed
+        sequence.set_status(SequenceStatus.PREFILLING)
         sequence.row, sequence.shares = row, NOTHING
         self.by_row[row] = sequence
         bisect.insort(self.prefilling, sequence)
@@ -87,21 +105,23 @@ class Running:
         return extension
 
     def leave(self, sequences: Iterable[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
-        """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
-        self.vacate(self._detach(sequences, computed, keep_tails))
+        """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable.
 
-    def end(self, sequence: Sequence, computed: bool = True) -> None:
-        """As `leave`, but keep row and blocks until `vacate`."""
-        self.leaving.update(self._detach([sequence], computed))
+        The caller decides where they wait, or that they have finished.
+        """
+        self._free(self._detach(sequences, computed, keep_tails))
 
-    def vacate(self, rows: list[int]) -> None:
-        """Free `rows`, in which no sequence runs any more, and their blocks."""
-        self._cache.release(np.array(rows))
-        self.changes.released += rows
-        self.changes.tables = [tuple(u.without(rows) for u in updates) for updates in self.changes.tables]
-        self.leaving.difference_update(rows)
+    def finish(self, sequence: Sequence, computed: bool = True) -> None:
+        """End a sequence with a row that a pending plan refers to; keep row and blocks until `release_finished`."""
+        (row,) = self._detach([sequence], computed)
+        sequence.set_status(SequenceStatus.FINISHING)
+        self.finishing[row] = sequence
+
+    def release_finished(self, rows: list[int]) -> None:
+        """Free finishing `rows`, to which no pending plan refers any more, and their blocks."""
         for row in rows:
-            self._rows.free(row)
+            self.finishing.pop(row).set_status(SequenceStatus.FINISHED)
+        self._free(rows)
 
     def commit(self, sequence: Sequence) -> None:
         """Make the computed tokens of `sequence` findable in the prefix cache; no effect if it has no row."""
@@ -115,25 +135,39 @@ class Running:
         if done:
             self.prefilling = [s for s in self.prefilling if known[s.row] <= len(s.tokens)]
             self.decoding = np.append(self.decoding, np.array([s.row for s in done]))
+            for sequence in done:
+                sequence.set_status(SequenceStatus.DECODING)
         return done
 
-    def hold(self, rows: Index) -> list[Sequence]:
-        """Mark the sequences of `rows` as held: their candidates are reported. Returns them."""
-        held = [self.by_row[row] for row in rows.tolist()]
-        for row, sequence in zip(rows.tolist(), held, strict=True):
-            sequence.held = True
-            self.held[row] = sequence
+    def pause(self, rows: Index) -> list[Sequence]:
+        """Pause the sequences of `rows`: their candidates are reported. Returns them."""
+        paused = [self.by_row[row] for row in rows.tolist()]
+        self.paused.update(zip(rows.tolist(), paused, strict=True))
         self.decoding = self.decoding[~np.isin(self.decoding, rows)]
-        self.prefilling = [s for s in self.prefilling if not s.held]
-        return held
+        self.prefilling = [s for s in self.prefilling if s.row not in self.paused]
+        for sequence in paused:
+            sequence.set_status(SequenceStatus.PAUSED)
+        return paused
 
-    def give(self, row: int, token: int) -> None:
-        """Append `token` to the sequence held in `row`; the row decodes again."""
-        self.held.pop(row).held = False
-        rows = np.array([row])
-        self.changes.given[row] = int(self._rows.known[row]), token
-        self._rows.append(rows, np.array([token], np.int32))
-        self.decoding = np.append(self.decoding, rows)
+    def move_beam(self, sequence: Sequence, source: Sequence, token: int) -> None:
+        """Continue `sequence` from the tokens of `source`, which may be itself, with `token`.
+
+        `sequence` is paused, waits for a move, or is not admitted yet.
+        """
+        if sequence is not source:
+            self._follow(sequence, source)
+        if sequence.row is not None:
+            self._resume(sequence, sequence.row, token)
+            return
+        sequence.tokens = np.append(sequence.tokens, np.int32(token))
+        if sequence.status is SequenceStatus.WAITING_FOR_MOVE:
+            self._waiting.requeue_moved(sequence)
+
+    def set_beam_aside(self, sequence: Sequence) -> None:
+        """Let a beam, paused or not admitted yet, wait without a row until a move names it."""
+        if sequence.is_running:
+            self.leave([sequence])
+        self._waiting.wait_for_move(sequence)
 
     def tokens_of(self, sequence: Sequence) -> Int32:
         """A copy of the known tokens of `sequence`, running or waiting."""
@@ -145,16 +179,25 @@ class Running:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
         rows, blocks = self._rows, self._cache.tables[0].lengths
         assert all(s.row == row for row, s in self.by_row.items()), "a sequence's row is not its own"
-        prefilling = [s.row for s in self.prefilling]
-        listed = [*prefilling, *self.decoding.tolist(), *self.held]
-        assert sorted(listed) == sorted(self.by_row), "a row is in no list, or two"
-        assert self.prefilling == sorted(self.prefilling), "prefills are out of order"
-        assert not self.leaving & set(self.by_row), "a sequence runs in a row that is given up"
-        assert set(np.flatnonzero(blocks).tolist()) <= {*self.by_row, *self.leaving}, "a free row holds blocks"
+        by_status: dict[SequenceStatus, list[int]] = defaultdict(list)
         for row, sequence in self.by_row.items():
-            lacking = rows.known[row] - rows.computed[row]
-            least = 0 if row in self.held else 1
-            assert lacking == least or (lacking > 1 and row in prefilling), f"row {row} lacks {lacking} tokens"
+            assert sequence.is_running, f"row {row} has a sequence that is {sequence.status.value}"
+            by_status[sequence.status].append(row)
+        prefilling = [-1 if s.row is None else s.row for s in self.prefilling]
+        assert sorted(prefilling) == sorted(by_status[SequenceStatus.PREFILLING]), "other rows prefill"
+        assert sorted(self.decoding.tolist()) == sorted(by_status[SequenceStatus.DECODING]), "other rows decode"
+        assert sorted(self.paused) == sorted(by_status[SequenceStatus.PAUSED]), "other rows are paused"
+        assert all(self.by_row[row] is sequence for row, sequence in self.paused.items()), "a paused row is another's"
+        assert self.prefilling == sorted(self.prefilling), "prefills are out of order"
+        assert not set(self.finishing) & set(self.by_row), "a sequence runs in a row that is given up"
+        for sequence in self.finishing.values():
+            assert sequence.status is SequenceStatus.FINISHING, "a row is kept for a sequence that has not ended"
+        assert set(np.flatnonzero(blocks).tolist()) <= {*self.by_row, *self.finishing}, "a free row holds blocks"
+        for row, sequence in self.by_row.items():
+            lacking, prefills = rows.known[row] - rows.computed[row], sequence.status is SequenceStatus.PREFILLING
+            least = 0 if row in self.paused else 1
+            assert lacking == least or (lacking > 1 and prefills), f"row {row} lacks {lacking} tokens"
+            assert not prefills or rows.known[row] == len(sequence.tokens), f"row {row} prefills, but has a result"
             assert blocks[row] * self._cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
 
@@ -171,13 +214,42 @@ class Running:
         self.decoding = self.decoding[~np.isin(self.decoding, rows)]
         for sequence, row in zip(sequences, rows, strict=True):
             del self.by_row[row]
-            self.held.pop(row, None)
+            self.paused.pop(row, None)
             self.changes.given.pop(row, None)
             sequence.tokens = self.tokens_of(sequence)
             sequence.row = None
         if self.prefilling:
             self.prefilling = [s for s in self.prefilling if s.row is not None]
         return rows
+
+    def _free(self, rows: list[int]) -> None:
+        """Free `rows`, in which no sequence runs any more, and their blocks."""
+        self._cache.release(np.array(rows))
+        self.changes.released += rows
+        self.changes.tables = [tuple(u.without(rows) for u in updates) for updates in self.changes.tables]
+        for row in rows:
+            self._rows.free(row)
+
+    def _resume(self, sequence: Sequence, row: int, token: int) -> None:
+        """Append `token` to the paused `sequence`; its row decodes again."""
+        sequence.set_status(SequenceStatus.DECODING)
+        del self.paused[row]
+        rows = np.array([row])
+        self.changes.given[row] = int(self._rows.known[row]), token
+        self._rows.append(rows, np.array([token], np.int32))
+        self.decoding = np.append(self.decoding, rows)
+
+    def _follow(self, sequence: Sequence, source: Sequence) -> None:
+        """Let `sequence` wait for a move, with the tokens of `source` and its blocks to share."""
+        if sequence.is_running:
+            self.leave([sequence], computed=False)
+        self._waiting.wait_for_move(sequence)
+        self._cache.swapping.drop_for(sequence.request.request_id)
+        self.commit(source)  # so that the shared tokens become findable once
+        sequence.tokens = self.tokens_of(source)
+        sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)
+        sequence.leader, sequence.shares = source, len(sequence.tokens)
+        sequence.computed = 0
 
     def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""

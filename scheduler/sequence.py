@@ -1,7 +1,18 @@
-"""The scheduler's state of one request."""
+"""The scheduler's state of one request, and its status: one state machine, changed by `Sequence.set_status` alone.
+
+    waiting   NEW ──► WAITING ◄──► DEFERRED, WAITING_FOR_PROMPT, WAITING_FOR_MOVE
+                 │ admitted   ▲ preempted       │ a beam was preempted, spare or moved
+                 ▼            │                 │
+    running   PREFILLING ──► DECODING ◄──► PAUSED
+
+    ended     any ──► FINISHED, or FINISHING ──► FINISHED if a pending plan refers to the row
+
+A request to abort is no status: `abort_reason` holds it until the sequence is ended.
+"""
 
 from __future__ import annotations
 
+import enum
 from typing import Literal
 
 from ..cache.prefix_hash import Chain
@@ -11,15 +22,58 @@ NOTHING = -1
 FinishReason = Literal["stop", "length", "aborted", "error"]
 
 
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands. A named container holds it exactly while it has this status."""
+
+    # Created, and not queued yet.
+    NEW = "new"
+    # For a row, in Waiting.queue.
+    WAITING = "waiting"
+    # It needs more blocks than the pool's limit; in Waiting.deferred.
+    DEFERRED = "deferred"
+    # A fork whose leader's prompt is not computed; in the leader's Sequence.forks, where queued forks are too.
+    WAITING_FOR_PROMPT = "waiting for prompt"
+    # A beam without a row: its next move decides about its tokens.
+    WAITING_FOR_MOVE = "waiting for move"
+    # It lacks more than its newest token; in Running.prefilling.
+    PREFILLING = "prefilling"
+    # It lacks only its newest token; its row is in Running.decoding.
+    DECODING = "decoding"
+    # A beam with a row: its candidates are reported, and no move was made yet; in Running.paused.
+    PAUSED = "paused"
+    # Ended and reported, but a pending plan refers to its row; in Running.finishing.
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+_S = SequenceStatus
+TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
+    _S.NEW: (_S.WAITING, _S.WAITING_FOR_PROMPT),
+    _S.WAITING: (_S.PREFILLING, _S.DEFERRED, _S.WAITING_FOR_PROMPT, _S.WAITING_FOR_MOVE, _S.FINISHED),
+    _S.DEFERRED: (_S.WAITING, _S.WAITING_FOR_PROMPT, _S.WAITING_FOR_MOVE, _S.FINISHED),
+    _S.WAITING_FOR_PROMPT: (_S.WAITING, _S.WAITING_FOR_MOVE, _S.FINISHED),
+    _S.WAITING_FOR_MOVE: (_S.WAITING, _S.FINISHED),
+    _S.PREFILLING: (_S.DECODING, _S.PAUSED, _S.WAITING, _S.WAITING_FOR_MOVE, _S.FINISHING, _S.FINISHED),
+    _S.DECODING: (_S.PAUSED, _S.WAITING, _S.FINISHING, _S.FINISHED),
+    _S.PAUSED: (_S.DECODING, _S.WAITING_FOR_MOVE, _S.FINISHED),
+    _S.FINISHING: (_S.FINISHED,),
+    _S.FINISHED: (),
+}
+
+
 class Sequence:
-    """A request that has a row, or waits with its known tokens. The scheduler mutates it."""
+    """A request that has a row, or waits with its known tokens. The scheduler mutates it.
+
+    It has a row exactly while it is running: PREFILLING, DECODING or PAUSED.
+    """
 
     __slots__ = (
-        "behind", "chain", "computed", "forks", "held", "key", "leader", "marked", "num_cached_tokens", "number", "passes",
+        "_status", "abort_reason", "chain", "computed", "forks", "key", "leader", "num_cached_tokens", "number", "passes",
         "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
+        self._status = SequenceStatus.NEW
         self.request = request
         self.number = number  # order of submission
         self.chain = chain  # hashes for the prefix cache
@@ -31,14 +85,43 @@ class Sequence:
         self.preemptions = 0
         self.passes = 0  # how often others passed it while it waits
         self.refused = False  # whether its refusal is in the decisions, since it began to wait
-        self.marked: FinishReason | None = None  # to be ended, with this reason, as soon as possible
+        self.abort_reason: FinishReason | None = None  # to be ended, with this reason, as soon as possible
         self.leader = leader  # the sequence with the same first tokens, to be shared
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted
         self.root: Sequence = self if leader is None else leader.root  # all sequences of a root have the same prompt
         self.num_cached_tokens: int | None = None  # of a root: prompt tokens that its family's first member found
-        self.held = False  # its candidates are reported; no beam choice was made yet
-        self.behind = False  # outside the queue until its leader's prompt is computed
         self.forks: dict[Sequence, None] = {}  # forks not admitted yet, in order
+
+    @property
+    def status(self) -> SequenceStatus:
+        """The present status. Read-only."""
+        return self._status
+
+    def set_status(self, status: SequenceStatus) -> None:
+        """Change the status. Raises RuntimeError for a transition that is not in TRANSITIONS.
+
+        Only the container that takes the sequence calls it.
+        """
+        if status not in TRANSITIONS[self._status]:
+            raise RuntimeError(
+                f"request {self.request.request_id!r} cannot change from {self._status.value!r} to {status.value!r}"
+            )
+        self._status = status
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a row and has not ended."""
+        return self._status in (SequenceStatus.PREFILLING, SequenceStatus.DECODING, SequenceStatus.PAUSED)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it runs and has a step's result for its tokens, so that its blocks can be shared."""
+        return self._status in (SequenceStatus.DECODING, SequenceStatus.PAUSED)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end is reported, or about to be."""
+        return self._status in (SequenceStatus.FINISHING, SequenceStatus.FINISHED)
 
     @property
     def is_unscored(self) -> bool:

@@ -7,9 +7,10 @@ sequences age equally, so their order never changes, and much later arrivals do 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 
-from .sequence import Sequence
+from .sequence import Sequence, SequenceStatus
 
 AGING_S = 30.0  # seconds of waiting equal to one step of priority
 
@@ -17,111 +18,138 @@ AGING_S = 30.0  # seconds of waiting equal to one step of priority
 class Waiting:
     """Sequences without a row. `queue` is in order; the scheduler reads it and changes it through the methods only.
 
-    Three kinds wait outside `queue`: sequences `aside`, which need more blocks than the pool may have at present; forks
-    that wait for their leader's prompt (`Sequence.forks`); and held sequences.
+    Three kinds wait outside `queue`: `deferred` sequences, which need more blocks than the pool may have at present;
+    forks that wait for their leader's prompt (`Sequence.forks`); and beams that wait for a move. `is_blocked` says
+    whether admission refused the sequences that it tried, and nothing changed since.
     """
 
     def __init__(self) -> None:
         self.queue: list[Sequence] = []
-        self._aside: list[Sequence] = []
-        self._num_behind = 0  # forks behind leaders
-        self._num_held = 0
-
-    def __len__(self) -> int:
-        return len(self.queue) + len(self._aside) + self._num_behind + self._num_held
+        self.deferred: list[Sequence] = []
+        self.is_blocked = False
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All sequences in order, except held ones and forks that wait for a prompt."""
-        return iter(sorted(self.queue + self._aside, key=_age))
+        """The queued and deferred sequences in order."""
+        return iter(sorted(self.queue + self.deferred, key=_age))
 
-    def hold(self, sequence: Sequence) -> None:
-        """Count `sequence`, which is held, as waiting for its next token."""
-        self._num_held += 1
+    @property
+    def has_candidates(self) -> bool:
+        """Whether a sequence waits for a row and may fit, as far as is known. Read-only."""
+        return bool(self.queue) and not self.is_blocked
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Queue a held sequence that has its next token. It may share the blocks of its leader."""
-        sequence.held = False
-        self._num_held -= 1
-        if sequence.leader is not None:
-            sequence.leader.forks[sequence] = None
-        self.add(sequence)
+    def look_again(self) -> None:
+        """Let admission retry refused sequences: something changed, so they may fit now."""
+        self.is_blocked = False
 
     def add(self, sequence: Sequence) -> int:
         """Insert `sequence` into the queue. Returns its place."""
+        sequence.set_status(SequenceStatus.WAITING)
         place = bisect.bisect(self.queue, _age(sequence), key=_age)
         self.queue.insert(place, sequence)
         return place
 
-    def put_behind(self, sequence: Sequence, leader: Sequence) -> None:
-        """Let a fork outside the queue wait until the prompt of `leader` is computed."""
-        sequence.leader, sequence.behind = leader, True
-        leader.forks[sequence] = None
-        self._num_behind += 1
+    def defer(self, place: int) -> None:
+        """Move the sequence at `place` out of the queue: it needs more blocks than the limit."""
+        sequence = self.queue.pop(place)
+        sequence.set_status(SequenceStatus.DEFERRED)
+        self.deferred.append(sequence)
+
+    def requeue_deferred(self) -> None:
+        """Queue the deferred sequences again."""
+        for sequence in self.deferred:
+            self.add(sequence)
+        self.deferred.clear()
+
+    def wait_for_move(self, sequence: Sequence) -> None:
+        """Let a beam without a row wait until a move names it."""
+        if sequence.status is not SequenceStatus.WAITING_FOR_MOVE:
+            self.remove(sequence)
+            sequence.set_status(SequenceStatus.WAITING_FOR_MOVE)
+
+    def requeue_moved(self, sequence: Sequence) -> None:
+        """Queue a beam that has its next token. It may share the blocks of its leader."""
+        if sequence.leader is not None:
+            sequence.leader.forks[sequence] = None
+        self.add(sequence)
+
+    def wait_for_prompt(self, fork: Sequence, leader: Sequence) -> None:
+        """Let a fork without a row wait until the prompt of `leader` is computed."""
+        self.remove(fork)
+        fork.leader = leader
+        leader.forks[fork] = None
+        fork.set_status(SequenceStatus.WAITING_FOR_PROMPT)
 
     def release_forks(self, leader: Sequence) -> None:
         """Queue the forks that wait for the prompt of `leader`, which is computed."""
         for fork in leader.forks:
-            if fork.behind:
-                fork.behind = False
-                self._num_behind -= 1
+            if fork.status is SequenceStatus.WAITING_FOR_PROMPT:
                 self.add(fork)
 
-    def hand_over_forks(self, leader: Sequence, heir: Sequence | None, is_computed: bool) -> None:
+    def detach_fork(self, fork: Sequence) -> None:
+        """Let `fork` compute its tokens without a leader, or find them in the prefix cache."""
+        if fork.leader is not None:
+            fork.leader.forks.pop(fork, None)
+            fork.leader = None
+        if fork.status is SequenceStatus.WAITING_FOR_PROMPT:
+            self.add(fork)
+
+    def hand_over_forks(self, leader: Sequence, heir: Sequence | None) -> None:
         """Reassign the forks of `leader`, which ended before all of them were admitted, to `heir`.
 
-        `is_computed` says whether the prompt of `heir` is computed. Without an heir the first fork computes the prompt
-        for the others. Forks that end with their first token cannot share it and compute it themselves.
+        Without an heir the first fork computes the prompt for the others. Forks that end with their first token cannot
+        share it and compute it themselves.
         """
         forks, leader.forks = list(leader.forks), {}
         if heir is None:
             short = [fork for fork in forks if fork.request.sampling.max_new_tokens == 1]
             heir, *forks = [fork for fork in forks if fork.request.sampling.max_new_tokens > 1] or short[:1]
             for fork in {**dict.fromkeys(short), heir: None}:
-                self._let_begin_alone(fork)
+                self.detach_fork(fork)
         for fork in forks:
-            fork.leader = heir
-            if is_computed or fork.behind:
+            if heir.is_computed or fork.status is SequenceStatus.WAITING_FOR_PROMPT:
+                fork.leader = heir
                 heir.forks[fork] = None
             else:
-                self.remove(fork)
-                self.put_behind(fork, heir)
-        if is_computed:
+                self.wait_for_prompt(fork, heir)
+        if heir.is_computed:
             self.release_forks(heir)
 
-    def _let_begin_alone(self, fork: Sequence) -> None:
-        """Let `fork` compute its prompt, or find it in the prefix cache."""
-        fork.leader = None
-        if fork.behind:
-            fork.behind = False
-            self._num_behind -= 1
-            self.add(fork)
-
-    def put_aside(self, place: int) -> None:
-        """Move the sequence at `place` out of the queue: it needs more blocks than the limit."""
-        self._aside.append(self.queue.pop(place))
-
-    def call_back(self) -> None:
-        """Queue the sequences put aside again."""
-        for sequence in self._aside:
-            self.add(sequence)
-        self._aside.clear()
-
     def remove(self, sequence: Sequence) -> None:
-        """Remove `sequence` from wherever it waits."""
+        """Remove `sequence` from the queue, the deferred ones and its leader's forks. Its status is yet to change."""
         if sequence.leader is not None:
             sequence.leader.forks.pop(sequence, None)
-        if sequence.held:
-            self._num_held -= 1
-            return
-        if sequence.behind:
-            sequence.behind = False
-            self._num_behind -= 1
-            return
-        place = bisect.bisect_left(self.queue, _age(sequence), key=_age)
-        if place < len(self.queue) and self.queue[place] is sequence:
+        if sequence.status is SequenceStatus.WAITING:
+            place = bisect.bisect_left(self.queue, _age(sequence), key=_age)
+            assert self.queue[place] is sequence
             del self.queue[place]
-        else:
-            self._aside.remove(sequence)
+        elif sequence.status is SequenceStatus.DEFERRED:
+            self.deferred.remove(sequence)
+
+    def check_invariants(self, sequences: Collection[Sequence]) -> None:
+        """Check that the containers agree with the status of all `sequences` that have not ended.
+
+        Raises AssertionError naming what does not hold.
+        """
+        by_status = defaultdict(list)
+        for sequence in sequences:
+            by_status[sequence.status].append(sequence)
+            for fork in sequence.forks:
+                assert fork.leader is sequence, f"{_name(fork)} is listed with a sequence that is not its leader"
+                assert not (fork.is_running or fork.has_ended), f"{_name(fork)} is listed as a waiting fork"
+        assert self.queue == sorted(by_status[SequenceStatus.WAITING], key=_age), (
+            "the queue has others, or is unordered"
+        )
+        assert set(self.deferred) == set(by_status[SequenceStatus.DEFERRED]), "other sequences are deferred"
+        assert len(self.deferred) == len(set(self.deferred)), "a sequence is deferred twice"
+        for fork in by_status[SequenceStatus.WAITING_FOR_PROMPT]:
+            leader = fork.leader
+            assert leader is not None and fork in leader.forks, f"{_name(fork)} waits, but its leader does not know it"
+            assert leader in sequences, f"{_name(fork)} waits for a leader that has ended"
+            assert not leader.is_computed, f"{_name(fork)} waits for a prompt that is computed"
+
+
+def _name(sequence: Sequence) -> str:
+    return f"{sequence.request.request_id!r} ({sequence.status.value})"
 
 
 def _age(sequence: Sequence) -> tuple[float, int, float, int]:

@@ -20,11 +20,10 @@ from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 POISON = float("nan")
 

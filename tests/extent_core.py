@@ -10,9 +10,8 @@ from pagetide.allocator.arena import Arena
 from pagetide.allocator.errors import AllocatorError
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.core import EngineCore
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 BLOCK_SIZE, PER = 16, 4  # tokens of a block, blocks of an extent
 _SEATS, _MAX_TOKENS = 8, 1024

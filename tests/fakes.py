@@ -16,11 +16,10 @@ import numpy as np
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -416,7 +415,7 @@ class World:
         assert step.plan is plan, "results come in the order of the plans"
         emissions = self.scheduler.apply(plan, step.wait())
         looks = self.check()
-        self.num_left += len(self.scheduler._running.leaving)
+        self.num_left += len(self.scheduler._running.finishing)
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
@@ -484,7 +483,7 @@ class World:
                 block = int(self.cache._bytes_at[block])
             found = runner.pool[block] if block >= 0 else runner.host[slot]
             assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
-        waiting = {s.request.request_id: s for s in self.scheduler._sequences.values() if s.row is None}
+        waiting = {s.request.request_id: s for s in self.scheduler._sequences.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size
             tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]

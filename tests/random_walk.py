@@ -80,7 +80,7 @@ def _walk(
             turn_host(world, rng)
         if rng.random() < tides:
             turn(world, rng)
-            least = min(least, world.scheduler.limit_blocks)
+            least = min(least, world.scheduler.pool.limit_blocks)
         kind = rng.random()
         live = sorted(set(world.requests) - set(world.finished))
         if kind < 0.2 and len(live) < 30:
@@ -134,8 +134,8 @@ def _walk(
     end_step(world)
     world.runner.refuses_map = world.runner.refuses_unmap = False
     world.runner.faults = None
-    world.scheduler.limit_blocks = world.cache.pool.capacity
-    world.scheduler.grow(world.cache.pool.capacity)
+    world.scheduler.pool.limit_blocks = world.cache.pool.capacity
+    world.scheduler.pool.grow(world.cache.pool.capacity)
     world.run()
     world.check_empty()
     assert world.cache.pool.usable == world.cache.pool.capacity
@@ -170,7 +170,8 @@ def end_step(world: World) -> None:
         scheduler, (row, *_) = world.scheduler, world.due().rows
         for refused in (
             lambda: scheduler.withdraw(scheduler.rows.request_ids[row]), lambda: scheduler.apply_beam_moves([]),
-            lambda: scheduler.grow(1), lambda: scheduler.give_back(1), lambda: scheduler.make_idle(1), scheduler.schedule,
+            lambda: scheduler.pool.grow(1), lambda: scheduler.pool.give_back(1), lambda: scheduler.pool.make_idle(1),
+            scheduler.schedule,
         ):  # fmt: skip
             with pytest.raises(InvalidCallOrder):
                 refused()
@@ -195,7 +196,7 @@ def _withdraw(world: World, name: str) -> None:
 def _fork(world: World, leader: str, n: int) -> None:
     """Some more requests with the prompt of `leader`, which waits or runs, at whatever point it is."""
     rng, request = world.rng, world.requests[leader]
-    if leader not in world.scheduler._sequences:
+    if leader not in world.scheduler._sequences.by_id:
         return  # it ended between two steps, and is yet to be told
     for k in range(int(rng.integers(1, 4))):
         world.add(
@@ -220,23 +221,23 @@ def turn(world: World, rng: np.random.Generator) -> None:
     end_step(world)
     scheduler, kind, n = world.scheduler, rng.random(), int(rng.integers(1, 5))
     if kind < 0.3:
-        before = scheduler.num_extents
-        assert scheduler.grow(n) == scheduler.num_extents - before <= n
+        before = scheduler.pool.num_extents
+        assert scheduler.pool.grow(n) == scheduler.pool.num_extents - before <= n
     elif kind < 0.4:
-        most = -(-(scheduler.wanted_blocks() + 1) // world.cache.pool.blocks_per_extent)
-        scheduler.grow(max(0, most - scheduler.num_extents))
+        most = -(-(scheduler.pool.wanted_blocks() + 1) // world.cache.pool.blocks_per_extent)
+        scheduler.pool.grow(max(0, most - scheduler.pool.num_extents))
     elif kind < 0.65:
-        preemptions, idle = scheduler.stats.preemptions, scheduler.idle_extents
-        assert min(n, idle) <= scheduler.give_back(n) <= n
+        preemptions, idle = scheduler.stats.preemptions, scheduler.pool.idle_extents
+        assert min(n, idle) <= scheduler.pool.give_back(n) <= n
         assert scheduler.stats.preemptions == preemptions
     elif kind < 0.8:
-        before = scheduler.num_extents
-        scheduler.make_idle(n)
-        assert scheduler.give_back(n) == before - scheduler.num_extents <= n
+        before = scheduler.pool.num_extents
+        scheduler.pool.make_idle(n)
+        assert scheduler.pool.give_back(n) == before - scheduler.pool.num_extents <= n
     elif kind < 0.9:
-        scheduler.limit_blocks = int(rng.integers(0, world.cache.pool.capacity + 5))
+        scheduler.pool.limit_blocks = int(rng.integers(0, world.cache.pool.capacity + 5))
     elif kind < 0.95:
-        scheduler.limit_blocks = world.cache.pool.capacity
+        scheduler.pool.limit_blocks = world.cache.pool.capacity
     else:
         world.runner.refuses_map, world.runner.refuses_unmap = (bool(rng.random() < 0.3) for _ in range(2))
 
@@ -259,8 +260,8 @@ class Whim(SwapCost):
 def waits_for_memory(world: World) -> bool:
     """Whether nobody runs who is not held, and the first one that may run under the limit needs more blocks than there are."""
     needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
-    allowed = [need for need in needs if need <= world.scheduler.limit_blocks]
-    if world.scheduler.num_running > len(world.scheduler._running.held):
+    allowed = [need for need in needs if need <= world.scheduler.pool.limit_blocks]
+    if world.scheduler.num_running > len(world.scheduler._running.paused):
         return False
     return not allowed or allowed[0] > world.cache.pool.available
 

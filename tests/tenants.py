@@ -38,10 +38,9 @@ from pagetide.engine.core import EngineCore
 from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.monitor.host_memory import free_host_bytes
 from pagetide.monitor.runtime_dir import RuntimeDir
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 MIB = 1 << 20
 BLOCK_SIZE = 16

@@ -135,9 +135,9 @@ def _grow_in_slices(one: PoolRig, num_extents: int, failed: list[BaseException])
         one.have_granted(missing * one.extent_bytes)  # again and again: steps measure what the process holds besides
         slice_extents = max(1, one.llm.stats()["memory"]["map_slice_bytes"] // one.extent_bytes)
         with one.llm.locked_engine() as engine:
-            missing = num_extents - engine.core.scheduler.num_extents
+            missing = num_extents - engine.core.scheduler.pool.num_extents
             if missing > 0:
-                engine.core.scheduler.grow(min(missing, slice_extents))
+                engine.core.scheduler.pool.grow(min(missing, slice_extents))
         if time.monotonic() > deadline:
             raise TimeoutError("the pool did not grow within 20 s")
         time.sleep(0.001)

@@ -72,11 +72,11 @@ class PoolRig:
             self.have_granted(missing * self.extent_bytes)
         with self.llm.locked_engine() as engine:
             scheduler = engine.core.scheduler
-            missing = num_extents - scheduler.num_extents
+            missing = num_extents - scheduler.pool.num_extents
             if missing > 0:
-                scheduler.grow(missing)
+                scheduler.pool.grow(missing)
             else:
-                scheduler.give_back(-missing)
+                scheduler.pool.give_back(-missing)
             engine.core.catch_up()
             if len(self.arena.mapped_extents) != num_extents:
                 raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
@@ -84,7 +84,7 @@ class PoolRig:
     def idle_extents(self) -> int:
         """Extents that a recall has without preempting anybody."""
         with self.llm.locked_engine() as engine:
-            return int(engine.core.scheduler.idle_extents)
+            return int(engine.core.scheduler.pool.idle_extents)
 
     def recall(self, num_bytes: int) -> float:
         """Seconds from the order until the device has the memory back, but for 1/64 of it. Raises TimeoutError."""

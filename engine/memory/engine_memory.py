@@ -1,6 +1,6 @@
 """The engine's memory between steps: grows the pool ahead of need, gives back idle memory and serves the lease's recalls.
 
-    before a step   lease granted? recalled? limited?  ->  scheduler.grow / give_back: the resize part of the next plan
+    before a step   lease granted? recalled? limited?  ->  scheduler.pool.grow / give_back: the resize part of the next plan
     the step        maps, copies, unmaps (runner), each counted in the lease's record (LeasedArena)
     concurrently    the arena prepares extents for the next slice and frees unmapped ones: decision 0027
     after it        held bytes are reported, recalls are answered
@@ -192,8 +192,8 @@ class EngineMemory:
         if self._relieving:
             self._relieving = False
             self._grow_at = self._ready_at = now + _REFUSED_S
-            spare = min(self._spare(scheduler), scheduler.num_extents - self._min_extents)
-            scheduler.give_back(max(0, spare))
+            spare = min(self._spare(scheduler), scheduler.pool.num_extents - self._min_extents)
+            scheduler.pool.give_back(max(0, spare))
             self._make_ready(0)
             return
         if self._recalled(scheduler) or self._shed_excess(scheduler):
@@ -218,11 +218,11 @@ class EngineMemory:
         self._limit(scheduler)
         if self._relieving or self._over_recall(scheduler) > 0 or self._host_idle(scheduler):
             return True
-        if self._excess(scheduler) > 0 and scheduler.idle_extents:
+        if self._excess(scheduler) > 0 and scheduler.pool.idle_extents:
             return True
         if now < self._look_at:
             return False
-        may_grow = scheduler.num_extents < self._arena.num_extents and self._short(scheduler)
+        may_grow = scheduler.pool.num_extents < self._arena.num_extents and self._short(scheduler)
         return may_grow or now - self._needed_at >= self._idle_s
 
     @property
@@ -237,12 +237,12 @@ class EngineMemory:
         if self._over_recall(scheduler) > 0:
             return True
         self._answer()  # a recall of granted but unmapped memory needs no step
-        if self._excess(scheduler) > 0 and scheduler.idle_extents:
+        if self._excess(scheduler) > 0 and scheduler.pool.idle_extents:
             return True
         if self._host_idle(scheduler):
             return True
-        may_rest = scheduler.num_extents > self._min_extents and self._clock() - self._needed_at >= self._idle_s
-        return may_rest and scheduler.idle_extents > 0
+        may_rest = scheduler.pool.num_extents > self._min_extents and self._clock() - self._needed_at >= self._idle_s
+        return may_rest and scheduler.pool.idle_extents > 0
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a message of the broker. Thread-safe. Raises LeaseClosed."""
@@ -306,13 +306,13 @@ class EngineMemory:
         most = None if self.lease is None else self.lease.max_bytes
         extents = self._arena.num_extents if most is None else self._extents_in(most)
         blocks = min(scheduler.cache.pool.capacity, extents * scheduler.cache.pool.blocks_per_extent - 1)
-        if blocks != scheduler.limit_blocks:
-            scheduler.limit_blocks = blocks
+        if blocks != scheduler.pool.limit_blocks:
+            scheduler.pool.limit_blocks = blocks
 
     def _over_recall(self, scheduler: Scheduler) -> int:
         """Extents to give back for a recall; 0 or less if there is none, or if they are already being given back."""
         recall = None if self.lease is None else self.lease.recall
-        return 0 if recall is None else scheduler.num_extents - self._extents_in(recall.target_bytes)
+        return 0 if recall is None else scheduler.pool.num_extents - self._extents_in(recall.target_bytes)
 
     def _recalled(self, scheduler: Scheduler) -> bool:
         """Serve a recall, one slice while requests run. Returns whether the pool is above its target."""
@@ -329,31 +329,31 @@ class EngineMemory:
                 return False
         if self._host is not None and self._host_is_device and self._host.mapped_bytes:
             self._rest_host(scheduler)  # the host tier is in the recalled memory
-        scheduler.make_idle(over)
-        scheduler.give_back(min(over, self._unmap_slice(scheduler)))
+        scheduler.pool.make_idle(over)
+        scheduler.pool.give_back(min(over, self._unmap_slice(scheduler)))
         return True
 
     def _shed_excess(self, scheduler: Scheduler) -> bool:
         """Give back idle extents above a limit, without preemption; the rest follows as requests end."""
         over = self._excess(scheduler)
-        return over > 0 and scheduler.give_back(min(over, self._unmap_slice(scheduler))) > 0
+        return over > 0 and scheduler.pool.give_back(min(over, self._unmap_slice(scheduler))) > 0
 
     def _excess(self, scheduler: Scheduler) -> int:
         """Extents above a limit, or above the grant if the process has outgrown it by whole extents.
 
         Excludes extents that running requests are forecast to need: without these they would be preempted.
         """
-        excess = scheduler.excess_extents
+        excess = scheduler.pool.excess_extents
         if self.lease is not None and self.lease.connected:
             outgrown = (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes
-            excess = max(excess, min(outgrown, scheduler.num_extents - self._min_extents))
+            excess = max(excess, min(outgrown, scheduler.pool.num_extents - self._min_extents))
         if excess and scheduler.num_running:
             excess = min(excess, self._spare(scheduler))
         return excess
 
     def _spare(self, scheduler: Scheduler) -> int:
         """Extents that running requests are not forecast to need; negative if they need more than there are."""
-        return scheduler.num_extents - self._extents_for(scheduler, scheduler.running_blocks())
+        return scheduler.pool.num_extents - self._extents_for(scheduler, scheduler.pool.running_blocks())
 
     def _map_slice(self, scheduler: Scheduler) -> int:
         """Extents that may be mapped in the next step: a slice while requests run, else all."""
@@ -383,13 +383,13 @@ class EngineMemory:
     def _grow(self, scheduler: Scheduler, now: float) -> None:
         """Map what is forecast to be needed, within the grant. Ask the broker for the rest."""
         wanted = self._wanted_extents(scheduler)
-        missing = wanted - scheduler.num_extents
+        missing = wanted - scheduler.pool.num_extents
         if missing >= 0:
             self._needed_at = now
-        room = self._allowed_extents() - scheduler.num_extents
+        room = self._allowed_extents() - scheduler.pool.num_extents
         coming = max(0, min(missing, room)) if now >= self._grow_at else 0
         mapping = min(coming, self._map_slice(scheduler))
-        grown = scheduler.grow(mapping)
+        grown = scheduler.pool.grow(mapping)
         following = min(coming - grown, mapping) if grown == mapping else 0  # fewer: a limit applies
         self._make_ready(grown + following if now >= self._ready_at else 0)
         if self.lease is None:
@@ -434,10 +434,10 @@ class EngineMemory:
     def _rest(self, scheduler: Scheduler, now: float) -> None:
         """Give back extents that no request has needed for `idle_s`."""
         wanted = max(self._min_extents, self._wanted_extents(scheduler))
-        spare = scheduler.num_extents - wanted
+        spare = scheduler.pool.num_extents - wanted
         if spare <= 0:
             self._needed_at = now
-        elif not scheduler.give_back(min(spare, self._unmap_slice(scheduler))):
+        elif not scheduler.pool.give_back(min(spare, self._unmap_slice(scheduler))):
             self._needed_at = now  # none of them is idle: try again after another `idle_s`
 
     def _host_idle(self, scheduler: Scheduler) -> bool:
@@ -454,7 +454,7 @@ class EngineMemory:
 
     def _wanted_extents(self, scheduler: Scheduler) -> int:
         """Extents for the forecast demand, plus one."""
-        wanted = scheduler.wanted_blocks()
+        wanted = scheduler.pool.wanted_blocks()
         extents = self._extents_for(scheduler, wanted) + 1 if wanted else self._min_extents
         return min(extents, self._arena.num_extents)
 
@@ -551,8 +551,8 @@ class EngineMemory:
     def _free_extents(self) -> int:
         """Extents that no request is forecast to need; blocks in use may have to move out of them first."""
         scheduler = self._scheduler()
-        needed = max(self._min_extents, self._extents_for(scheduler, scheduler.wanted_blocks()))
-        return max(0, scheduler.num_extents - needed)
+        needed = max(self._min_extents, self._extents_for(scheduler, scheduler.pool.wanted_blocks()))
+        return max(0, scheduler.pool.num_extents - needed)
 
     def _report(self) -> None:
         """Measure what is held and report it to the broker. If it has grown, tidy the heap and empty caches first.

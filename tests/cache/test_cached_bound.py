@@ -178,7 +178,7 @@ def test_an_elastic_pool_gives_back_what_the_bound_has_freed() -> None:
     world.run()
     assert (world.cache.pool.counts().cached, world.cache.pool.num_free) == (3, 28)
     cache, evicted = world.cache, world.cache.swapping.evicted_blocks
-    assert world.scheduler.give_back(7) == 7
+    assert world.scheduler.pool.give_back(7) == 7
     world.step()
     assert (cache.pool.counts().cached, cache.swapping.evicted_blocks, cache.pool.usable) == (3, evicted, 3)
 

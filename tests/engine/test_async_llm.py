@@ -365,7 +365,7 @@ def test_half_of_the_streams_dropped_give_their_blocks_back_within_two_steps(loa
 
         def watched() -> Any:
             emissions = step()
-            left = {s.request.request_id for s in core.scheduler._sequences.values()}
+            left = {s.request.request_id for s in core.scheduler._sequences.by_id.values()}
             seen.append((left, core.scheduler.cache.pool.counts().live == held_blocks(llm)))
             return emissions
 
@@ -706,7 +706,7 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
     scheduler = core.scheduler
     scheduler.limits = replace(scheduler.limits, forecast=False)  # else nobody who has to give way is let in
     if state[0] == "e":
-        scheduler._victims._cost = scheduler.cost = AlwaysSwap(6144, 16)
+        scheduler._preemption._cost = scheduler._results._cost = AlwaysSwap(6144, 16)
     prompts = [[i, *p] for i, p in enumerate(random_prompts(4, seed=3, longest=50))]
     prompts[3] = [3, *(prompts[3] * 60)[:59]]
     expected = tokens_of(oracle.generate(prompts, up_to(60)))
@@ -726,7 +726,7 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
             task.add_done_callback(lambda _: cancelled.set())
 
         def told(plan: Any) -> None:
-            own = next((s for s in scheduler._sequences.values() if s.request.priority == 1), None)
+            own = next((s for s in scheduler._sequences.by_id.values() if s.request.priority == 1), None)
             if cancelled.is_set():
                 after.append((own is None, scheduler.cache.pool.counts().live, held_blocks(llm)))
             elif own is not None and STATES[state](scheduler, own, plan):

@@ -27,10 +27,9 @@ from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.graphs import CudaRecorder
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = pytest.mark.gpu
 
@@ -114,10 +113,10 @@ def test_captured_steps_survive_resizes() -> None:
             while engine.core.is_ahead:
                 ends |= {end.request_id: end for end in engine.core.catch_up().finished}
             if rng.random() < 0.6 or scheduler.starving:
-                scheduler.grow(int(rng.integers(1, 4)))
+                scheduler.pool.grow(int(rng.integers(1, 4)))
             else:
-                scheduler.make_idle(1)
-                scheduler.give_back(int(rng.integers(1, 4)))
+                scheduler.pool.make_idle(1)
+                scheduler.pool.give_back(int(rng.integers(1, 4)))
         ends |= {end.request_id: end for end in engine.core.step().finished}
     assert [ends[f"r{i}"].token_ids.tolist() for i in range(len(inputs))] == expected
     stats, graphs = scheduler.stats, engine.core.runner.graphs

@@ -144,7 +144,7 @@ def test_a_prompt_just_begun_is_cheaper_than_what_is_long_computed() -> None:
 
 def by_worth(world: World) -> list[Sequence]:
     scheduler = world.scheduler
-    return scheduler._victims.by_worth(scheduler._running.by_row.values())
+    return scheduler._preemption.by_worth(scheduler._running.by_row.values())
 
 
 def test_a_lower_priority_goes_first_whatever_it_costs() -> None:

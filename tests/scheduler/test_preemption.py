@@ -155,17 +155,17 @@ def test_all_were_preempted_and_the_head_does_not_fit(kept: dict) -> None:
         world.add(f"r{i}", 60, max_new=30, arrival=1.0 + i)
     for _ in range(5):
         world.step()
-    world.scheduler.make_idle(11)
+    world.scheduler.pool.make_idle(11)
     assert world.scheduler.num_running == 0 and world.scheduler.num_waiting == 4
-    world.scheduler.limit_blocks = 15
-    world.scheduler.give_back(world.scheduler.excess_extents)
+    world.scheduler.pool.limit_blocks = 15
+    world.scheduler.pool.give_back(world.scheduler.pool.excess_extents)
     for _ in range(3):
         world.step()
     assert world.scheduler.num_running > 0 and world.scheduler.waiting_ids[0] == "large"
     while {"r0", "r1", "r2"} - set(world.finished):
         world.step()
-    world.scheduler.limit_blocks = 47
-    world.scheduler.grow(8)
+    world.scheduler.pool.limit_blocks = 47
+    world.scheduler.pool.grow(8)
     world.run()
     world.check_outputs()
 

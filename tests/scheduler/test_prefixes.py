@@ -369,16 +369,16 @@ def test_giving_back_moves_what_is_cached_while_holes_suffice_and_evicts_it_wher
     for i, prompt in enumerate(prompts):
         alone(world, f"r{i}", prompt)
     assert world.cache.pool.counts().cached == 24
-    assert world.scheduler.give_back(1) == 1
+    assert world.scheduler.pool.give_back(1) == 1
     world.step()
     assert [alone(world, f"a{i}", prompt) for i, prompt in enumerate(prompts)] == [32, 32, 32], "all were moved"
-    assert world.scheduler.idle_extents == 6
-    assert world.scheduler.give_back(4) == 4
+    assert world.scheduler.pool.idle_extents == 6
+    assert world.scheduler.pool.give_back(4) == 4
     world.step()
     assert world.cache.pool.counts().mapped == 11
     found = [alone(world, f"b{i}", prompt) for i, prompt in enumerate(prompts)]
     assert 0 < sum(found) < 96
-    world.scheduler.grow(5)
+    world.scheduler.pool.grow(5)
     world.step()
     world.check_outputs()
     world.check_empty()

@@ -10,10 +10,9 @@ from fakes import World, continuation
 
 from pagetide.cache.manager import CacheManager
 from pagetide.scheduler.errors import DuplicateRequest, InvalidCallOrder, PromptTooLong, RequestRejected
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.plan import Failure, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 # -- blocks (scenarios A) ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from fakes import World, fake_logprob
 from random_walk import check_scores
 
-from pagetide.scheduler.limits import LEAST_SCORED_TOKENS, Limits
+from pagetide.scheduler.scheduler import LEAST_SCORED_TOKENS, Limits
 
 
 def scored_in(world: World, plan) -> int:
@@ -79,7 +79,7 @@ def test_after_a_preemption_it_finds_again_what_was_scored() -> None:
     starts = []
     for step in range(9):
         if step in (3, 7):
-            world.scheduler._preempt(list(world.scheduler._running.by_row.values()))
+            world.scheduler._preemption.preempt(list(world.scheduler._running.by_row.values()))
         plan = world.schedule()
         starts += plan.starts.tolist()
         world.finish(plan)

@@ -7,8 +7,7 @@ import pytest
 from fakes import World
 
 from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.limits import Limits
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 
 def pressed(usable: int, host_slots: int, **more) -> World:

@@ -26,11 +26,10 @@ from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.sampling.sampler import Sampler
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, Plan, Resize
 from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 ALL = 99  # more extents than there are
@@ -143,7 +142,7 @@ def test_resizing_at_random_changes_no_token(family):
         assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling)
         all_stats.append(engine.scheduler.stats)
         engine.arena.full = engine.arena.stubborn = False
-        engine.scheduler.give_back(ALL)
+        engine.scheduler.pool.give_back(ALL)
         engine.core.step()
         assert engine.arena.mapped_extents == {0}
         engine.check_memory()
@@ -172,12 +171,12 @@ def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, F
         n = int(rng.integers(1, 6))
         match rng.integers(6):
             case 0:
-                engine.scheduler.make_idle(n)
-                engine.scheduler.give_back(n)
+                engine.scheduler.pool.make_idle(n)
+                engine.scheduler.pool.give_back(n)
             case 1 | 2:
-                engine.scheduler.give_back(n)
+                engine.scheduler.pool.give_back(n)
             case 3 | 4:
-                engine.scheduler.grow(n)
+                engine.scheduler.pool.grow(n)
         engine.arena.full, engine.arena.stubborn = rng.random() < 0.05, rng.random() < 0.05
         ends.update({end.request_id: end for end in engine.core.step().finished})
         engine.scheduler.check_invariants()
@@ -192,8 +191,8 @@ def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, F
 )
 def test_memory_comes_before_the_copies_and_goes_after_them(kept, order, monkeypatch):
     engine = half_done()
-    assert 0 < engine.scheduler.give_back(3) < 5
-    engine.scheduler.grow(kept)  # what was to go stays then, but for its blocks, which move all the same
+    assert 0 < engine.scheduler.pool.give_back(3) < 5
+    engine.scheduler.pool.grow(kept)  # what was to go stays then, but for its blocks, which move all the same
     del engine.arena.order[:]
     runner = engine.core.runner
     copy, compute = runner.storage.copy, runner._compute
@@ -219,13 +218,13 @@ def half_done() -> ElasticEngine:
 
 def test_an_idle_engine_is_resized_by_a_step_without_chunks():
     engine = ElasticEngine(model(), num_mapped=16)
-    engine.scheduler.give_back(ALL)
+    engine.scheduler.pool.give_back(ALL)
     assert engine.core.has_work
     assert engine.core.step().tokens == []
     assert not engine.core.has_work
     engine.check_memory()
     assert engine.arena.mapped_extents == {0}
-    engine.scheduler.grow(2)
+    engine.scheduler.pool.grow(2)
     engine.core.step()
     engine.check_memory()
     assert engine.arena.mapped_extents == {0, 1, 2}
@@ -236,20 +235,20 @@ def test_what_the_device_refuses_is_told_and_stops_nothing():
     engine.submit()
     results = watch_results(engine)
     engine.arena.full = True
-    assert engine.scheduler.grow(4) == 4
+    assert engine.scheduler.pool.grow(4) == 4
     emissions = engine.core.step()
     assert len(emissions.tokens) > 0
     assert results[-1].mapped.tolist() == []
     assert results[-1].refused == "OutOfDeviceMemory: asked for 32,768 bytes of memory, 0 bytes are free"
     engine.check_memory()
     engine.arena.full, engine.arena.stubborn = False, True
-    engine.scheduler.make_idle(3)
-    given = engine.scheduler.give_back(3)
+    engine.scheduler.pool.make_idle(3)
+    given = engine.scheduler.pool.give_back(3)
     engine.core.step()
     assert (given, results[-1].unmapped.tolist()) == (3, [results[-1].unmapped.min()])
     assert results[-1].refused == "OSError: [Errno 5] not now"
     engine.check_memory()
-    engine.scheduler.grow(ALL)
+    engine.scheduler.pool.grow(ALL)
     assert tokens(engine.run()) == expected("llama", Sampling(NEW))
 
 
@@ -257,13 +256,13 @@ def test_what_the_device_refuses_is_told_and_stops_nothing():
 def test_copies_that_fail_cost_nobody_a_token(always, monkeypatch, caplog):
     """They are made again once; after that, who had a block of them is computed again."""
     engine = half_done()
-    assert engine.scheduler.give_back(3) > 0
+    assert engine.scheduler.pool.give_back(3) > 0
     results, copy = watch_results(engine), engine.core.runner.storage.copy
     planted = iter([RuntimeError("planted")] * (10**6 if always else 1))
     monkeypatch.setattr(engine.core.runner.storage, "copy", lambda *a: raise_once(planted) or copy(*a))
     ends = {end.request_id: end for end in engine.core.step().finished}  # of those that were aborted
     assert bool(len(results[-1].failed_blocks)) == always and len(results[-1].unmapped) == 3
-    engine.scheduler.grow(ALL)
+    engine.scheduler.pool.grow(ALL)
     ends |= engine.run()
     assert tokens(ends)[2:] == expected("llama", Sampling(NEW))[2:]
     engine.check_memory()
@@ -272,11 +271,11 @@ def test_copies_that_fail_cost_nobody_a_token(always, monkeypatch, caplog):
 @pytest.mark.parametrize("what", ["books and arena differ", "an interrupt"])
 def test_a_step_that_breaks_while_it_moves_memory_ends_all_and_the_engine_goes_on(what, monkeypatch, caplog):
     engine = half_done()
-    assert engine.scheduler.give_back(3) > 0
-    assert engine.scheduler.grow(5) > 0
+    assert engine.scheduler.pool.give_back(3) > 0
+    assert engine.scheduler.pool.grow(5) > 0
     if what == "books and arena differ":
         engine.arena.map([15])
-        engine.scheduler.grow(ALL)
+        engine.scheduler.pool.grow(ALL)
     else:
         planted = iter([KeyboardInterrupt("planted")])
         copy = engine.core.runner.storage.copy
@@ -288,7 +287,7 @@ def test_a_step_that_breaks_while_it_moves_memory_ends_all_and_the_engine_goes_o
     assert {end.reason for end in finished} <= {"error", "aborted"}
     engine.check_memory()
     engine.scheduler.check_invariants()
-    engine.scheduler.grow(ALL)
+    engine.scheduler.pool.grow(ALL)
     engine.submit()
     assert tokens(engine.run()) == expected("llama", Sampling(NEW))
 

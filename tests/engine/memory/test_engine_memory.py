@@ -235,7 +235,7 @@ def test_what_requests_are_going_to_need_is_not_called_free() -> None:
     engine = Engine(mapped=EXTENTS)
     engine.add("a", 20, new=300)
     engine.steps(30)
-    needed = -(-(engine.core.scheduler.running_blocks() + 1) // PER)
+    needed = -(-(engine.core.scheduler.pool.running_blocks() + 1) // PER)
     assert engine.lease.reports[-1][1] <= (EXTENTS - needed) * EXTENT
     engine.run()
 
@@ -319,7 +319,7 @@ def test_a_recall_that_is_met_already_is_answered_without_a_step() -> None:
 def test_a_recall_calls_off_what_was_to_be_mapped() -> None:
     engine = Engine(granted=12)
     engine.add("a", 700)
-    engine.core.scheduler.grow(8)  # decided, not done
+    engine.core.scheduler.pool.grow(8)  # decided, not done
     engine.lease.recall_to(total(3))
     engine.steps(5)
     assert engine.size <= 3 and engine.lease.recall is None
@@ -460,11 +460,11 @@ def test_a_limit_below_what_is_used_takes_nothing_from_anybody_and_comes_true_as
     engine.add("late", 30)
     engine.steps(3)
     assert engine.core.scheduler.num_running == 4 and engine.core.scheduler.num_waiting == 1, "nobody new"
-    assert engine.core.scheduler.excess_extents > 0
+    assert engine.core.scheduler.pool.excess_extents > 0
     engine.run()
     engine.keep()
     assert engine.core.scheduler.stats.preemptions == 0
-    assert engine.core.scheduler.excess_extents == 0 and engine.size <= 6
+    assert engine.core.scheduler.pool.excess_extents == 0 and engine.size <= 6
     assert engine.lease.granted_bytes == total(6), "the broker hears of it, so that others may have the rest"
 
 
@@ -479,7 +479,7 @@ def test_a_limit_that_is_raised_lets_it_grow_again() -> None:
     engine.lease.limit(total(10**6))
     engine.lease.grant(total(EXTENTS))
     engine.run()
-    assert engine.core.scheduler.limit_blocks == engine.core.scheduler.cache.pool.capacity
+    assert engine.core.scheduler.pool.limit_blocks == engine.core.scheduler.cache.pool.capacity
 
 
 def test_an_idle_limit_is_applied_without_requests() -> None:
@@ -692,7 +692,7 @@ def test_what_nobody_is_forecast_to_need_is_free_and_its_recall_preempts_nobody(
     scheduler = engine.core.scheduler
     _, free_bytes = engine.lease.reports[-1]
     needed = engine.size - free_bytes // EXTENT
-    assert -(-(scheduler.wanted_blocks() + 1) // PER) - needed in (0, 1), "it was told a tenth of a second ago"
+    assert -(-(scheduler.pool.wanted_blocks() + 1) // PER) - needed in (0, 1), "it was told a tenth of a second ago"
     engine.lease.recall_to(engine.lease.held_bytes - free_bytes)
     engine.steps(10)
     assert (engine.size, scheduler.stats.preemptions, scheduler.num_running) == (needed, 0, 2)

@@ -86,7 +86,7 @@ def hoard(llm: LLM) -> None:
     lease.ask(most, expires_s=600)
     wait_until(lambda: lease.granted_bytes >= most, "the grant")
     with llm._manager.lock:
-        core.scheduler.grow(32)
+        core.scheduler.pool.grow(32)
         llm._manager._advance(llm._manager.engine)
     assert memory(llm)["kv_bytes"] == KV["max"]
     wait_until(lambda: BrokerClient(own_dir().socket).leases()[0].held.get("kv") == KV["max"], "the report to be heard")

@@ -270,7 +270,7 @@ def test_under_pressure_on_both_sides(alone: Callable[..., RequestOutput]) -> No
 
 def sequence_of(llm: LLM, request_id: str) -> Any:
     """What the scheduler knows of it."""
-    return llm._manager.open().core.scheduler._sequences[request_id]
+    return llm._manager.open().core.scheduler._sequences.by_id[request_id]
 
 
 def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
@@ -286,7 +286,7 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
             held, sequence = live_blocks(here), sequence_of(here, numbered[name].request_id)
             had_row, own = sequence.row is not None, sequence.request.request_id
             exported[state] = name, json.loads(json.dumps(numbered[name].export()))
-            assert own not in here._manager.open().core.scheduler._sequences
+            assert own not in here._manager.open().core.scheduler._sequences.by_id
             assert (live_blocks(here) < held) == had_row
 
         here._manager.step()
@@ -304,7 +304,7 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
         take("decoding", (0, 0))
         assert len(exported["decoding"][1]["token_ids"]) > 0
         preempted = sequence_of(here, numbered[1, 0].request_id)
-        scheduler.make_idle(10**6)
+        scheduler.pool.make_idle(10**6)
         here._manager.step()
         assert preempted.preemptions == 1
         assert preempted.request.request_id in scheduler.cache.host.tails

@@ -40,9 +40,9 @@ def resized(world: World) -> tuple[list[int], list[int]]:
 def test_growth_is_part_of_the_next_plan_and_true_after_it():
     world = elastic(4, num_mapped=1)
     assert not world.scheduler.has_work
-    assert world.scheduler.grow(2) == 2
+    assert world.scheduler.pool.grow(2) == 2
     assert world.scheduler.has_work
-    assert (world.cache.pool.usable, world.scheduler.num_extents) == (3, 3)
+    assert (world.cache.pool.usable, world.scheduler.pool.num_extents) == (3, 3)
     plan = world.schedule()
     assert (len(plan.rows), plan.resize.map.tolist(), plan.resize.unmap.tolist()) == (0, [1, 2], [])
     assert not plan.is_empty
@@ -50,9 +50,9 @@ def test_growth_is_part_of_the_next_plan_and_true_after_it():
     world.finish(plan)
     assert (world.cache.pool.usable, world.scheduler.stats.grown_extents) == (11, 2)
     assert not world.scheduler.has_work
-    assert world.scheduler.grow(5) == 1, "no more are reserved"
+    assert world.scheduler.pool.grow(5) == 1, "no more are reserved"
     world.step()
-    assert world.scheduler.grow(1) == 0
+    assert world.scheduler.pool.grow(1) == 0
 
 
 def test_no_chunk_uses_what_its_own_plan_maps():
@@ -61,7 +61,7 @@ def test_no_chunk_uses_what_its_own_plan_maps():
     world.step()
     assert world.started == []
     assert world.scheduler.starving
-    world.scheduler.grow(1)
+    world.scheduler.pool.grow(1)
     assert not world.scheduler.starving
     world.step()
     assert (resized(world), world.started) == (([1], []), [])
@@ -76,13 +76,13 @@ def test_a_refused_growth_stops_nothing_and_may_be_asked_again():
     world.add("a", 10, max_new=12)
     world.step()
     world.runner.refuses_map = True
-    world.scheduler.grow(2)
+    world.scheduler.pool.grow(2)
     emissions = world.step()
     assert len(emissions.tokens) == 1
     assert (world.scheduler.stats.refused_resizes, world.scheduler.stats.grown_extents) == (1, 0)
-    assert (world.cache.pool.usable, world.scheduler.num_extents) == (7, 2)
+    assert (world.cache.pool.usable, world.scheduler.pool.num_extents) == (7, 2)
     world.runner.refuses_map = False
-    assert world.scheduler.grow(1) == 1
+    assert world.scheduler.pool.grow(1) == 1
     world.run()
     assert world.cache.pool.usable == 11
     world.check_outputs()
@@ -96,8 +96,8 @@ def test_an_idle_pool_goes_and_comes_back():
     world = elastic(10)
     world.add("a", 30, max_new=6)
     world.run()
-    assert world.scheduler.idle_extents == 9
-    assert world.scheduler.give_back(100) == 9
+    assert world.scheduler.pool.idle_extents == 9
+    assert world.scheduler.pool.give_back(100) == 9
     assert world.cache.pool.available == 3, "from now on nothing is allocated there"
     assert world.cache.pool.counts().draining == 36
     world.step()
@@ -107,7 +107,7 @@ def test_an_idle_pool_goes_and_comes_back():
     world.add("b", 30, max_new=6)
     world.step()
     assert world.scheduler.starving
-    assert world.scheduler.grow(9) == 9
+    assert world.scheduler.pool.grow(9) == 9
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -119,7 +119,7 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
     world.add("b", 9, max_new=1, arrival=1.0)
     world.step()
     assert world.used == 5
-    assert world.scheduler.give_back(1) == 1
+    assert world.scheduler.pool.give_back(1) == 1
     world.step()
     assert (resized(world), world.plans[-1].copies) == (([], [3]), None)
     world.add("c", 17, max_new=2, arrival=2.0)  # 6 and 7, then extent 2
@@ -127,7 +127,7 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
     world.step()
     world.step()
     assert world.scheduler.num_running == 1
-    assert world.scheduler.give_back(3) == 1, "6 blocks of 11 are live: one extent's worth is free"
+    assert world.scheduler.pool.give_back(3) == 1, "6 blocks of 11 are live: one extent's worth is free"
     plan = world.schedule()
     assert (plan.resize.unmap.tolist(), plan.copies) == ([2], None)
     world.finish(plan)
@@ -137,8 +137,8 @@ def test_idle_extents_go_without_a_move_and_then_by_moves():
 
 def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
     world = half_done()
-    assert world.scheduler.idle_extents == 3, "15 blocks are free"
-    assert world.scheduler.give_back(2) == 2
+    assert world.scheduler.pool.idle_extents == 3, "15 blocks are free"
+    assert world.scheduler.pool.give_back(2) == 2
     assert world.cache.pool.available == 15 - 8
     plan = world.schedule()
     assert len(plan.copies.sources) == 2, "each of the two has one live block"
@@ -146,7 +146,7 @@ def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
     world.finish(plan)
     assert world.scheduler.stats.moved_blocks == 2
     assert world.cache.pool.counts().mapped == 23
-    world.scheduler.grow(2)
+    world.scheduler.pool.grow(2)
     world.run()
     assert world.scheduler.stats.preemptions == 0
     world.check_outputs()
@@ -155,7 +155,7 @@ def test_compaction_moves_live_blocks_and_the_tokens_are_the_same():
 
 def test_a_request_may_end_while_its_blocks_are_moved():
     world = half_done()
-    world.scheduler.give_back(7)
+    world.scheduler.pool.give_back(7)
     for name in ("r0", "r4", "r6"):
         world.scheduler.abort(name)
     world.add("new", 20, max_new=4)
@@ -174,17 +174,17 @@ def test_giving_back_preempts_the_last_in_order_and_no_more_than_it_must():
     for i, priority in enumerate([0, 1, 0, 0]):
         world.add(f"r{i}", 21, max_new=20, arrival=float(i), priority=priority)  # 6 blocks each
     world.step()
-    assert (world.used, world.cache.pool.available, world.scheduler.idle_extents) == (24, 7, 1)
-    world.scheduler.make_idle(3)
-    assert world.scheduler.give_back(3) == 3
+    assert (world.used, world.cache.pool.available, world.scheduler.pool.idle_extents) == (24, 7, 1)
+    world.scheduler.pool.make_idle(3)
+    assert world.scheduler.pool.give_back(3) == 3
     assert world.scheduler.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
     assert world.cache.pool.available == 1
-    world.scheduler.make_idle(1)
-    assert world.scheduler.give_back(1) == 1
+    world.scheduler.pool.make_idle(1)
+    assert world.scheduler.pool.give_back(1) == 1
     assert world.scheduler.waiting_ids == ["r3", "r1"]
     world.step()
     assert len(resized(world)[1]) == 4
-    world.scheduler.grow(4)
+    world.scheduler.pool.grow(4)
     world.run()
     assert world.scheduler.stats.preemptions >= 2
     world.check_outputs()
@@ -196,15 +196,15 @@ def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
     world.add("a", 21, max_new=20, arrival=0.0)  # 6 blocks
     world.add("b", 41, max_new=20, arrival=1.0)  # 11 blocks
     world.step()
-    world.scheduler.make_idle(4)
-    assert world.scheduler.give_back(4) == 4
+    world.scheduler.pool.make_idle(4)
+    assert world.scheduler.pool.give_back(4) == 4
     world.add("c", 5, max_new=2, arrival=2.0)
     world.step()
     assert (world.scheduler.waiting_ids, world.cache.pool.available) == (["b", "c"], 9)
     world.add("first", 5, max_new=2, priority=-1)
     world.step()
     assert world.scheduler.waiting_ids == ["b", "c"], "from the next one on it is as ever"
-    world.scheduler.grow(4)
+    world.scheduler.pool.grow(4)
     world.run()
     world.check_outputs()
 
@@ -215,17 +215,17 @@ def test_what_was_made_idle_goes_slice_by_slice_and_to_no_newcomer():
     world.step()
     world.add("b", 37, max_new=2, arrival=1.0)  # 10 blocks, of which 9 are left in the end
     for left in (4, 3, 2, 1):
-        world.scheduler.make_idle(left)
-        assert world.scheduler.give_back(1) == 1
+        world.scheduler.pool.make_idle(left)
+        assert world.scheduler.pool.give_back(1) == 1
         world.step()
         assert world.scheduler.waiting_ids == ["b"], "it would be computed for one step, and preempted in the next"
     assert world.scheduler.stats.preemptions == 0
-    assert world.scheduler.idle_extents == 2
+    assert world.scheduler.pool.idle_extents == 2
     world.add("first", 9, max_new=2, priority=-1)
     world.step()
     assert world.scheduler.waiting_ids == ["b"]
     assert "first" in world.started
-    world.scheduler.grow(4)
+    world.scheduler.pool.grow(4)
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -236,7 +236,7 @@ def test_what_was_made_idle_and_not_given_back_can_be_had_a_step_later():
     world.add("a", 21, max_new=30, arrival=0.0)
     world.step()
     world.add("b", 61, max_new=2, arrival=1.0)  # 16 blocks of the 25 that are free
-    world.scheduler.make_idle(5)
+    world.scheduler.pool.make_idle(5)
     world.step()
     assert world.scheduler.waiting_ids == ["b"]
     world.step()
@@ -251,14 +251,14 @@ def test_all_can_be_given_back_but_the_null_blocks_extent():
         world.add(f"r{i}", 21, max_new=20, arrival=float(i))
     for _ in range(3):
         world.step()
-    world.scheduler.make_idle(5)
-    assert world.scheduler.give_back(5) == 4
+    world.scheduler.pool.make_idle(5)
+    assert world.scheduler.pool.give_back(5) == 4
     world.step()
     assert (world.cache.pool.counts().mapped, world.scheduler.num_running) == (3, 0)
     world.step()
     assert world.scheduler.starving
-    assert world.scheduler.wanted_blocks() >= 18
-    world.scheduler.grow(4)
+    assert world.scheduler.pool.wanted_blocks() >= 18
+    world.scheduler.pool.grow(4)
     world.run()
     world.check_outputs()
 
@@ -269,8 +269,8 @@ def test_aborted_requests_blocks_are_given_back_before_anyone_is_preempted():
     world.add("b", 33, max_new=20, arrival=1.0)
     world.step()
     world.scheduler.abort("b")
-    world.scheduler.make_idle(3)
-    assert world.scheduler.give_back(3) == 3
+    world.scheduler.pool.make_idle(3)
+    assert world.scheduler.pool.give_back(3) == 3
     assert world.scheduler.stats.preemptions == 0
     world.run()
     assert world.finished["b"].reason == "aborted"
@@ -279,7 +279,7 @@ def test_aborted_requests_blocks_are_given_back_before_anyone_is_preempted():
 def test_what_the_device_does_not_take_back_stays_in_use():
     world = elastic(4)
     world.runner.refuses_unmap = True
-    assert world.scheduler.give_back(3) == 3
+    assert world.scheduler.pool.give_back(3) == 3
     world.step()
     assert world.runner.mapped == {0, 3}, "the fake refuses the last one"
     assert (world.cache.pool.usable, world.cache.pool.counts().draining) == (7, 0)
@@ -293,8 +293,8 @@ def test_a_fixed_pool_is_never_resized():
     world = World(usable=15, block_size=4)
     world.add("a", 20, max_new=10)
     world.step()
-    world.scheduler.make_idle(3)
-    assert world.scheduler.give_back(3) == world.scheduler.grow(3) == 0
+    world.scheduler.pool.make_idle(3)
+    assert world.scheduler.pool.give_back(3) == world.scheduler.pool.grow(3) == 0
     assert world.scheduler.stats.preemptions == 0
     assert not world.schedule().moves_memory
 
@@ -304,19 +304,19 @@ def test_a_fixed_pool_is_never_resized():
 
 def test_growth_that_was_not_planned_yet_is_called_off_first():
     world = elastic(6, num_mapped=4)
-    world.scheduler.grow(2)
-    assert world.scheduler.give_back(3) == 3
+    world.scheduler.pool.grow(2)
+    assert world.scheduler.pool.give_back(3) == 3
     world.step()
     assert resized(world) == ([], [3])
-    world.scheduler.grow(1)
-    world.scheduler.give_back(1)
+    world.scheduler.pool.grow(1)
+    world.scheduler.pool.give_back(1)
     assert not world.scheduler.has_work
 
 
 def test_extents_on_their_way_out_are_kept_first():
     world = half_done()
-    assert world.scheduler.give_back(3) == 3
-    assert world.scheduler.grow(2) == 2
+    assert world.scheduler.pool.give_back(3) == 3
+    assert world.scheduler.pool.grow(2) == 2
     assert world.cache.pool.usable == 31 - 4
     plan = world.schedule()
     assert (len(plan.resize.map), len(plan.resize.unmap), plan.copies is None) == (0, 1, False)
@@ -329,11 +329,11 @@ def test_extents_on_their_way_out_are_kept_first():
 def test_the_pool_is_resized_between_steps_only():
     world = elastic(4)
     plan = world.schedule()
-    for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
+    for call in (world.scheduler.pool.grow, world.scheduler.pool.give_back, world.scheduler.pool.make_idle):
         with pytest.raises(InvalidCallOrder, match="plan 0 is out"):
             call(1)
     world.finish(plan)
-    for call in (world.scheduler.grow, world.scheduler.give_back, world.scheduler.make_idle):
+    for call in (world.scheduler.pool.grow, world.scheduler.pool.give_back, world.scheduler.pool.make_idle):
         with pytest.raises(ValueError, match="-1 extents"):
             call(-1)
 
@@ -341,7 +341,7 @@ def test_the_pool_is_resized_between_steps_only():
 @pytest.mark.parametrize("wrong", [{"mapped": [2]}, {"mapped": [3]}, {"unmapped": [2]}])
 def test_a_result_must_be_about_the_plans_extents(wrong):
     world = elastic(6, num_mapped=2)
-    world.scheduler.grow(2)
+    world.scheduler.pool.grow(2)
     plan = world.schedule()
     named = {name: np.array(extents) for name, extents in wrong.items()}
     with pytest.raises(InvalidCallOrder, match="did not name"):
@@ -354,10 +354,10 @@ def test_plans_that_resize_cross_a_process_border():
     execute = world.runner.execute
     world.runner.execute = lambda plan: pickle.loads(pickle.dumps(execute(pickle.loads(pickle.dumps(plan)))))
     while world.scheduler.has_work:
-        world.scheduler.make_idle(3)
-        world.scheduler.give_back(3)
+        world.scheduler.pool.make_idle(3)
+        world.scheduler.pool.give_back(3)
         world.step()
-        world.scheduler.grow(3)
+        world.scheduler.pool.grow(3)
         world.step()
     assert world.scheduler.stats.moved_blocks > 0
     world.check_outputs()
@@ -373,7 +373,7 @@ def test_refused_is_only_what_the_reserved_pool_cannot_hold():
         world.add("never", 61)
     world.step()
     assert world.scheduler.starving
-    world.scheduler.grow(3)
+    world.scheduler.pool.grow(3)
     world.run()
     world.check_outputs()
 
@@ -386,9 +386,9 @@ def test_the_last_one_waits_for_growth_and_ends_at_the_reserved_capacity():
     assert world.finished == {}
     assert (world.scheduler.num_running, world.scheduler.waiting_ids, world.used) == (0, ["a"], 0)
     assert len(world.emitted["a"]) == 7 * 4 - 20 + 1
-    assert world.scheduler.wanted_blocks() >= 8
+    assert world.scheduler.pool.wanted_blocks() >= 8
     for _ in range(2):
-        assert world.scheduler.grow(1) == 1
+        assert world.scheduler.pool.grow(1) == 1
         while world.scheduler.has_work and not world.scheduler.starving:
             world.step()
     end = world.finished["a"]
@@ -397,7 +397,7 @@ def test_the_last_one_waits_for_growth_and_ends_at_the_reserved_capacity():
 
 def test_the_last_one_ends_where_the_limit_says_that_it_may_never_go_on():
     world = elastic(4, num_mapped=2)
-    world.scheduler.limit_blocks = 7
+    world.scheduler.pool.limit_blocks = 7
     world.add("a", 20, max_new=100)
     world.run()
     end = world.finished["a"]
@@ -412,23 +412,23 @@ def test_limit_below_use():
     world.step()
     for _ in range(64):
         world.scheduler.forecast.observe(1000, 1000)  # they all run on to the end
-    world.scheduler.limit_blocks = 11
-    assert world.scheduler.excess_extents == 5
+    world.scheduler.pool.limit_blocks = 11
+    assert world.scheduler.pool.excess_extents == 5
     world.add("late", 9, max_new=5, arrival=9.0)
-    while world.scheduler.excess_extents:
-        spare = (world.cache.pool.usable - world.scheduler.running_blocks()) // 4
-        world.scheduler.give_back(min(world.scheduler.excess_extents, max(0, spare)))
+    while world.scheduler.pool.excess_extents:
+        spare = (world.cache.pool.usable - world.scheduler.pool.running_blocks()) // 4
+        world.scheduler.pool.give_back(min(world.scheduler.pool.excess_extents, max(0, spare)))
         world.step()
         assert "late" not in world.started or world.used <= 11
         assert world.scheduler.stats.preemptions == 0
     assert set(world.finished) == {"r0", "r1", "r2"}, "it was applied when enough had ended"
     assert world.cache.pool.counts().mapped <= 11
-    assert world.scheduler.grow(5) == 0, "the limit is reached"
+    assert world.scheduler.pool.grow(5) == 0, "the limit is reached"
     while "late" not in world.started:
         world.step()
     world.run()
-    world.scheduler.limit_blocks = 10**9
-    assert (world.scheduler.limit_blocks, world.scheduler.grow(100)) == (31, 5)
+    world.scheduler.pool.limit_blocks = 10**9
+    assert (world.scheduler.pool.limit_blocks, world.scheduler.pool.grow(100)) == (31, 5)
     world.step()
     assert world.cache.pool.usable == 31
     world.check_outputs()
@@ -436,7 +436,7 @@ def test_limit_below_use():
 
 def test_admission_stops_at_the_limit_though_blocks_are_free():
     world = elastic(8)
-    world.scheduler.limit_blocks = 10
+    world.scheduler.pool.limit_blocks = 10
     for i in range(3):
         world.add(f"r{i}", 17, max_new=3, arrival=float(i))  # 5 blocks each
     world.step()
@@ -447,7 +447,7 @@ def test_admission_stops_at_the_limit_though_blocks_are_free():
 
 def test_who_needs_more_than_the_limit_waits_aside():
     world = elastic(8)
-    world.scheduler.limit_blocks = 10
+    world.scheduler.pool.limit_blocks = 10
     world.add("big", 50, max_new=3, arrival=0.0)
     world.add("small", 17, max_new=3, arrival=1.0)
     world.add("gone", 60, max_new=3, arrival=2.0)
@@ -459,12 +459,12 @@ def test_who_needs_more_than_the_limit_waits_aside():
     world.scheduler.abort("gone")
     world.step()
     assert world.finished["gone"].reason == "aborted"
-    world.scheduler.limit_blocks = 31
+    world.scheduler.pool.limit_blocks = 31
     assert not world.scheduler.starving
     world.run()
     world.check_outputs(but=("gone",))
     with pytest.raises(ValueError, match="negative"):
-        world.scheduler.limit_blocks = -1
+        world.scheduler.pool.limit_blocks = -1
 
 
 # -- what is wanted ----------------------------------------------------------------------------------------------------
@@ -473,25 +473,25 @@ def test_who_needs_more_than_the_limit_waits_aside():
 def test_wanted_blocks_covers_the_next_step_and_the_peak():
     world = elastic(64, num_mapped=1, per=8, max_seqs=4)
     scheduler = world.scheduler
-    assert scheduler.wanted_blocks() == 0
+    assert scheduler.pool.wanted_blocks() == 0
     world.add("a", 20, max_new=40)
-    assert -(-(20 + 20) // 4) <= scheduler.wanted_blocks() <= -(-(20 + 40) // 4), (
+    assert -(-(20 + 20) // 4) <= scheduler.pool.wanted_blocks() <= -(-(20 + 40) // 4), (
         "between half of max_new and all of it"
     )
     for i in range(7):
         world.add(f"r{i}", 20, max_new=40)
-    four = scheduler.wanted_blocks()
+    four = scheduler.pool.wanted_blocks()
     assert 4 * 10 <= four <= 4 * 15, "as many as there are seats"
-    scheduler.grow(-(-(four + 1) // 8))
+    scheduler.pool.grow(-(-(four + 1) // 8))
     world.step()
     while scheduler.num_running < 4:
         world.step()
-        assert scheduler.wanted_blocks() <= four + 2
+        assert scheduler.pool.wanted_blocks() <= four + 2
     running = scheduler.rows.known[:4]
-    assert scheduler.wanted_blocks() >= int((-(-running // 4)).sum())
-    scheduler.grow(64)
+    assert scheduler.pool.wanted_blocks() >= int((-(-running // 4)).sum())
+    scheduler.pool.grow(64)
     world.run()
-    assert scheduler.wanted_blocks() == 0
+    assert scheduler.pool.wanted_blocks() == 0
     world.check_outputs()
 
 
@@ -499,7 +499,7 @@ def test_wanted_blocks_ends_at_the_capacity():
     world = elastic(4, num_mapped=1)
     for i in range(50):
         world.add(f"r{i}", 40, max_new=40)
-    assert world.scheduler.wanted_blocks() == 15
+    assert world.scheduler.pool.wanted_blocks() == 15
 
 
 def test_growing_to_what_is_wanted_never_starves():
@@ -508,8 +508,8 @@ def test_growing_to_what_is_wanted_never_starves():
     for i in range(40):
         world.add(f"r{i}", int(rng.integers(1, 60)), max_new=int(rng.integers(1, 60)), arrival=float(i))
     while world.scheduler.has_work:
-        wanted = -(-(world.scheduler.wanted_blocks() + 1) // 4)  # extents, with the null block
-        world.scheduler.grow(max(0, wanted - world.scheduler.num_extents))
+        wanted = -(-(world.scheduler.pool.wanted_blocks() + 1) // 4)  # extents, with the null block
+        world.scheduler.pool.grow(max(0, wanted - world.scheduler.pool.num_extents))
         world.step()
         assert len(world.plans[-1].rows) or world.plans[-1].resize
     world.check_outputs()
@@ -520,13 +520,13 @@ def test_a_broken_scheduler_goes_on_with_the_same_extents():
     world = elastic(6, num_mapped=3)
     world.add("a", 20, max_new=12)
     world.step()
-    world.scheduler.limit_blocks = 19
-    world.scheduler.grow(1)
+    world.scheduler.pool.limit_blocks = 19
+    world.scheduler.pool.grow(1)
     world.schedule()
     fresh, _ = world.scheduler.rebuilt("broke", mapped=frozenset({0, 1, 2, 3}))
-    assert (fresh.cache.pool.usable, fresh.limit_blocks) == (15, 19)
+    assert (fresh.cache.pool.usable, fresh.pool.limit_blocks) == (15, 19)
     fresh, _ = world.scheduler.rebuilt("broke")
-    assert (fresh.cache.pool.usable, fresh.num_extents) == (11, 3)
+    assert (fresh.cache.pool.usable, fresh.pool.num_extents) == (11, 3)
     fresh.check_invariants()
 
 
@@ -541,7 +541,7 @@ def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
         world.add(name, prompt, new, arrival=arrival)
     world.step()
     world.cache.reset()
-    assert world.scheduler.give_back(1) == 1
+    assert world.scheduler.pool.give_back(1) == 1
     plan = world.schedule()
     assert world.scheduler.stats.preemptions == 1 and world.scheduler.waiting_ids == ["y"]
     assert plan.copies is not None and len(plan.rows) == 1, "b decodes, a waits for a block that is copied to"
@@ -549,7 +549,7 @@ def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
     plan = world.schedule()
     assert len(plan.rows) == 2
     world.finish(plan)
-    world.scheduler.grow(1)
+    world.scheduler.pool.grow(1)
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -564,10 +564,12 @@ def test_blocks_in_flight_are_not_held_against_the_limit():
         world.add(name, 9, max_new=30)  # 3 blocks each
     world.step()
     world.abort("gone")
-    assert (world.scheduler.give_back(1), world.scheduler.grow(1)) == (1, 1), "two blocks move, the extent stays"
+    assert (world.scheduler.pool.give_back(1), world.scheduler.pool.grow(1)) == (1, 1), (
+        "two blocks move, the extent stays"
+    )
     world.abort("a")
     world.abort("b")
-    world.scheduler.limit_blocks = 5
+    world.scheduler.pool.limit_blocks = 5
     world.add("new", 18, max_new=2)  # 5 blocks
     plan = world.schedule()
     assert (world.cache.pool.counts().in_flight, len(plan.copies.sources)) == (4, 2)
@@ -585,7 +587,7 @@ def test_blocks_in_flight_are_room_to_grow_in():
         world.add(name, 9, max_new=3)
     world.step()
     world.abort("gone")
-    assert (world.scheduler.give_back(1), world.scheduler.grow(1)) == (1, 1)
+    assert (world.scheduler.pool.give_back(1), world.scheduler.pool.grow(1)) == (1, 1)
     world.abort("b")
     world.add("new", 13, max_new=8)  # up to 6 blocks, beside 3 of a
     plan = world.schedule()
@@ -594,3 +596,30 @@ def test_blocks_in_flight_are_room_to_grow_in():
     world.finish(plan)
     world.run()
     world.check_outputs(but=("gone", "b"))
+
+
+def test_a_limit_may_be_set_while_a_plan_is_pending():
+    world = World(31, block_size=4, blocks_per_extent=4)
+    world.add("a", 8)
+    plan = world.schedule()
+    world.scheduler.pool.limit_blocks = 11
+    assert (world.scheduler.pool.limit_blocks, world.scheduler.pool.excess_extents) == (11, 5)
+    world.finish(plan)
+    world.run()
+
+
+def test_blocks_are_withheld_until_they_are_given_back_or_a_step_is_planned():
+    world = World(31, block_size=4, blocks_per_extent=4)
+    pool = world.scheduler.pool
+    pool.make_idle(3)
+    assert (pool.withheld_blocks, pool.admits) == (12, True), "nothing had to be preempted"
+    assert pool.give_back(2) == 2
+    assert pool.withheld_blocks == 4 and pool.is_resizing
+    world.step()
+    assert pool.withheld_blocks == 0 and not pool.is_resizing
+    world.add("a", 40)
+    world.step()
+    pool.make_idle(5)
+    assert not pool.admits, "one was preempted"
+    pool.reopen_admission()
+    assert pool.admits and pool.withheld_blocks == 0

@@ -10,8 +10,10 @@ from fakes import VOCAB, World, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagetide.cache.block_table import BlockCopies
 from pagetide.scheduler.errors import InvalidCallOrder
 from pagetide.scheduler.plan import Failure, Plan
+from pagetide.scheduler.plan_builder import PendingPlans, joined
 from pagetide.scheduler.request import Sampling
 
 PROMPT = np.arange(100, 110, dtype=np.int32)
@@ -156,7 +158,7 @@ def forks_wait_for_the_prompt() -> tuple[World, Plan]:
 
 def memory_moves() -> tuple[World, Plan]:
     world = decoding(usable=63, blocks_per_extent=8, num_mapped=2)
-    world.scheduler.grow(1)
+    world.scheduler.pool.grow(1)
     plan = world.schedule()
     assert plan.resize
     return world, plan
@@ -286,7 +288,7 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
         scheduler.schedule_ahead,
         scheduler.schedule,
         lambda: scheduler.withdraw("a"),
-        lambda: scheduler.grow(0),
+        lambda: scheduler.pool.grow(0),
     ):
         with pytest.raises(InvalidCallOrder):
             call()
@@ -376,7 +378,7 @@ def test_the_last_one_leaves_work_behind() -> None:
 
 def test_it_does_not_starve_while_a_result_is_due() -> None:
     world = World(64, block_size=4)
-    world.scheduler.limit_blocks = 8
+    world.scheduler.pool.limit_blocks = 8
     world.add("a", PROMPT, 12, stop_token_ids=(ALONE[0],))
     world.add("long", 60, 4)
     plan = world.schedule()
@@ -535,3 +537,25 @@ def test_tokens_and_ends_are_the_same_as_without(seed: int) -> None:
         world.check_empty()
         ends.append({name: (end.reason, end.token_ids.tolist()) for name, end in world.finished.items()})
     assert ends[0] == ends[1]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_joined_in_order() -> None:
+    a, b = (BlockCopies(np.array([i], np.int32), np.array([i + 5], np.int32)) for i in (1, 2))
+    assert joined([]) is None and joined([a]) is a
+    both = joined([a, b])
+    assert both is not None and (both.sources.tolist(), both.targets.tolist()) == ([1, 2], [6, 7])
+
+
+def test_a_turn_is_over_once_no_plan_is_pending() -> None:
+    world = World(8)
+    world.add("a", 5, 2)
+    plan, plans = world.schedule(), world.scheduler._plans
+    with pytest.raises(InvalidCallOrder, match="plan 0 is out"):
+        plans.check_turn()
+    assert plans.names(0) and not plans.names(1)
+    world.finish(plan)
+    plans.check_turn()
+    PendingPlans().check_turn()

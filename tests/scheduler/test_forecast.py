@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagetide.scheduler.length_forecast import EDGES, LengthForecast
+from pagetide.scheduler.forecast import EDGES, LengthForecast
 
 
 def taught(lengths, allowed=1_000, **options) -> LengthForecast:

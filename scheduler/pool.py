@@ -1,0 +1,230 @@
+"""The elastic pool: what the engine's memory asks of the scheduler, and the resize that the next plan executes.
+
+A resize is requested between steps (`grow`, `give_back`), executed by the next plan (`take_resize`) and applied with
+its result (`apply_resize`):
+
+    grow       unmapped  ──► growing ── plan, result ──► blocks are free
+    give_back  blocks are free, live blocks move ──► leaving ── plan, result ──► unmapped
+
+A resize that no plan has taken yet can be cancelled: `grow` first cancels leaving extents, `give_back` first cancels
+growing ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache.block_table import BlockCopies, Index
+from ..cache.manager import CacheManager
+from .errors import InvalidCallOrder
+from .forecast import ExpectedBlocks
+from .plan import NO_RESIZE, Plan, Resize, Result
+from .plan_builder import PendingPlans, joined
+from .preemption import Preemption
+from .rows import Rows
+from .running import Running
+from .sequence_table import SequenceTable
+from .waiting import Waiting
+
+
+class ElasticPool:
+    """The size of the cache's pool, its limit, and requests to change them. Mutates the cache.
+
+    `grow`, `give_back` and `make_idle` raise InvalidCallOrder while a plan is pending: the plan refers to the present
+    blocks and extents. Sequences may be preempted by `make_idle` only.
+
+    `withheld_blocks` are free blocks that are not available to admission in the next step, because they are to be given
+    back. If `admits` is False, the next step admits no sequence.
+    """
+
+    def __init__(
+        self, cache: CacheManager, rows: Rows, running: Running, waiting: Waiting, plans: PendingPlans,
+        sequences: SequenceTable, preemption: Preemption, expected: ExpectedBlocks,
+    ) -> None:  # fmt: skip
+        self.withheld_blocks = 0
+        self.admits = True
+        self._cache = cache
+        self._pool = cache.pool
+        self._resizer = cache.resizer
+        self._rows = rows
+        self._running = running
+        self._waiting = waiting
+        self._plans = plans
+        self._sequences = sequences
+        self._preemption = preemption
+        self._expected = expected
+        self._limit_blocks = cache.pool.capacity
+        self._growing: list[int] = []
+        self._leaving: list[int] = []
+        self._copies: list[BlockCopies] = []
+        self._moving: list[BlockCopies] = []  # by the pending plan
+
+    @property
+    def limit_blocks(self) -> int:
+        """Upper bound of the pool's size in blocks: its capacity, unless the caller sets less.
+
+        A limit below the mapped size takes nothing from running sequences, but no request is admitted above it, and
+        `excess_extents` says how many extents to give back. Values are clamped to the capacity. A waiting request that
+        needs more is skipped until the limit is raised. It may be set while a plan is pending.
+        """
+        return self._limit_blocks
+
+    @limit_blocks.setter
+    def limit_blocks(self, blocks: int) -> None:
+        if blocks < 0:
+            raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
+        self._limit_blocks = min(blocks, self._pool.capacity)
+        self._waiting.requeue_deferred()
+        self._waiting.look_again()
+
+    @property
+    def num_extents(self) -> int:
+        """Extents with memory once all requested resizes are done. Read-only."""
+        return len(self._pool.mapped_extents) + len(self._growing) - len(self._leaving)
+
+    @property
+    def excess_extents(self) -> int:
+        """Extents above the limit that are still to be given back; 0 when the limit is met. Read-only."""
+        return max(0, self.num_extents - self._most_extents)
+
+    @property
+    def idle_extents(self) -> int:
+        """Extents that `give_back` could give back now. Read-only."""
+        from_pool = min(len(self._pool.drainable_extents), self._pool.available // self._pool.blocks_per_extent)
+        return len(self._growing) + from_pool
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the next plan has a resize or copies to execute. Read-only."""
+        return bool(self._growing or self._leaving or self._copies)
+
+    def running_blocks(self) -> int:
+        """Forecast peak of blocks for the running sequences; a smaller pool soon preempts one. Read-only."""
+        return self._expected.needed(self._running.rows, [])
+
+    def wanted_blocks(self) -> int:
+        """Forecast peak of blocks for the running sequences and the waiting ones that free rows can take. Read-only.
+
+        At least what the next step needs, at most the pool's capacity. Costs about as much as planning a step: not for
+        every step.
+        """
+        newcomers, needed = [], 0
+        for sequence in self._waiting.queue[: self._rows.num_free]:
+            if needed >= self._pool.capacity:
+                break
+            newcomers.append(sequence)
+            needed += self._cache.blocks_for(len(sequence.tokens))
+        return self._expected.needed(self._running.rows, newcomers)
+
+    def grow(self, num_extents: int) -> int:
+        """Let the next plan map up to `num_extents` more extents, within the limit. Returns how many it will.
+
+        Their blocks are available when the plan's result is in. Extents already queued for unmapping are kept first.
+        """
+        self._check_turn(num_extents)
+        allowed = max(0, min(num_extents, self._most_extents - self.num_extents))
+        kept = self._leaving[len(self._leaving) - min(allowed, len(self._leaving)) :]
+        if kept:
+            self._resizer.keep(kept)
+            del self._leaving[-len(kept) :]
+        unmapped = np.setdiff1d(self._pool.unmapped_extents, self._growing, assume_unique=True)
+        fresh = unmapped[: allowed - len(kept)].tolist()
+        self._growing += fresh
+        grown = len(kept) + len(fresh)
+        if grown:  # extents kept from unmapping are available at once
+            self.reopen_admission()
+            self._waiting.look_again()
+        return grown
+
+    def give_back(self, num_extents: int) -> int:
+        """Let the next plan unmap up to `num_extents` unneeded extents. Returns how many it will.
+
+        Empty extents go first, then those with the fewest live blocks, which move into holes elsewhere.
+        """
+        self._check_turn(num_extents)
+        self._sequences.end_aborted()
+        cancelled = self._growing[max(0, len(self._growing) - num_extents) :]
+        del self._growing[len(self._growing) - len(cancelled) :]
+        given = len(cancelled)
+        shrink = self._resizer.shrink(num_extents - given)
+        if shrink is not None:
+            given += len(shrink.extents)
+            self._leaving += shrink.extents.tolist()
+            if shrink.copies is not None:
+                self._copies.append(shrink.copies)
+            if shrink.tables:
+                self._running.changes.tables.append(shrink.tables)
+        self.withheld_blocks = max(0, self.withheld_blocks - given * self._pool.blocks_per_extent)
+        return given
+
+    def make_idle(self, num_extents: int) -> None:
+        """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs.
+
+        The next step withholds these extents from admission, so that a pool can be given back slice by slice. After a
+        preemption it admits no request at all: the next call would preempt what the step computes.
+        """
+        self._check_turn(num_extents)
+        self._sequences.end_aborted()
+        removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
+        due = min(num_extents, removable)
+        while self._running and (missing := self._missing_blocks(due)) > 0:
+            victims = self._preemption.by_worth(self._running.by_row.values())[::-1]
+            held = np.cumsum(self._cache.held_blocks(np.array([s.row for s in victims])))
+            last = int(np.searchsorted(held, missing))
+            self._preemption.preempt(victims[: last + 1])  # some blocks may be shared: check again
+            self.admits = False
+        self.withheld_blocks = due * self._pool.blocks_per_extent
+
+    def reopen_admission(self) -> None:
+        """Withhold nothing from admission any more."""
+        if self.withheld_blocks:
+            self.withheld_blocks = 0
+            self._waiting.look_again()
+        self.admits = True
+
+    def take_resize(self) -> tuple[Resize, list[BlockCopies]]:
+        """Return the resize and copies of the plan being made; pass its result to `apply_resize`."""
+        if not self.is_resizing:
+            return NO_RESIZE, []
+        resize = Resize(_sorted(self._growing), _sorted(self._leaving))
+        self._moving, self._growing, self._leaving, self._copies = self._copies, [], [], []
+        return resize, self._moving
+
+    def apply_resize(self, plan: Plan, result: Result) -> int:
+        """Apply the result of the plan's resize. Returns how many blocks moved.
+
+        Raises InvalidCallOrder, with no change, for extents that the plan did not name.
+        """
+        asked, done = plan.resize, result
+        some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
+        if some or not np.isin(done.unmapped, asked.unmap).all():
+            raise InvalidCallOrder(
+                f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so"
+            )
+        moves = joined(self._moving)
+        if moves is not None:
+            self._resizer.moved(moves)
+        self._moving = []
+        self._resizer.grow(done.mapped)
+        self._resizer.unmapped(done.unmapped)
+        self._resizer.keep(np.setdiff1d(asked.unmap, done.unmapped))
+        return 0 if moves is None else len(moves.sources)
+
+    @property
+    def _most_extents(self) -> int:
+        """Extents within the limit; at least 1, because the extent of the null block always has memory."""
+        return max(1, (self._limit_blocks + 1) // self._pool.blocks_per_extent)
+
+    def _missing_blocks(self, num_extents: int) -> int:
+        """Blocks to free before `give_back` has `num_extents`, which must be removable."""
+        from_pool = num_extents - len(self._growing)
+        return 0 if from_pool <= 0 else from_pool * self._pool.blocks_per_extent - self._pool.available
+
+    def _check_turn(self, num_extents: int) -> None:
+        if num_extents < 0:
+            raise ValueError(f"cannot resize by {num_extents} extents")
+        self._plans.check_turn()
+
+
+def _sorted(extents: list[int]) -> Index:
+    return np.array(sorted(extents), np.int64)
