@@ -65,9 +65,9 @@ class Seams:
     makers: Mapping[str, Make]
     synchronize: Callable[[], None]
 
-    def obstacle(self, backend: str, calls: Collection[AttentionSpec]) -> str | None:
+    def obstacle(self, backend: str, specs: Collection[AttentionSpec]) -> str | None:
         """Why the backend cannot be tested here; None if it can."""
-        return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, calls)
+        return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, specs)
 
 
 def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
@@ -175,8 +175,8 @@ def _expect(holds: object, otherwise: str) -> None:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def _calls(backend: str) -> list[AttentionSpec]:
-    """Calls that the backend supports: grouped heads, and all its other features."""
+def _specs(backend: str) -> list[AttentionSpec]:
+    """Specs that the backend supports: grouped heads, and all its other features."""
     needs = BACKENDS[backend]
     plain = AttentionSpec(8, 2, 128, 128)
     full = AttentionSpec(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
@@ -188,7 +188,7 @@ def _block_size(backend: str) -> int:
 
 
 def _kernel(backend: str, seams: Seams) -> AttentionKernel:
-    obstacle = seams.obstacle(backend, _calls(backend))
+    obstacle = seams.obstacle(backend, _specs(backend))
     if obstacle is not None:
         raise _Absent(obstacle)
     if backend not in seams.makers:
@@ -203,7 +203,7 @@ def _attention(backend: str, seams: Seams) -> None:
     """A kernel writes and computes the same as the torch kernel."""
     kernel = _kernel(backend, seams)
     with torch.inference_mode():
-        fault = trial.fault(kernel, _calls(backend), _block_size(backend), _DTYPE, seams.device)
+        fault = trial.fault(kernel, _specs(backend), _block_size(backend), _DTYPE, seams.device)
     _expect(fault is None, fault or "")
 
 
@@ -215,12 +215,12 @@ def _graphs(seams: Seams) -> None:
     kernel = _kernel("triton", seams)
     if not kernel.captures:
         raise _Absent(f"attention by {kernel.name} cannot be captured")
-    call, device = _calls("triton")[0], seams.device
+    spec, device = _specs("triton")[0], seams.device
     steps = {
-        rows: _decodes(trial.build(call, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device), kernel)
+        rows: _decodes(trial.build(spec, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device), kernel)
         for rows in _ROWS
     }
-    weight = torch.full((call.num_heads * call.v_head_dim, 32), 0.05, dtype=_DTYPE, device=device)
+    weight = torch.full((spec.num_heads * spec.v_head_dim, 32), 0.05, dtype=_DTYPE, device=device)
 
     def forward(rows: int) -> torch.Tensor:  # [rows, 32]
         step = steps[rows]

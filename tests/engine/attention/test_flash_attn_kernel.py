@@ -67,13 +67,13 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
     for n in rng.integers(2, 40, rng.integers(not chunks, 4)):
         chunks.append((int(n), int(n + rng.integers(0, longest) * rng.integers(2))))
     needs, (heads, group) = BACKENDS[name], rng.integers(1, 4, 2)
-    call = AttentionSpec(
+    spec = AttentionSpec(
         int(heads * group), int(heads), 16, 16,
         window=[None, 1, 7, 50][rng.integers(4)],
         softcap=3.0 if needs.softcap and rng.integers(2) else None,
         sinks=bool(needs.sinks and rng.integers(2)),
     )  # fmt: skip
-    scratch = trial.build(call, chunks, block_size, torch.float32, CPU)
+    scratch = trial.build(spec, chunks, block_size, torch.float32, CPU)
     assert worst_error(kernel_of(name, Library()), scratch, int(rng.integers(3))) < 1e-5
 
 
@@ -81,11 +81,11 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
     needs = BACKENDS[name]
-    calls = [
+    specs = [
         AttentionSpec(4, 2, 16, 16),
         AttentionSpec(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks),
     ]
-    assert trial.fault(kernel_of(name, Library()), calls, needs.block_multiple, dtype, CPU) is None
+    assert trial.fault(kernel_of(name, Library()), specs, needs.block_multiple, dtype, CPU) is None
 
 
 def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
     scratch = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU)
     scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
     for window in (None, 5, None, 5):
-        replace(scratch, call=replace(scratch.call, window=window)).attend(kernel)
+        replace(scratch, spec=replace(scratch.spec, window=window)).attend(kernel)
     assert library.planned == 4, "decodes and chunks, with a window and without"
     again = replace(scratch, step=replace(scratch.step))
     again.attend(kernel)
@@ -135,7 +135,7 @@ def test_refusals() -> None:
     scratch = trial.build(AttentionSpec(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU)
     kernel = kernel_of("flash-attn-3", Library())
     with pytest.raises(ValueError, match="at least 1 token"):
-        replace(scratch, call=replace(scratch.call, window=0)).attend(kernel)
+        replace(scratch, spec=replace(scratch.spec, window=0)).attend(kernel)
     with pytest.raises(ValueError, match="must lie behind each other"):
         replace(scratch, step=replace(scratch.step, q_starts=np.array([1, 0]))).attend(kernel)
     shifted = torch.zeros(100)[1:65].view(2, 4, 1, 8)
@@ -184,9 +184,9 @@ class Faulty(FlashKernel):
     ],
 )
 def test_the_trial_sees_faults(fault: str, said: str) -> None:
-    calls = [AttentionSpec(4, 2, 64, 64, 4096, 50.0)]
-    assert trial.fault(FlashKernel(Library().flash2()), calls, 256, torch.bfloat16, CPU) is None
-    assert said in str(trial.fault(Faulty(fault), calls, 256, torch.bfloat16, CPU))
+    specs = [AttentionSpec(4, 2, 64, 64, 4096, 50.0)]
+    assert trial.fault(FlashKernel(Library().flash2()), specs, 256, torch.bfloat16, CPU) is None
+    assert said in str(trial.fault(Faulty(fault), specs, 256, torch.bfloat16, CPU))
 
 
 # --- installed or not
