@@ -23,7 +23,7 @@ from ...cache.geometry import Geometry
 from ..errors import ConfigError
 from . import trial
 from .backends import AUTO, BACKENDS, AttentionSpec, unmet
-from .context import AttentionKernel, LayerCache, StepContext
+from .context import AttentionCall, AttentionKernel
 from .torch_kernel import TorchKernel
 
 log = logging.getLogger(__name__)
@@ -66,27 +66,10 @@ class WatchedKernel(TorchKernel):
         super().__init__()
         self.specs: Counter[AttentionSpec] = Counter()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
-        (num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape[1:], cache.value.shape[2:]
-        self.specs[
-            AttentionSpec(num_heads, num_kv_heads, head_dim, v_head_dim, sliding_window, softcap, sinks is not None)
-        ] += 1
-        return super().attend(
-            query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        self.specs[call.spec] += 1
+        return super().attend(call)
 
 
 def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] = NO_FAULTS) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from .backends import AttentionSpec
-from .context import AttentionKernel, LayerCache, StepContext, lengths_on
+from .context import AttentionCall, AttentionKernel, LayerCache, StepContext, lengths_on
 from .torch_kernel import TorchKernel
 
 POOL_BYTES = 128 << 20  # pool for timing kernels: more than a device's caches hold
@@ -31,28 +32,14 @@ Chunks = Sequence[tuple[int, int]]  # of each sequence: (tokens of the batch, al
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """A test step over one layer. The batch's own K and V are not written yet."""
+    """A call over a small pool of its own. The batch's own K and V are not written yet."""
 
     pool: torch.Tensor  # [num_blocks, items]
-    cache: LayerCache
-    step: StepContext
-    query: torch.Tensor  # [T, num_heads, head_dim], strided as in models
-    key: torch.Tensor
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-    spec: AttentionSpec
-
-    def attend(self, kernel: AttentionKernel) -> torch.Tensor:
-        """The kernel's result."""
-        spec = self.spec
-        return kernel.attend(
-            self.query, self.key, self.value, self.cache, self.step,
-            scaling=spec.head_dim**-0.5, sliding_window=spec.window, softcap=spec.softcap, sinks=self.sinks,
-        )  # fmt: skip
+    call: AttentionCall  # with a query strided as in models
 
 
 def build(spec: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-    """Build a step; chunks of one token come first. Earlier tokens' K and V are random, the rest of the pool is NaN."""
+    """Build a call; chunks of one token come first. Earlier tokens' K and V are random, the rest of the pool is NaN."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -92,16 +79,18 @@ def build(spec: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dty
         write_offsets=at(offsets[own]),
         block_size=block_size,
     )
-    return Scratch(
-        pool,
-        LayerCache(key, value),
-        step,
+    call = AttentionCall(
         drawn(spec.num_heads, num_tokens, spec.head_dim).transpose(0, 1),
         drawn(num_tokens, spec.num_kv_heads, spec.head_dim),
         drawn(num_tokens, spec.num_kv_heads, spec.v_head_dim),
+        LayerCache(key, value),
+        step,
+        spec.head_dim**-0.5,
+        spec.window,
+        spec.softcap,
         drawn(spec.num_heads) if spec.sinks else None,
-        spec,
     )
+    return Scratch(pool, call)
 
 
 def fault(
@@ -121,12 +110,13 @@ def fault(
     for spec in sorted(small, key=repr):
         scratch = build(spec, chunks, block_size, dtype, device)
         right = build(spec, chunks, block_size, dtype, device)
-        right.step.kernel.write(right.key, right.value, right.cache, right.step)
-        expected = right.attend(right.step.kernel)
-        kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        reference = TorchKernel()
+        reference.write(right.call)
+        expected = reference.attend(right.call)
+        kernel.write(scratch.call)
         if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
             return "it writes other bytes than it should"
-        got = scratch.attend(kernel)
+        got = kernel.attend(scratch.call)
         if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
             return "attention changes the pool"
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -151,16 +141,16 @@ def seconds(
         measure: Times a call in seconds.
     """
     context = longest_context(spec, block_size, dtype)
-    steps = [build(spec, [(1, context)] * DECODES, block_size, dtype, device)]
+    timed = [build(spec, [(1, context)] * DECODES, block_size, dtype, device).call]
     chunk = min(CHUNK, context)
     if chunk > 1:
-        steps.append(build(spec, [(chunk, context)], block_size, dtype, device))
-    for scratch in steps:
-        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        timed.append(build(spec, [(chunk, context)], block_size, dtype, device).call)
+    for call in timed:
+        call.step.kernel.write(call)
     taken: list[float | Exception] = []
     for kernel in kernels:
         try:
-            taken.append(sum(measure(lambda s=scratch, k=kernel: s.attend(k)) for scratch in steps))  # type: ignore[misc]
+            taken.append(sum(measure(partial(kernel.attend, call)) for call in timed))
         except Exception as error:  # a library may raise anything
             taken.append(error)
         kernel.release_buffers()

@@ -78,11 +78,12 @@ def test_ragged_batches_of_real_length(name: str) -> None:
         chunks = [(1, int(n)) for n in rng.integers(1, 4000, 9)]
         chunks += [(int(n), int(n + rng.integers(0, 3000))) for n in rng.integers(2, 700, 3)]
         scratch = trial.build(spec, chunks, block_size, BRAIN, CUDA)
-        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-        expected = scratch.attend(scratch.step.kernel)
+        call, right = scratch.call, scratch.call.step.kernel
+        right.write(call)
+        expected = right.attend(call)
         before = scratch.pool.clone()
         for _ in range(2):
-            got = scratch.attend(kernel)
+            got = kernel.attend(call)
             error = (got.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max()
             assert error < trial.TOLERANCES[BRAIN], (seed, error)
         assert torch.equal(trial._bits(scratch.pool), trial._bits(before))
@@ -100,13 +101,13 @@ def test_beyond_two_to_the_31_elements(name: str) -> None:
     arena[:, : near.pool.shape[1]] = near.pool
     key, value = (
         arena.as_strided(view.shape, (FAR_STRIDE, *view.stride()[1:]), view.storage_offset())
-        for view in (near.cache.key, near.cache.value)
+        for view in (near.call.cache.key, near.call.cache.value)
     )
-    far = replace(near, cache=LayerCache(key, value))
-    for scratch in (near, far):
-        kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-    expected = near.attend(near.step.kernel)
-    assert (far.attend(kernel).float() - expected.float()).abs().max() < trial.TOLERANCES[BRAIN]
+    far = replace(near.call, cache=LayerCache(key, value))
+    for call in (near.call, far):
+        kernel.write(call)
+    expected = near.call.step.kernel.attend(near.call)
+    assert (kernel.attend(far).float() - expected.float()).abs().max() < trial.TOLERANCES[BRAIN]
     del arena, far, key, value
     torch.cuda.empty_cache()
 

@@ -117,20 +117,20 @@ def test_candidates_are_those_that_can(site: Site, names: set[str]) -> None:
 
 
 class Raises(TorchKernel):
-    def attend(self, *args, **kwargs):
+    def attend(self, call):
         raise RuntimeError("no kernel image")
 
 
 class Wrong(TorchKernel):
-    def attend(self, *args, **kwargs):
-        return super().attend(*args, **kwargs) * 1.5
+    def attend(self, call):
+        return super().attend(call) * 1.5
 
 
 class RaisesLater(TorchKernel):
-    def attend(self, query, *args, **kwargs):
-        if len(query) == 2:  # the timed decodes
+    def attend(self, call):
+        if len(call.query) == 2:  # the timed decodes
             raise RuntimeError("out of it")
-        return super().attend(query, *args, **kwargs)
+        return super().attend(call)
 
 
 @pytest.mark.parametrize(
