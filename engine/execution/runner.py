@@ -85,7 +85,7 @@ class PendingStep:
         plan, moves = self._plan, self._moves
         with self._runner.at_work():
             try:
-                computed = self._runner._collected(plan, self._computed)
+                computed = self._runner._collect(plan, self._computed)
             finally:
                 swaps = moves.done()
         failed, deferred = computed.failures, sorted(computed.deferred)
@@ -210,7 +210,7 @@ class ModelRunner:
             try:
                 self._memory_executor.begin(plan, moves)
                 watch = Stopwatch(self._device)
-                computed = self._computed(plan)
+                computed = self._compute_plan(plan)
                 watch.stop()
                 moves.fence()
             except BaseException:
@@ -237,28 +237,28 @@ class ModelRunner:
         ):
             self.__dict__.pop(name, None)
 
-    def _computed(self, plan: Plan) -> Computed:
+    def _compute_plan(self, plan: Plan) -> Computed:
         """The outputs of the plan's chunks, perhaps still pending on the device."""
-        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         if self._row_states.faulty:
-            return self._in_parts(plan, [whole])
+            return self._compute_in_parts(plan, [all_chunks])
         changes = self._rows.changes(plan)
         try:
-            work = self._work(whole)
-            there = self._upload.put([*work.arrays, *changes])
-            self._rows.follow(plan, there[len(there) - len(changes) :])
-            return self._compute(work, there)
+            work = self._prepare(all_chunks)
+            uploaded = self._upload.put([*work.arrays, *changes])
+            self._rows.follow(plan, uploaded[len(uploaded) - len(changes) :])
+            return self._compute(work, uploaded)
         except BaseException as error:
             if is_interrupt(error):
                 raise
             log.exception("step %d raised; repeating it in parts", plan.step_id)
-            self._recover(whole)
-            return self._in_parts(plan, list(whole.halves()) or [whole])
+            self._recover(all_chunks)
+            return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
-    def _collected(self, plan: Plan, computed: Computed) -> Computed:
+    def _collect(self, plan: Plan, computed: Computed) -> Computed:
         """`computed` with its pending tokens. If they cannot be read, all chunks are computed again."""
         try:
-            self._take_in(computed)
+            self._collect_drawn(computed)
             return computed
         except BaseException as error:
             if is_interrupt(error):
@@ -267,16 +267,16 @@ class ModelRunner:
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
         newest = self._rows.newest.clone()  # of the next step, which has begun
-        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
-        self._recover(whole)
-        computed = self._in_parts(plan, [whole])
+        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        self._recover(all_chunks)
+        computed = self._compute_in_parts(plan, [all_chunks])
         self._rows.newest.copy_(newest)
         return computed
 
-    def _in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
+    def _compute_in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
         """The outputs of the plan's chunks, computed part by part. A part that raises is divided further."""
         total = Computed(np.zeros(len(plan.rows), np.int32))
-        self._follow_tables(plan)
+        self._update_tables(plan)
         parts.reverse()
         while parts:
             part = self._row_states.computable(plan, parts.pop(), total)
@@ -284,9 +284,9 @@ class ModelRunner:
                 continue
             newest = self._rows.newest.clone()
             try:
-                work = self._work(part, recorded=False)
+                work = self._prepare(part, recorded=False)
                 computed = self._compute(work, self._upload.put(work.arrays))
-                self._take_in(computed)
+                self._collect_drawn(computed)
                 total.add(part, computed)
             except BaseException as error:
                 if is_interrupt(error):
@@ -300,7 +300,7 @@ class ModelRunner:
         self._row_states.computed(plan, total)
         return total
 
-    def _follow_tables(self, plan: Plan) -> None:
+    def _update_tables(self, plan: Plan) -> None:
         """Upload the plan's new table entries. If that raises twice, the chunks of these rows fail."""
         for _ in range(2):
             try:
@@ -323,14 +323,14 @@ class ModelRunner:
                 log.exception("memory could not be freed before a step is repeated")
         self._row_states.restart_sampling(part)
 
-    def _work(self, part: ChunkGroup, recorded: bool = True) -> _Work:
+    def _prepare(self, part: ChunkGroup, recorded: bool = True) -> _Work:
         """Prepare `part` as one batch. Without `recorded`, no graph is used."""
         rows, starts, lengths = part.rows, part.starts, part.lengths
         sampling = np.flatnonzero(part.samples)
-        seated, at = rows[sampling], (starts + lengths)[sampling]
+        sampled_rows, at = rows[sampling], (starts + lengths)[sampling]
         prompts = self._row_states.logprob_requests.of_prompts(rows, starts, lengths)
-        on_device = self.overlaps and self._row_states.draws_on_device(seated, at)
-        settings = self.sampler.settings(seated, at) if on_device else None
+        on_device = self.overlaps and self._row_states.draws_on_device(sampled_rows, at)
+        settings = self.sampler.settings(sampled_rows, at) if on_device else None
         graph = None
         if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
             graph = self.graphs.size_for(len(rows))
@@ -341,8 +341,8 @@ class ModelRunner:
             keep = np.concatenate([keep, *behind])
         return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
 
-    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> Computed:
-        """Run a batch, with its uploaded arrays `there`."""
+    def _compute(self, work: _Work, uploaded: Sequence[torch.Tensor]) -> Computed:
+        """Run a batch, with its uploaded arrays `uploaded`."""
         part, computed = work.part, Computed(np.zeros(len(work.part), np.int32))
         if not len(part):
             return computed
@@ -351,32 +351,34 @@ class ModelRunner:
             logits = self.graphs.logits(work.graph, num_sampling)
         else:
             width = -(-int(work.batch.kv_lens.max()) // self._block_size)
-            inputs = there[: len(work.batch.arrays)]
+            inputs = uploaded[: len(work.batch.arrays)]
             step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
-            logits = self._forward(*step, there[len(inputs)] if len(work.keep) else None)
+            logits = self._forward(*step, uploaded[len(inputs)] if len(work.keep) else None)
         if work.prompts:
-            told = np.concatenate(
+            tokens = np.concatenate(
                 [self._row_states.tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
             )
-            self._score(computed, part.chunks, work.prompts, logits[num_sampling:], told)
+            self._add_logprobs(computed, part.chunks, work.prompts, logits[num_sampling:], tokens)
         if num_sampling and work.settings is not None:
-            self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
+            self._sample_on_device(computed, work, logits[:num_sampling], uploaded[len(work.batch.arrays) + 1 :])
         elif num_sampling:
             self._sample(computed, work, logits[:num_sampling])
         return computed
 
-    def _draw(self, computed: Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
-        """Queue the sampling on the device without waiting. `there` holds the rows, then the sampler's arrays."""
+    def _sample_on_device(
+        self, computed: Computed, work: _Work, logits: torch.Tensor, uploaded: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue the sampling on the device without waiting. `uploaded` holds the rows, then the sampler's arrays."""
         assert work.settings is not None
-        rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
+        rows, settings = uploaded[0], uploaded[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
-        seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
-        computed.drawn = PendingTokens(work.sampling, chunks, seated, work.at, Download(found.packed))
+        sampled_rows, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
+        computed.drawn = PendingTokens(work.sampling, chunks, sampled_rows, work.at, Download(found.packed))
         # Last: if anything before raises, the step is computed again with the old tokens as inputs.
         self._rows.newest.index_copy_(0, rows, found.tokens)
-        self._row_states.tokens[seated, work.at] = ON_ITS_WAY
+        self._row_states.tokens[sampled_rows, work.at] = ON_ITS_WAY
 
-    def _take_in(self, computed: Computed) -> None:
+    def _collect_drawn(self, computed: Computed) -> None:
         """Wait for the pending tokens and record them."""
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
@@ -390,50 +392,49 @@ class ModelRunner:
     def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
         """Sample the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, and its logprobs. May overwrite the logits."""
         chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
-        steered = self._row_states.has_candidates[rows[sampling]]
-        if np.count_nonzero(steered):
-            self._tell(
-                computed, chunks, rows, sampling[steered], at[steered], logits[self._to_device(np.flatnonzero(steered))]
-            )
-            logits = logits[self._to_device(np.flatnonzero(~steered))]
-            sampling, at = sampling[~steered], at[~steered]
+        beams = self._row_states.has_candidates[rows[sampling]]
+        if np.count_nonzero(beams):
+            beam_logits = logits[self._to_device(np.flatnonzero(beams))]
+            self._add_candidates(computed, chunks, rows, sampling[beams], at[beams], beam_logits)
+            logits = logits[self._to_device(np.flatnonzero(~beams))]
+            sampling, at = sampling[~beams], at[~beams]
             if not len(sampling):
                 return
         samples = self._row_states.logprob_requests.of_samples(rows[sampling], at)
-        asked = np.array([s.place for s in samples], np.int64)
-        raw = logits[self._to_device(asked)] if samples else None  # a copy
+        places = np.array([s.place for s in samples], np.int64)
+        raw = logits[self._to_device(places)] if samples else None  # a copy
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
         computed.tokens[sampling] = self._row_states.tokens[rows[sampling], at] = sampled
-        if (whole := self.sampler.complete(rows[sampling])) is not None:
-            computed.complete += chunks[sampling[whole]].tolist()
+        if (complete := self.sampler.complete(rows[sampling])) is not None:
+            computed.complete += chunks[sampling[complete]].tolist()
         if bad is not None:
             for i in np.flatnonzero(bad):
                 why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
                 computed.failures.setdefault(int(chunks[sampling[i]]), why)
         if raw is not None:
-            self._score(computed, chunks[sampling], samples, raw, sampled[asked])
+            self._add_logprobs(computed, chunks[sampling], samples, raw, sampled[places])
 
-    def _tell(
+    def _add_candidates(
         self, computed: Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
     ) -> None:
         """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, from `logits[i]`."""
-        whole = self.sampler.complete(rows[sampling])
+        complete = self.sampler.complete(rows[sampling])
         for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
             chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
-            if whole is not None and whole[i]:
+            if complete is not None and complete[i]:
                 computed.candidates.append(Candidates(chunk, NO_TOKENS, NO_LOGPROBS, NO_LOGPROBS))
             elif found is None:
                 computed.failures[chunk] = self.sampler.trouble(row) or _not_finite(int(at[i]))
             else:
                 computed.candidates.append(Candidates(chunk, *found))
 
-    def _score(
-        self, computed: Computed, chunks: Index, stretches: list[TokenSpan], logits: torch.Tensor, tokens: Int32
+    def _add_logprobs(
+        self, computed: Computed, chunks: Index, spans: list[TokenSpan], logits: torch.Tensor, tokens: Int32
     ) -> None:
         """Add the logprobs of `tokens`. `tokens` and `logits` hold the spans one after the other."""
-        scored = score(logits, tokens, max(s.k for s in stretches))
+        scored = score(logits, tokens, max(s.k for s in spans))
         end = 0
-        for s in stretches:
+        for s in spans:
             begin, end = end, end + s.length
             bad = np.flatnonzero(scored.bad[begin:end])
             if len(bad):
@@ -465,10 +466,10 @@ class ModelRunner:
     def _decode(self, size: int) -> torch.Tensor:
         """Logits [size, vocab] of the batch of decodes that was uploaded last, whatever its rows and lengths."""
         batch = self._padding(size)
-        there = self._upload.like(batch.arrays)
+        uploaded = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
         step, ids, positions = self._rows.context(
-            batch, there, self._rows.num_slots, self._layers, self.kernel, bounded=True
+            batch, uploaded, self._rows.num_slots, self._layers, self.kernel, bounded=True
         )
         with running(step):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)
