@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -42,64 +42,16 @@ from .errors import (
     ProtocolMismatch,
     ProtocolViolation,
 )
+from .lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from .lease_record import LeaseRecordWriter
+
+__all__ = ("Denied", "Event", "Granted", "Lease", "Limited", "Lost", "Recalled", "Rejoined", "Withdrawn")
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # retries for a successor; its grace period is longer
 _REFUSED_RETRY_S = 5.0
 _ANSWER_WITHIN_S = 5.0
 
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """The lease may now hold `granted_bytes` in all."""
-
-    granted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recalled:
-    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`."""
-
-    target_bytes: int
-    due: float
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """The recall is no longer needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limited:
-    """The max has changed: admit nothing that would exceed it, and shrink to it as requests end."""
-
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The broker is gone or refuses the lease: the engine keeps what it holds and takes no more."""
-
-    reason: str
-    refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rejoined:
-    """A broker has registered the lease again."""
-
-    granted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Denied:
-    """The broker refused a message. An answer that crossed a newer grant gets this; it needs no reply."""
-
-    error: LeaseRefused
-
-
 _Order: TypeAlias = wire.GrantMessage | wire.RecallMessage | wire.WithdrawMessage | wire.LimitMessage
-Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
 
 _of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
 
