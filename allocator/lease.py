@@ -24,82 +24,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
 
 from . import wire
-from .broker_client import Channel
+from .broker_link import BrokerLink
 from .errors import (
-    BrokerUnavailable,
-    GrantExceeded,
     InvalidLease,
     LeaseClosed,
     LeaseError,
-    LeaseRefused,
     LeaseTooSmall,
-    ProtocolMismatch,
     ProtocolViolation,
 )
+from .lease_balance import LeaseBalance
+from .lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from .lease_record import LeaseRecordWriter
 
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # retries for a successor; its grace period is longer
-_REFUSED_RETRY_S = 5.0
-_ANSWER_WITHIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """The lease may now hold `granted_bytes` in all."""
-
-    granted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recalled:
-    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`."""
-
-    target_bytes: int
-    due: float
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """The recall is no longer needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limited:
-    """The max has changed: admit nothing that would exceed it, and shrink to it as requests end."""
-
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The broker is gone or refuses the lease: the engine keeps what it holds and takes no more."""
-
-    reason: str
-    refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rejoined:
-    """A broker has registered the lease again."""
-
-    granted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Denied:
-    """The broker refused a message. An answer that crossed a newer grant gets this; it needs no reply."""
-
-    error: LeaseRefused
-
-
-_Order: TypeAlias = wire.GrantMessage | wire.RecallMessage | wire.WithdrawMessage | wire.LimitMessage
-Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied
+__all__ = ("Denied", "Event", "Granted", "Lease", "Limited", "Lost", "Recalled", "Rejoined", "Withdrawn")
 
 _of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
 
@@ -117,7 +59,7 @@ class Lease:
 
     def __init__(self, path: Path, request: wire.RegisterMessage, clock: Callable[[], float]) -> None:
         """Internal: use `register`."""
-        self._path, self._request, self._clock = path, request, clock
+        self._request = request
         self._lock = threading.RLock()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -125,19 +67,9 @@ class Lease:
         self._waiters = 0
         self._closed = False
         self._ended = "has ended"
-        self._channel: Channel | None = None
-        self._registered = False
-        self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
-        self._refusal: str | None = None  # why the last broker refused the lease
-        self._answer_by = 0.0
-        self._record: LeaseRecordWriter | None = None
-        self._lower = self._upper = request.held_bytes
+        self._link = BrokerLink(path, clock, self._epoll)
+        self._balance = LeaseBalance(request.held_bytes, request.max_bytes, f"the broker at {path}", clock)
         self._report: wire.ReportMessage | None = None
-        self._protocol = wire.PROTOCOL  # the version to use with the next broker
-        self._newest: _Order = wire.GrantMessage(-1, wire.OrderGeneration(0, 0), 0)  # the newest order applied
-        self._granted = request.held_bytes
-        self._max_bytes = request.max_bytes
-        self._recall: Recalled | None = None
 
     @classmethod
     def register(
@@ -189,7 +121,7 @@ class Lease:
         lease = cls(socket_path, request, clock)
         _of_this_process.add(lease)
         try:
-            lease._wait_registered(time.monotonic() + timeout_s)
+            lease._start(lease._link.register(request, time.monotonic() + timeout_s))
         except BaseException:
             lease._free()
             raise
@@ -215,27 +147,27 @@ class Lease:
     @property
     def max_bytes(self) -> int | None:
         """The max as registered, or as limited by the user since; None: the whole device."""
-        return self._max_bytes
+        return self._balance.max_bytes
 
     @property
     def granted_bytes(self) -> int:
         """Bytes that the lease may hold in all; without a broker, the upper bound of what it holds."""
-        return self._granted
+        return self._balance.granted_bytes
 
     @property
     def held_bytes(self) -> int:
         """Upper bound of the bytes held, as in the lease's record."""
-        return self._upper
+        return self._balance.upper_bytes
 
     @property
     def recall(self) -> Recalled | None:
         """The recall that is still to be answered."""
-        return self._recall
+        return self._balance.recall
 
     @property
     def connected(self) -> bool:
         """Whether a broker has registered the lease."""
-        return self._registered
+        return self._link.registered
 
     @property
     def closed(self) -> bool:
@@ -245,13 +177,12 @@ class Lease:
     @property
     def generation(self) -> wire.OrderGeneration:
         """The generation of the newest order received."""
-        assert self._newest.generation is not None, "one without does not become the newest"
-        return self._newest.generation
+        return self._balance.generation
 
     def require(self, needed_bytes: int, what: str) -> None:
         """Raise LeaseTooSmall if the max is below what the engine needs; `what` is such as "the weights and one sequence"."""
-        if self._max_bytes is not None and needed_bytes > self._max_bytes:
-            raise LeaseTooSmall(needed_bytes, self._max_bytes, what)
+        if self.max_bytes is not None and needed_bytes > self.max_bytes:
+            raise LeaseTooSmall(needed_bytes, self.max_bytes, what)
 
     # ---- messages to the broker -----------------------------------------------------------------
 
@@ -264,12 +195,9 @@ class Lease:
         broker.
         """
         with self._lock:
-            upper = self._upper + upper_bytes
             if upper_bytes > 0:
                 self._check_open()
-                if upper > self._granted:
-                    raise GrantExceeded(upper, self._granted)
-            self._set_bounds(self._lower + lower_bytes, upper)
+            self._balance.shift(lower_bytes, upper_bytes)
 
     def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
         """Report the held bytes by class ("weights", "kv", ...), and how many of them are free.
@@ -287,16 +215,16 @@ class Lease:
             except ProtocolViolation as error:
                 raise ValueError(str(error)) from None
             total = sum(held.values())
-            self._set_bounds(total - moving_bytes, total)
+            self._balance.set_bounds(total - moving_bytes, total)
             if report != self._report:
                 self._report = report
-                self._send(report)
+                self._link.send(report)
 
     def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
         """Ask for `target_bytes` in all. The last ask counts until it expires. Does nothing without a broker."""
         with self._lock:
             self._check_open()
-            self._send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s)))
+            self._link.send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s)))
 
     def lower_min(self, min_bytes: int) -> None:
         """Lower the minimum to `min_bytes`. Raises InvalidLease if that is above the current minimum."""
@@ -305,7 +233,7 @@ class Lease:
             if min_bytes > self._request.min_bytes:
                 raise InvalidLease(f"the min of {self.name!r} is {self._request.min_bytes:,} bytes, not {min_bytes:,}")
             self._request = replace(self._request, min_bytes=min_bytes)
-            self._send(wire.LowerMinMessage(min_bytes))
+            self._link.send(wire.LowerMinMessage(min_bytes))
 
     def answer_unmapped(self, keep_bytes: int) -> None:
         """Declare that at most `keep_bytes` are held until a new grant. Answers a recall, or returns memory unasked.
@@ -315,20 +243,17 @@ class Lease:
         """
         with self._lock:
             self._check_open()
-            if keep_bytes < self._upper:
-                raise ValueError(f"{self._upper:,} bytes are held still, not {keep_bytes:,}; unmap first, and shift")
-            self._granted = min(self._granted, max(keep_bytes, self._request.min_bytes))
-            if self._recall is not None and self._granted <= self._recall.target_bytes:
-                self._recall = None
-            self._send(wire.UnmappedMessage(keep_bytes, self.generation))
+            self._balance.reduce(keep_bytes, self._request.min_bytes)
+            self._link.send(wire.UnmappedMessage(keep_bytes, self._balance.generation))
 
     def close(self) -> None:
         """End the lease; unmap first. A thread in `wait` gets LeaseClosed. Idempotent."""
         with self._lock:
             if self._closed:
                 return
-            self._send(wire.ReleaseMessage())
-            self._closed, self._granted, self._recall = True, 0, None
+            self._link.send(wire.ReleaseMessage())
+            self._closed = True
+            self._balance.end()
             if self._waiters:
                 os.eventfd_write(self._wake, 1)  # the last waiting thread cleans up
             else:
@@ -358,18 +283,18 @@ class Lease:
             self._check_open()
             events: list[Event] = []
             try:
-                if self._channel is None:
-                    if self._clock() < self._retry_at:
+                if not self._link.is_open:
+                    if not self._link.retry_due:
                         return ()
-                    self._connect()
-                assert self._channel is not None
-                for message in self._channel.receive():
-                    if (event := self._take_in(message)) is not None:
+                    self._link.connect(replace(self._request, held_bytes=self.held_bytes))
+                for message in self._link.receive():
+                    if (event := self._apply(message)) is not None:
                         events.append(event)
-                if not self._registered and self._clock() > self._answer_by:
-                    raise BrokerUnavailable(f"the broker at {self._path} does not answer")
+                self._link.check_answered()
             except LeaseError as error:
-                if (lost := self._lose(error)) is not None:
+                lost = self._link.lose(error)
+                self._balance.lose_broker()
+                if lost is not None:
                     events.append(lost)
             return tuple(events)
 
@@ -386,7 +311,9 @@ class Lease:
                 left = until - time.monotonic()
                 if left <= 0:
                     return ()
-                self._epoll.poll(min(left, self._longest_sleep()))
+                with self._lock:
+                    idle_s = self._link.idle_s
+                self._epoll.poll(min(left, idle_s))
         finally:
             with self._lock:
                 self._waiters -= 1
@@ -396,142 +323,38 @@ class Lease:
     def wait_granted(self, total_bytes: int, timeout_s: float) -> bool:
         """Wait until `total_bytes` are granted in all; return whether they are. Other events are applied but not returned."""
         until = time.monotonic() + timeout_s
-        while self._granted < total_bytes and (left := until - time.monotonic()) > 0:
+        while self.granted_bytes < total_bytes and (left := until - time.monotonic()) > 0:
             self.wait(left)
-        return self._granted >= total_bytes
+        return self.granted_bytes >= total_bytes
 
     # ---- internal: with the lock held -----------------------------------------------------------
 
-    def _connect(self, deadline: float | None = None) -> None:
-        """Connect and send the registration; the answer comes later. Raises BrokerUnavailable."""
-        self._channel = Channel(self._path, deadline, protocol=self._protocol)
-        self._epoll.register(self._channel, select.EPOLLIN)
-        self._answer_by = self._clock() + _ANSWER_WITHIN_S
-        self._channel.send(replace(self._request, held_bytes=self._upper))
-
-    def _wait_registered(self, deadline: float) -> None:
-        """Connect until the broker has registered the lease, by an older protocol if it speaks no newer one."""
-        while not self._registered:
-            self._connect(deadline)
-            assert self._channel is not None
-            try:
-                self._admitted(self._channel.wait(deadline, wire.RegisteredMessage))
-            except ProtocolMismatch as error:
-                if not self._speaks_older(error):
-                    raise
-                self._drop_channel()
-
-    def _admitted(self, message: wire.RegisteredMessage) -> None:
-        assert self._channel is not None
+    def _start(self, message: wire.RegisteredMessage) -> None:
+        """Begin with a broker that has registered the lease. Raises ProtocolViolation if its answer has no record."""
         try:
-            record = LeaseRecordWriter(self._channel.take_fd())
+            record = LeaseRecordWriter(self._link.take_fd())
         except (OSError, ValueError) as error:
             raise ProtocolViolation(f"the broker sent no record of a lease: {error}") from error
-        record.set(self._lower, self._upper)
-        self._record, self._registered, self._retry_s, self._refusal = record, True, _FIRST_RETRY_S, None
-        self._newest = wire.GrantMessage(message.lease_id, message.generation, message.granted_bytes)
-        self._granted, self._max_bytes, self._recall = message.granted_bytes, self._request.max_bytes, None
+        self._balance.register(message, record, self._request.max_bytes)
+        self._link.set_registered()
 
-    def _take_in(self, message: wire.Message) -> Event | None:
+    def _apply(self, message: wire.Message) -> Event | None:
         """Apply a message. Raises ProtocolViolation for a message that no broker may send."""
         match message:
-            case wire.RegisteredMessage() if not self._registered:
-                self._admitted(message)
+            case wire.RegisteredMessage() if not self._link.registered:
+                self._start(message)
                 if self._report is not None:
-                    self._send(self._report)
-                return Rejoined(self._granted)
+                    self._link.send(self._report)
+                return Rejoined(self.granted_bytes)
             case wire.GrantMessage() | wire.RecallMessage() | wire.WithdrawMessage() | wire.LimitMessage():
-                return self._obey(message) if self._is_news(message) else None
+                return self._balance.apply(message)
             case wire.RefusedMessage():
                 error = wire.error_of(message)
-                if not self._registered:
+                if not self._link.registered:
                     raise error
                 return Denied(error)
             case _:
                 raise ProtocolViolation(f"the broker said {type(message).__name__} unasked")
-
-    def _obey(self, order: _Order) -> Event:
-        """Apply a new order."""
-        match order:
-            case wire.GrantMessage(_, _, granted_bytes):
-                self._granted = granted_bytes
-                return Granted(granted_bytes)
-            case wire.RecallMessage(_, _, target_bytes, deadline_ms):
-                self._recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
-                return self._recall
-            case wire.WithdrawMessage():
-                self._recall = None
-                return Withdrawn()
-            case wire.LimitMessage(_, max_bytes):
-                self._max_bytes = max_bytes
-                return Limited(max_bytes)
-
-    def _is_news(self, order: _Order) -> bool:
-        """Whether an order is for this lease and newer than the last one; if so, record it as the newest.
-
-        An older order is superseded, and a repeated one has been applied. Raises ProtocolViolation for a different
-        order of the same generation: one of the two is wrong, and only a new registration shows which.
-        """
-        newest, known = self._newest, self.generation
-        if order.lease_id != newest.lease_id:
-            return False
-        if order.generation is None:  # a limit from a broker that speaks version 1
-            return True
-        if order.generation == known and order != newest:
-            raise ProtocolViolation(
-                f"the broker at {self._path} sent two orders of generation {tuple(known)}, {newest} and {order}"
-            )
-        if order.generation.epoch != known.epoch or order.generation.counter <= known.counter:
-            return False
-        self._newest = order
-        return True
-
-    def _speaks_older(self, error: ProtocolMismatch) -> bool:
-        """Whether the broker speaks an older version known here; the next connection then uses that version."""
-        is_known = wire.OLDEST_PROTOCOL <= error.theirs < self._protocol
-        if is_known:
-            self._protocol = error.theirs
-        return is_known
-
-    def _lose(self, error: LeaseError) -> Lost | None:
-        """Drop the broker and schedule a retry. Returns `Lost` only for a lost registration or a new refusal."""
-        was_registered = self._registered
-        self._drop_channel()
-        if was_registered:
-            self._protocol = wire.PROTOCOL  # the next broker may speak a newer version
-        elif isinstance(error, ProtocolMismatch):
-            self._speaks_older(error)
-        refused = isinstance(error, LeaseRefused)
-        self._retry_at = self._clock() + (_REFUSED_RETRY_S if refused else 0.0 if was_registered else self._retry_s)
-        self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
-        self._granted, self._recall = self._upper, None
-        news = was_registered or (refused and str(error) != self._refusal)
-        if refused:
-            self._refusal = str(error)
-        return Lost(str(error), refused) if news else None
-
-    def _send(self, message: wire.FromClient) -> None:
-        """Send if connected. `poll` reports a broker that stops reading."""
-        if self._channel is not None and self._registered:
-            self._channel.send(message)
-
-    def _set_bounds(self, lower_bytes: int, upper_bytes: int) -> None:
-        self._lower, self._upper = lower_bytes, upper_bytes
-        if self._record is not None:
-            self._record.set(lower_bytes, upper_bytes)
-
-    def _longest_sleep(self) -> float:
-        """Seconds until `poll` has work that no descriptor signals."""
-        with self._lock:
-            if self._channel is None:
-                return max(0.001, self._retry_at - self._clock())
-            return 0.05 if self._channel.unsent or not self._registered else 60.0
-
-    def _drop_channel(self) -> None:
-        self._registered = False
-        if self._channel is not None:
-            self._channel.close()  # this also removes it from the epoll set
-            self._channel = None
 
     def _leave_to_parent(self) -> None:
         """In a fork of the process that holds the lease: drop everything here without sending a message."""
@@ -539,12 +362,12 @@ class Lease:
         self._waiters = 0
         if not self._closed:
             self._ended = "is that of the process which this one is a fork of"
-            self._record, self._granted, self._recall = None, 0, None
+            self._balance.leave_to_parent()
             self._free()
 
     def _free(self) -> None:
         self._closed = True
-        self._drop_channel()
+        self._link.close()
         self._epoll.close()
         os.close(self._wake)
 

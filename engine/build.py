@@ -204,7 +204,7 @@ def _build(
     probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)
-    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.calls, faults=faults)
+    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.specs, faults=faults)
     host = _host_pool(plan, config, pins="swaps" not in faults)
     arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     occupant.arena, occupant.host = arena, host

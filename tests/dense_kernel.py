@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagetide.engine.attention.context import LayerCache, StepContext
+from pagetide.engine.attention.context import AttentionCall
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
 
@@ -14,32 +14,27 @@ class DenseKernel(TorchKernel):
     name = "dense"
     captures = True
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext, *,
-        scaling: float, sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        query, cache, step = call.query, call.cache, call.step
         if step.num_decodes < len(step.q_lens):
-            return super().attend(
-                query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap,
-                sinks=sinks,
-            )  # fmt: skip
+            return super().attend(call)
         out = query.new_zeros(*query.shape[:2], cache.value.shape[-1])
         query, table = query[: len(step.q_lens)], step.tables[cache.group]
         at = torch.arange(table.shape[1] * step.block_size)
         seen = at < step.lens[:, None]
-        if sliding_window is not None:
-            seen = seen & (at >= step.lens[:, None] - sliding_window)
+        if call.window is not None:
+            seen = seen & (at >= step.lens[:, None] - call.window)
         group = query.shape[1] // cache.key.shape[2]
         k, v = (
             torch.where(seen[:, :, None, None], view[table].flatten(1, 2), 0).repeat_interleave(group, 2)
             for view in (cache.key, cache.value)
         )
-        scores = torch.einsum("nhd,nkhd->nhk", query, k) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("nhd,nkhd->nhk", query, k) * call.scaling
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         scores = torch.where(seen[:, None, :], scores, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), -1)
+        if call.sinks is not None:
+            scores = torch.cat((scores, call.sinks[None, :, None].expand(len(scores), -1, 1)), -1)
         weights = torch.nan_to_num(scores.softmax(-1))[..., : len(at)]  # padding sees nothing
         out[: len(query)] = torch.einsum("nhk,nkhd->nhd", weights, v)
         return out

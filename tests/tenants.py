@@ -369,7 +369,7 @@ def _light(config: str) -> None:
             case "state":
                 _say(engine.state())
             case "cut":
-                engine.lease._channel and engine.lease._channel._socket.shutdown(2)  # type: ignore[func-returns-value]
+                engine.lease._link.is_open and engine.lease._link._channel._socket.shutdown(2)  # type: ignore[func-returns-value]
             case "end":
                 _say(engine.end())
                 open_end = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pagetide.engine.attention.context import LayerCache, StepContext, lengths_on
+from pagetide.engine.attention.context import AttentionCall, LayerCache, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.attention.triton_gather import copy_blocks
 
@@ -81,19 +81,9 @@ class Built:
 
     case: Case
     arena: torch.Tensor  # [num_blocks, items], of which K and V have a part
-    cache: LayerCache
-    step: StepContext
-    query: torch.Tensor  # [T, heads, dim], strided as models hand it over
-    key: torch.Tensor  # [T, kv_heads, dim]: the batch's own, still to be written
-    value: torch.Tensor
+    call: AttentionCall  # with a query strided as models hand it over; the batch's own K and V are still to be written
     keys: list[torch.Tensor]  # per chunk, of the whole sequence
     values: list[torch.Tensor]
-    sinks: torch.Tensor | None
-
-    @property
-    def options(self) -> dict:
-        case = self.case
-        return {"scaling": 0.3, "sliding_window": case.window, "softcap": case.softcap, "sinks": self.sinks}
 
 
 def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, ids: np.ndarray | None = None) -> Built:
@@ -154,23 +144,24 @@ def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, id
     key, value = (torch.cat(parts).transpose(0, 1).contiguous().transpose(0, 1) for parts in zip(*own, strict=True))
     query = drawn(heads * case.group, len(owners), dim).transpose(0, 1)
     sinks = drawn(heads * case.group) if case.sinks else None
-    return Built(case, arena, cache, step, query, key, value, keys, values, sinks)
+    call = AttentionCall(query, key, value, cache, step, 0.3, case.window, case.softcap, sinks)
+    return Built(case, arena, call, keys, values)
 
 
 def reference(built: Built) -> torch.Tensor:
     """Attention in float64, query by query, as it is written in books; zeros for padding."""
-    case, (_, v_dim) = built.case, built.case.dims
-    out = torch.zeros(built.query.shape[0], built.query.shape[1], v_dim, dtype=torch.float64)
-    for (n, kv), start, keys, values in zip(case.chunks, built.step.q_starts, built.keys, built.values, strict=True):
+    case, call, (_, v_dim) = built.case, built.call, built.case.dims
+    out = torch.zeros(*call.query.shape[:2], v_dim, dtype=torch.float64)
+    for (n, kv), start, keys, values in zip(case.chunks, call.step.q_starts, built.keys, built.values, strict=True):
         for j in range(n if kv else 0):
             at = kv - n + j
             first = 0 if case.window is None else max(0, at - case.window + 1)
             k, v = (x[first : at + 1].double().cpu().repeat_interleave(case.group, 1) for x in (keys, values))
-            scores = torch.einsum("hd,khd->hk", built.query[start + j].double().cpu(), k) * 0.3
+            scores = torch.einsum("hd,khd->hk", call.query[start + j].double().cpu(), k) * 0.3
             if case.softcap is not None:
                 scores = case.softcap * torch.tanh(scores / case.softcap)
             weights = scores.exp()
-            total = weights.sum(1) + (built.sinks.double().cpu().exp() if built.sinks is not None else 0)
+            total = weights.sum(1) + (call.sinks.double().cpu().exp() if call.sinks is not None else 0)
             out[start + j] = torch.einsum("hk,khd->hd", weights, v) / total[:, None]
     return out
 
@@ -189,12 +180,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def check_write(kernel, built: Built) -> None:
     """The batch's own K and V arrive; not a bit of anything else changes."""
     expected = built.arena.clone()
-    step, cache = built.step, built.cache
+    call, step, cache = built.call, built.call.step, built.call.cache
     real = step.write_blocks[1] != 0
-    for view, rows in ((cache.key, built.key), (cache.value, built.value)):
+    for view, rows in ((cache.key, call.key), (cache.value, call.value)):
         copy = expected.as_strided(view.shape, view.stride(), view.storage_offset())
         copy.index_put_((step.write_blocks[1][real], step.write_offsets[real]), rows[real])
-    kernel.write(built.key, built.value, cache, step)
+    kernel.write(call)
     assert torch.equal(bits(built.arena), bits(expected))
 
 
@@ -204,11 +195,12 @@ def check_attention(kernel, case: Case, device: str = "cpu") -> None:
     if not case.aliased:
         check_write(kernel, built)
     before = built.arena.clone()
-    nan = built.key * torch.nan, built.value * torch.nan  # all is read from the arena
+    call = built.call
+    call = replace(call, key=call.key * torch.nan, value=call.value * torch.nan)  # all is read from the arena
     for _ in range(2):
-        got = kernel.attend(built.query, *nan, built.cache, built.step, **built.options)
+        got = kernel.attend(call)
         assert_near(got, built)
-        real = built.step.q_lens.sum()
+        real = call.step.q_lens.sum()
         assert not got[real:].any() and len(got) == real + case.padding
     assert torch.equal(bits(built.arena), bits(before))
 
@@ -224,11 +216,11 @@ def check_far_blocks(kernel, arena: torch.Tensor) -> None:
     for block in (0, *ids.tolist()):
         arena[block, : items + 24] = torch.nan
     built = build(case, str(arena.device), arena, ids)
-    step = built.step
-    kernel.write(built.key, built.value, built.cache, step)
-    for view, rows in ((built.cache.key, built.key), (built.cache.value, built.value)):
+    call, step = built.call, built.call.step
+    kernel.write(call)
+    for view, rows in ((call.cache.key, call.key), (call.cache.value, call.value)):
         assert torch.equal(view[step.write_blocks[1], step.write_offsets], rows)
-    assert_near(kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options), built)
+    assert_near(kernel.attend(call), built)
     flat = arena.view(-1)
     for block in ids.tolist():
         at = block * FAR_STRIDE

@@ -22,7 +22,7 @@ from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.backends import BACKENDS
 from pagetide.engine.attention.choose import MAKERS
-from pagetide.engine.attention.context import AttentionKernel, StepContext, lengths_on
+from pagetide.engine.attention.context import AttentionCall, AttentionKernel, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
 from .bandwidth import MEMORY
@@ -53,12 +53,13 @@ class AttentionStep:
     step: StepContext
     scaling: float
 
+    def call(self, layer: int) -> AttentionCall:
+        """One layer's call."""
+        return AttentionCall(self.query, self.key, self.value, self.step.layers[layer], self.step, self.scaling)
+
     def run(self, kernel: AttentionKernel, layer: int) -> torch.Tensor:
         """One layer's."""
-        return kernel.attend(
-            self.query, self.key, self.value, self.step.layers[layer], self.step,
-            scaling=self.scaling, sliding_window=None, softcap=None, sinks=None,
-        )  # fmt: skip
+        return kernel.attend(self.call(layer))
 
     def through_layers(self, kernel: AttentionKernel) -> Callable[[], torch.Tensor]:
         """The next layer's, at each call."""
@@ -213,7 +214,7 @@ def _prefill(bench: Bench) -> Iterator[Item]:
     torch_kernel = TorchKernel()
     work = work_of(bench, storage, torch_kernel, [tokens], [tokens])
     for layer in range(scale.layers):
-        torch_kernel.write(work.key, work.value, work.step.layers[layer], work.step)
+        torch_kernel.write(work.call(layer))
     expected = work.run(torch_kernel, 0)
     tera = 4 * scale.heads * scale.head_dim * tokens * (tokens + 1) / 2 / 1e12
     for name in BACKENDS:

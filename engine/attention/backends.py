@@ -31,7 +31,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A layer's attention call: what a backend must support."""
+    """What a layer's attention needs of a backend."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,9 +93,9 @@ def unmet(
     capability: tuple[int, int] | None,
     dtype: str,
     block_size: int,
-    calls: Iterable[AttentionSpec],
+    specs: Iterable[AttentionSpec],
 ) -> str | None:
-    """Why backend `name` cannot serve these calls, as a clause; None if it can, installed or not.
+    """Why backend `name` cannot serve layers with these specs, as a clause; None if it can, installed or not.
 
     Args:
         device: As torch names it.
@@ -113,22 +113,22 @@ def unmet(
         return f"it takes {' and '.join(needs.dtypes)}, and the model runs in {dtype}"
     if block_size % needs.block_multiple:
         return f"it takes blocks of multiples of {needs.block_multiple} tokens, and they have {block_size}"
-    return next((why for call in calls if (why := _unmet_by(needs, call)) is not None), None)
+    return next((why for spec in specs if (why := _unmet_by(needs, spec)) is not None), None)
 
 
-def _unmet_by(needs: Needs, call: AttentionSpec) -> str | None:
-    dims = (call.head_dim, call.v_head_dim)
-    if needs.equal_dims and call.head_dim != call.v_head_dim:
+def _unmet_by(needs: Needs, spec: AttentionSpec) -> str | None:
+    dims = (spec.head_dim, spec.v_head_dim)
+    if needs.equal_dims and spec.head_dim != spec.v_head_dim:
         return f"it takes K and V of one head dim, and a layer has {dims[0]} and {dims[1]}"
     if needs.max_head_dim is not None and max(dims) > needs.max_head_dim:
         return f"it takes head dims up to {needs.max_head_dim}, and a layer has {max(dims)}"
     if any(dim % needs.head_dim_multiple for dim in dims):
-        return f"it takes head dims that are multiples of {needs.head_dim_multiple}, and a layer has {call.head_dim}"
-    if needs.head_dims is not None and call.head_dim not in needs.head_dims:
+        return f"it takes head dims that are multiples of {needs.head_dim_multiple}, and a layer has {spec.head_dim}"
+    if needs.head_dims is not None and spec.head_dim not in needs.head_dims:
         known = ", ".join(map(str, needs.head_dims))
-        return f"it takes head dims of {known}, and a layer has {call.head_dim}"
-    if call.softcap is not None and not needs.softcap:
-        return f"it knows no softcap, and a layer caps its scores at {call.softcap:g}"
-    if call.sinks and not needs.sinks:
+        return f"it takes head dims of {known}, and a layer has {spec.head_dim}"
+    if spec.softcap is not None and not needs.softcap:
+        return f"it knows no softcap, and a layer caps its scores at {spec.softcap:g}"
+    if spec.sinks and not needs.sinks:
         return "it knows no attention sinks, and a layer has them"
     return None

@@ -23,7 +23,7 @@ from ...cache.geometry import Geometry
 from ..errors import ConfigError
 from . import trial
 from .backends import AUTO, BACKENDS, AttentionSpec, unmet
-from .context import AttentionKernel, LayerCache, StepContext
+from .context import AttentionCall, AttentionKernel
 from .torch_kernel import TorchKernel
 
 log = logging.getLogger(__name__)
@@ -48,45 +48,28 @@ class Site:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return cls(device, getattr(torch, geometry.dtype), geometry.block_size, capability)
 
-    def obstacle(self, name: str, calls: Iterable[AttentionSpec]) -> str | None:
-        """Why backend `name` cannot serve these calls here, as a clause; None if it can."""
+    def obstacle(self, name: str, specs: Iterable[AttentionSpec]) -> str | None:
+        """Why backend `name` cannot serve layers with these specs here, as a clause; None if it can."""
         capability = self.capability
         if name == "triton" and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
             capability = (9, 0)  # the interpreter supports everything
         dtype = str(self.dtype).removeprefix("torch.")
         return unmet(
-            name, device=str(self.device), capability=capability, dtype=dtype, block_size=self.block_size, calls=calls
+            name, device=str(self.device), capability=capability, dtype=dtype, block_size=self.block_size, specs=specs
         )
 
 
 class WatchedKernel(TorchKernel):
-    """A torch kernel that records the layers' attention calls, for the probe."""
+    """A torch kernel that records the layers' attention specs, for the probe."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[AttentionSpec] = Counter()
+        self.specs: Counter[AttentionSpec] = Counter()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
-        (num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape[1:], cache.value.shape[2:]
-        self.calls[
-            AttentionSpec(num_heads, num_kv_heads, head_dim, v_head_dim, sliding_window, softcap, sinks is not None)
-        ] += 1
-        return super().attend(
-            query, key, value, cache, step, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+        self.specs[call.spec] += 1
+        return super().attend(call)
 
 
 def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] = NO_FAULTS) -> None:
@@ -112,13 +95,13 @@ def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] =
 def choose(
     name: str,
     site: Site,
-    calls: Counter[AttentionSpec],
+    specs: Counter[AttentionSpec],
     *,
     faults: Mapping[str, str] = NO_FAULTS,
     makers: Mapping[str, Make] | None = None,
     measure: Measure = trial.cuda_seconds,
 ) -> AttentionKernel:
-    """The kernel for an engine with the layers' attention `calls` and their counts.
+    """The kernel for an engine with the `specs` of its layers and their counts.
 
     Args:
         faults: Backends that "auto" excludes, with reasons.
@@ -132,21 +115,21 @@ def choose(
     with torch.inference_mode():
         if name == AUTO:
             sound = {backend: make for backend, make in makers.items() if backend not in faults}
-            kernel = TorchKernel() if site.capability is None else _fastest(site, calls, sound, measure)
+            kernel = TorchKernel() if site.capability is None else _fastest(site, specs, sound, measure)
         else:
-            kernel = _asked_for(name, site, calls, makers)
+            kernel = _asked_for(name, site, specs, makers)
     if site.device.type == "cuda":
         torch.cuda.empty_cache()  # the pool allocates from the driver, not from torch
     return kernel
 
 
-def _asked_for(name: str, site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
-    _refuse(name, site, calls)
+def _asked_for(name: str, site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
+    _refuse(name, site, specs)
     kernel = _made(name, makers)
     if name == "torch" or site.capability is None:
         return kernel
     try:
-        fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
+        fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device)
     except Exception as error:  # a library may raise anything
         raise ConfigError(
             f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
@@ -158,12 +141,12 @@ def _asked_for(name: str, site: Site, calls: Counter[AttentionSpec], makers: Map
 
 
 def _fastest(
-    site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure
+    site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure
 ) -> AttentionKernel:
-    kernels = [TorchKernel(), *_that_agree(site, calls, makers)]
-    if len(kernels) == 1 or not calls:
+    kernels = [TorchKernel(), *_that_agree(site, specs, makers)]
+    if len(kernels) == 1 or not specs:
         return kernels[0]
-    usual = calls.most_common(1)[0][0]
+    usual = specs.most_common(1)[0][0]
     try:
         results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure)
     except Exception as error:  # for example, no room for the pool to measure over
@@ -187,13 +170,13 @@ def _fastest(
     return first
 
 
-def _that_agree(site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, Make]) -> list[AttentionKernel]:
-    """The usable kernels besides torch's: they support the calls, are installed, and give torch's results."""
+def _that_agree(site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make]) -> list[AttentionKernel]:
+    """The usable kernels besides torch's: they support the specs, are installed, and give torch's results."""
     found = []
     for name, needs in BACKENDS.items():
         if name == "torch" or needs.compiles or name not in makers:
             continue
-        obstacle = site.obstacle(name, calls)
+        obstacle = site.obstacle(name, specs)
         if obstacle is not None:
             log.debug("attention: %s is no candidate: %s", name, obstacle)
             continue
@@ -206,7 +189,7 @@ def _that_agree(site: Site, calls: Counter[AttentionSpec], makers: Mapping[str, 
             _leave_out(name, error)
             continue
         try:
-            fault = trial.fault(kernel, list(calls), site.block_size, site.dtype, site.device)
+            fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device)
         except Exception as error:  # a library may raise anything
             _leave_out(name, error)
             continue
@@ -221,11 +204,11 @@ def _leave_out(name: str, error: Exception) -> None:
     log.warning("attention by %s is left out, as it fails: %s: %s", name, type(error).__name__, error)
 
 
-def _refuse(name: str, site: Site, calls: Iterable[AttentionSpec]) -> None:
-    calls = list(calls)
-    obstacle = site.obstacle(name, calls)
+def _refuse(name: str, site: Site, specs: Iterable[AttentionSpec]) -> None:
+    specs = list(specs)
+    obstacle = site.obstacle(name, specs)
     if obstacle is not None:
-        works = [repr(other) for other in ("triton", "torch") if other != name and site.obstacle(other, calls) is None]
+        works = [repr(other) for other in ("triton", "torch") if other != name and site.obstacle(other, specs) is None]
         raise ConfigError(
             f"attention={name!r} cannot serve this model: {obstacle}; use 'auto', or {' or '.join(works)}"
         )

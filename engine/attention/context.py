@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ...cache.storage import LayerCache as LayerCache  # kernels import it from here
+from .backends import AttentionSpec
 
 Lengths = npt.NDArray[np.integer[Any]]
 
@@ -50,6 +51,46 @@ def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) ->
     return {"lens": there[: len(kv_lens)], "bounds": there[len(kv_lens) :]}
 
 
+@dataclass(slots=True, eq=False)
+class AttentionCall:
+    """One layer's attention in one step: the batch's tokens, the layer's cache, and how scores become weights.
+
+    Not to be changed. It is not frozen because one is made per layer and step, and a frozen one takes several times as long.
+    Raises ValueError for a window below one token.
+    """
+
+    query: torch.Tensor  # [T, num_heads, head_dim]
+    key: torch.Tensor  # [T, num_kv_heads, head_dim], the batch's own
+    value: torch.Tensor  # [T, num_kv_heads, v_head_dim]
+    cache: LayerCache
+    step: StepContext
+    scaling: float  # of the products of query and key
+    window: int | None = None  # keys visible to a query, including its own
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = None  # [num_heads], the logit of one more key per head, without a value
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a sliding window must be at least 1 token, got {self.window}")
+
+    @property
+    def dense_query(self) -> torch.Tensor:
+        """`query` with a last stride of 1, copied if it has another."""
+        return self.query if self.query.stride(-1) == 1 else self.query.contiguous()
+
+    @property
+    def left(self) -> int | None:
+        """Visible keys before a query's own, as libraries count a window."""
+        return None if self.window is None else self.window - 1
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the call needs of a backend."""
+        (num_heads, head_dim), (num_kv_heads, v_head_dim) = self.query.shape[1:], self.cache.value.shape[2:]
+        has_sinks = self.sinks is not None
+        return AttentionSpec(num_heads, num_kv_heads, head_dim, v_head_dim, self.window, self.softcap, has_sinks)
+
+
 class AttentionKernel(Protocol):
     """Attention through block tables. An instance belongs to one runner and may keep buffers between calls.
 
@@ -60,35 +101,17 @@ class AttentionKernel(Protocol):
     name: str
     captures: bool
 
-    def write(
-        self,
-        key: torch.Tensor,  # [T, num_kv_heads, head_dim], the batch's own
-        value: torch.Tensor,  # [T, num_kv_heads, v_head_dim]
-        cache: LayerCache,  # not aliased
-        step: StepContext,
-    ) -> None:
+    def write(self, call: AttentionCall) -> None:
         """Write the batch's K and V to the step's `write_blocks` and `write_offsets`, and nowhere else.
 
-        Tokens for block 0 are padding; writing them is optional.
+        The layer's cache is not aliased. Tokens for block 0 are padding; writing them is optional.
         """
         ...
 
-    def attend(
-        self,
-        query: torch.Tensor,  # [T, num_heads, head_dim]
-        key: torch.Tensor,  # [T, num_kv_heads, head_dim], the batch's own, already written to the arena
-        value: torch.Tensor,  # [T, num_kv_heads, v_head_dim]
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,  # [num_heads]
-    ) -> torch.Tensor:  # [T, num_heads, v_head_dim]
+    def attend(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_head_dim]
         """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only.
 
-        Tokens after the last chunk get zeros.
+        The batch's K and V are already written. Tokens after the last chunk get zeros.
         """
         ...
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .context import LayerCache
-from .library_kernel import LibraryKernel, Scoring, SequenceGroup
+from .context import AttentionCall, LayerCache
+from .library_kernel import LibraryKernel, SequenceGroup
 
 
 class FlashKernel(LibraryKernel):
@@ -27,13 +27,12 @@ class FlashKernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn", "flash_attn_with_kvcache", "flash_attn_varlen_func")
 
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. The KV-cache function splits long rows, for decodes; the varlen function takes
         chunks.
         """
-        options = flash_options(scoring) | {"block_table": part.table(cache.group)}
+        cache = call.cache
+        options = flash_options(call) | {"block_table": part.table(cache.group)}
         if part.max_q == 1:
             out = self._library.flash_attn_with_kvcache(
                 query[:, None], cache.key, cache.value, cache_seqlens=part.lens, **options
@@ -57,14 +56,13 @@ class Flash3Kernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn_interface", "flash_attn_with_kvcache")
 
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`."""
+        cache = call.cache
         return self._library.flash_attn_with_kvcache(
             query, cache.key, cache.value,
             cache_seqlens=part.lens, page_table=part.table(cache.group), cu_seqlens_q=part.q_starts,
-            max_seqlen_q=part.max_q, **flash_options(scoring),
+            max_seqlen_q=part.max_q, **flash_options(call),
         )  # fmt: skip
 
 
@@ -78,17 +76,16 @@ class Flash4Kernel(LibraryKernel):
         """See `LibraryKernel.load`."""
         return library("flash_attn.cute", "flash_attn_varlen_func")
 
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. Raises ValueError for K and V that the library would copy."""
+        cache = call.cache
         refuse_unaligned(cache, self.name)
         out, *_ = self._library.flash_attn_varlen_func(
             query, cache.key, cache.value,
             cu_seqlens_q=part.q_starts, seqused_k=part.lens, max_seqlen_q=part.max_q, max_seqlen_k=part.max_kv,
-            page_table=part.table(cache.group), softmax_scale=scoring.scaling, causal=True,
-            window_size=(scoring.left, None if scoring.left is None else 0),
-            learnable_sink=scoring.sinks, softcap=scoring.softcap or 0.0,
+            page_table=part.table(cache.group), softmax_scale=call.scaling, causal=True,
+            window_size=(call.left, None if call.left is None else 0),
+            learnable_sink=call.sinks, softcap=call.softcap or 0.0,
         )  # fmt: skip
         return out
 
@@ -102,13 +99,13 @@ def library(module: str, *functions: str) -> Any:
     return found
 
 
-def flash_options(scoring: Scoring) -> dict[str, Any]:
+def flash_options(call: AttentionCall) -> dict[str, Any]:
     """The scoring arguments of flash-attn 2 and 3."""
     return {
-        "softmax_scale": scoring.scaling,
+        "softmax_scale": call.scaling,
         "causal": True,
-        "window_size": (-1, -1) if scoring.left is None else (scoring.left, 0),
-        "softcap": scoring.softcap or 0.0,
+        "window_size": (-1, -1) if call.left is None else (call.left, 0),
+        "softcap": call.softcap or 0.0,
     }
 
 

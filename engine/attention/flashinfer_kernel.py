@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .context import LayerCache, StepContext
+from .context import AttentionCall, StepContext
 from .flash_attn_kernel import library
-from .library_kernel import LibraryKernel, Scoring, SequenceGroup
+from .library_kernel import LibraryKernel, SequenceGroup
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends; shared by the plans, as no two run at the same time
 
@@ -49,17 +49,15 @@ class FlashInferKernel(LibraryKernel):
         self._planned.clear()
         self._workspace = None
 
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`."""
-        decodes = part.max_q == 1
-        kind = (decodes, cache.group, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(scoring).items())
+        cache, decodes = call.cache, part.max_q == 1
+        kind = (decodes, cache.group, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(call).items())
         planned = self._planned.get(kind)
         if planned is None:
             planned = self._planned[kind] = _Planned(self._wrapper(decodes, query.device))
         if planned.step is not part.step:
-            _plan(planned.wrapper, decodes, query, cache, part, scoring)
+            _plan(planned.wrapper, decodes, call, part)
             planned.step = part.step
         return planned.wrapper.run(query, (cache.key, cache.value))
 
@@ -72,19 +70,18 @@ class FlashInferKernel(LibraryKernel):
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
 
 
-def _settings(scoring: Scoring) -> dict[str, Any]:
+def _settings(call: AttentionCall) -> dict[str, Any]:
     """The scoring arguments of a plan."""
     return {
-        "sm_scale": scoring.scaling,
-        "window_left": -1 if scoring.left is None else scoring.left,
-        "logits_soft_cap": scoring.softcap or 0.0,
+        "sm_scale": call.scaling,
+        "window_left": -1 if call.left is None else call.left,
+        "logits_soft_cap": call.softcap or 0.0,
     }
 
 
-def _plan(
-    wrapper: Any, decodes: bool, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-) -> None:  # fmt: skip
+def _plan(wrapper: Any, decodes: bool, call: AttentionCall, part: SequenceGroup) -> None:
     """Plan a wrapper for each sequence's pages. Index arrays stay on the host; the wrapper would otherwise copy them back."""
+    query, cache = call.query, call.cache
     block_size, num_kv_heads, head_dim = cache.key.shape[1:]
     kv_lens = np.asarray(part.kv_lens, np.int64)
     pages = -(-kv_lens // block_size)
@@ -97,7 +94,7 @@ def _plan(
     ids = table.reshape(-1)[torch.from_numpy(flat).to(table.device, non_blocking=True)]
     lists = (torch.from_numpy(starts.astype(np.int32)), ids, torch.from_numpy(last.astype(np.int32)))
     sizes = (query.shape[1], num_kv_heads, head_dim, block_size)
-    options = {"q_data_type": query.dtype, "kv_data_type": cache.key.dtype, **_settings(scoring)}
+    options = {"q_data_type": query.dtype, "kv_data_type": cache.key.dtype, **_settings(call)}
     if decodes:
         wrapper.plan(*lists, *sizes, **options)
         return

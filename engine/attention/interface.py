@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .context import LayerCache, StepContext, current
+from .context import AttentionCall, LayerCache, StepContext, current
 
 NAME = "pagetide"
 
@@ -51,21 +51,20 @@ def paged_attention(
     step = current(kwargs)
     cache = _layer_cache(module, step, query, key)
     dtype = cache.key.dtype  # the arena's; a model may rotate in a wider type
-    own_key, own_value = key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1).to(dtype)
-    if not cache.aliased:
-        step.kernel.write(own_key, own_value, cache, step)
-    out = step.kernel.attend(
+    call = AttentionCall(
         query[0].transpose(0, 1).to(dtype),
-        own_key,
-        own_value,
+        key[0].transpose(0, 1).to(dtype),
+        value[0].transpose(0, 1).to(dtype),
         cache,
         step,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window,
+        softcap,
+        s_aux,
     )
-    return out[None], None
+    if not cache.aliased:
+        step.kernel.write(call)
+    return step.kernel.attend(call)[None], None
 
 
 def _refuse(

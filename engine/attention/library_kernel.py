@@ -11,23 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .context import LayerCache, Lengths, StepContext
+from .context import AttentionCall, Lengths, StepContext
 from .torch_kernel import TorchKernel
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """The parameters of attention scores."""
-
-    scaling: float
-    window: int | None  # keys visible to a query, including its own
-    softcap: float | None
-    sinks: torch.Tensor | None  # [num_heads]
-
-    @property
-    def left(self) -> int | None:
-        """Visible keys before a query's own, as libraries count a window."""
-        return None if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,47 +68,27 @@ class LibraryKernel(ABC):
         """The library's module. Raises ImportError if it is not installed or lacks a function."""
 
     @abstractmethod
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
-        """[tokens of the part, num_heads, v_head_dim]. `query` holds the part's tokens, with a last stride of 1."""
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
+        """[tokens of the part, num_heads, v_head_dim]. `query` holds only the part's tokens, with a last stride of 1."""
 
     def release_buffers(self) -> None:
         """Drop the last step's metadata."""
         self._parts = None
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
+    def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`: by Triton if it is installed."""
-        write = _triton_write() if key.is_cuda else None
-        if write is None:
-            _PLAIN.write(key, value, cache, step)
-        else:
-            write(key, value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets)
+        write = _triton_write() if call.key.is_cuda else None
+        (_PLAIN.write if write is None else write)(call)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `AttentionKernel.attend`. Raises ValueError for a window below one token. Reads K and V only from the arena."""
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
-        if self._parts is None or self._parts[0] is not step:
-            self._parts = (step, _parts(step))
-        scoring = Scoring(scaling, sliding_window, softcap, sinks)
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        outs = [self.attend_part(query[part.tokens], cache, part, scoring) for part in self._parts[1]]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionKernel.attend`. Reads K and V only from the arena."""
+        if self._parts is None or self._parts[0] is not call.step:
+            self._parts = (call.step, _parts(call.step))
+        query = call.dense_query
+        outs = [self.attend_part(call, part, query[part.tokens]) for part in self._parts[1]]
         num_padding = len(query) - sum(len(out) for out in outs)
         if num_padding:
-            outs.append(query.new_zeros(num_padding, query.shape[1], cache.value.shape[-1]))
+            outs.append(query.new_zeros(num_padding, query.shape[1], call.cache.value.shape[-1]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from .context import LayerCache, StepContext
+from .context import AttentionCall, LayerCache, StepContext
 
 MAX_PADDING = 1.3  # slots of a decode tile, relative to visible slots
 FREE_PADDING = 128  # slots of padding that cost less than another tile
@@ -51,6 +51,16 @@ class _Shape(NamedTuple):
     softcap: bool
     sinks: bool  # as one more key; with a softcap they are part of the explicit scores instead
     stepped: bool = False  # key and query counts are multiples of KEY_STEP and QUERY_STEP
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> _Shape:
+        """The shape of a layer's calls."""
+        (num_heads, head_dim), (num_kv_heads, v_head_dim) = call.query.shape[1:], call.value.shape[1:]
+        dtype, softcap = call.cache.key.dtype, call.softcap is not None
+        flags = (softcap, call.sinks is not None and not softcap)
+        stepped = call.query.device.type == "cpu" and dtype.itemsize < 4 and not softcap
+        sizes = (call.cache.group, num_heads, num_kv_heads, head_dim, v_head_dim)
+        return cls(*sizes, dtype, call.window, *flags, stepped)
 
     @property
     def group_size(self) -> int:
@@ -98,14 +108,6 @@ class _TorchPlan:
     mask_bytes: int = 0
 
 
-class _Scores(NamedTuple):
-    """The parameters of attention scores."""
-
-    scaling: float
-    softcap: float | None
-    sinks: torch.Tensor | None  # [num_kv_heads, group_size]
-
-
 class TorchKernel:
     """An `AttentionKernel` that gathers blocks and calls torch's attention. Owns two buffers, which grow and never shrink.
 
@@ -132,60 +134,36 @@ class TorchKernel:
         self._buffers.clear()
         self._plan = None
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
+    def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`."""
+        cache, step = call.cache, call.step
         places = (step.write_blocks[cache.group], step.write_offsets)
-        cache.key.index_put_(places, key)
-        cache.value.index_put_(places, value)
+        cache.key.index_put_(places, call.key)
+        cache.value.index_put_(places, call.value)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `AttentionKernel.attend`. Raises ValueError for a window below one token."""
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionKernel.attend`."""
+        query, step = call.query, call.step
         if self._plan is None or self._plan.step is not step:
             self._plan = _TorchPlan(step)
-        (num_tokens, num_heads, head_dim), (num_kv_heads, v_head_dim) = query.shape, value.shape[1:]
-        flags = (sliding_window, softcap is not None, sinks is not None and softcap is None)
-        stepped = query.device.type == "cpu" and cache.key.dtype.itemsize < 4 and softcap is None
-        shape = _Shape(cache.group, num_heads, num_kv_heads, head_dim, v_head_dim, cache.key.dtype, *flags, stepped)
-        per_head = None if sinks is None else sinks.view(num_kv_heads, -1)
-        scores = _Scores(scaling, softcap, per_head)
-        full = int(step.q_lens.sum()) == num_tokens  # else padding gets zeros
-        out = (query.new_empty if full else query.new_zeros)(num_tokens, num_heads, v_head_dim)
+        shape = _Shape.of(call)
+        full = int(step.q_lens.sum()) == len(query)  # else padding gets zeros
+        out = (query.new_empty if full else query.new_zeros)(len(query), shape.num_heads, shape.v_head_dim)
         if step.num_decodes:
-            self._attend_decodes(query, cache, self._plan, shape, scores, out)
+            self._attend_decodes(call, self._plan, shape, out)
         for chunk in range(step.num_decodes, len(step.q_lens)):
             tokens = slice(int(step.q_starts[chunk]), int(step.q_starts[chunk] + step.q_lens[chunk]))
-            own = None if cache.aliased else (key[tokens], value[tokens])
-            out[tokens] = self._attend_chunk(chunk, query[tokens], own, cache, self._plan, shape, scores)
+            out[tokens] = self._attend_chunk(call, chunk, tokens, self._plan, shape)
         return out
 
-    def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        cache: LayerCache,
-        plan: _TorchPlan,
-        shape: _Shape,
-        scores: _Scores,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend_decodes(self, call: AttentionCall, plan: _TorchPlan, shape: _Shape, out: torch.Tensor) -> None:
         """Fill the decodes' places in `out` [T, num_heads, v_head_dim]."""
+        cache = call.cache
         decodes = plan.decodes.get(shape)
         if decodes is None:
-            decodes = plan.decodes[shape] = self._plan_decodes(plan.step, shape, query.device)
-        packed = query.index_select(0, decodes.places)
+            decodes = plan.decodes[shape] = self._plan_decodes(plan.step, shape, call.query.device)
+        sinks = _grouped_sinks(call, shape)
+        packed = call.query.index_select(0, decodes.places)
         packed = packed.view(-1, shape.num_kv_heads, shape.group_size, shape.head_dim)
         outs = []
         for tile in decodes.tiles:
@@ -195,13 +173,13 @@ class TorchKernel:
                 tile.key_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
                 tile.value_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
             q = packed[tile.rows]  # [rows, Hk, G, D]
-            if scores.softcap is not None:  # tiles of one row
-                outs.append(_explicit(q[0].unsqueeze(2), tile.key[0], tile.value[0], None, scores).permute(2, 0, 1, 3))
+            if call.softcap is not None:  # tiles of one row
+                outs.append(_explicit(q[0].unsqueeze(2), tile.key[0], tile.value[0], None, call).permute(2, 0, 1, 3))
                 continue
-            if scores.sinks is not None:
+            if sinks is not None:
                 assert tile.mask is not None
-                tile.mask[..., -1] = scores.sinks
-            outs.append(_fused(q, tile.key, tile.value, tile.mask, scores.scaling))
+                tile.mask[..., -1] = sinks
+            outs.append(_fused(q, tile.key, tile.value, tile.mask, call.scaling))
         merged = torch.cat([o.reshape(-1, shape.num_heads, shape.v_head_dim) for o in outs])
         out.index_copy_(0, decodes.places, merged)
 
@@ -254,44 +232,39 @@ class TorchKernel:
         return self._take_both(slots, shape, device)
 
     def _attend_chunk(
-        self,
-        chunk: int,
-        query: torch.Tensor,  # [n, num_heads, head_dim]
-        own: tuple[torch.Tensor, torch.Tensor] | None,  # the chunk's K and V; None: read them from the arena
-        cache: LayerCache,
-        plan: _TorchPlan,
-        shape: _Shape,
-        scores: _Scores,
+        self, call: AttentionCall, chunk: int, tokens: slice, plan: _TorchPlan, shape: _Shape
     ) -> torch.Tensor:  # [n, num_heads, v_head_dim]
-        """Attend for one chunk of several tokens of one sequence."""
+        """Attend for one chunk of several tokens of one sequence. `tokens` are its n tokens in the batch."""
+        query = call.query[tokens]
         n, end, window = len(query), int(plan.step.kv_lens[chunk]), shape.window
         start = end - n
-        if start == 0 and own is not None:
-            base, (key, value) = 0, own
+        if start == 0 and not call.cache.aliased:
+            base, key, value = 0, call.key[tokens], call.value[tokens]
         else:
-            base, key, value = self._gather_chunk(chunk, start, end, cache, plan.step, shape)
+            base, key, value = self._gather_chunk(chunk, start, end, call.cache, plan.step, shape)
         q = query.view(n, shape.num_kv_heads, shape.group_size, -1).permute(1, 2, 0, 3)  # [Hk, G, n, D]
         explicit = shape.softcap or shape.sinks
         if start == 0 and not explicit and (window is None or n <= window):
             filled = _grouped(*_with_keys(shape.filled_keys(n), key, value), shape)
-            out = _fused(_with_queries(shape.filled_queries(n), q), *filled, None, scores.scaling, is_causal=True)
+            out = _fused(_with_queries(shape.filled_queries(n), q), *filled, None, call.scaling, is_causal=True)
             return out[:, :, :n].permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
         if shape.softcap:
             key, value = key.float(), value.float()
+        sinks = _grouped_sinks(call, shape)
         out = query.new_empty(n, shape.num_heads, shape.v_head_dim)
         for low, high in _query_tiles(n, end - base, shape):
             first = max(base, start + low - window + 1) if window is not None else base
             keys = slice(first - base, start + high - base)
             mask = _mask(plan, start + low - first, high - low, start + high - first, shape, query.device)
             k, v, tile = key[keys], value[keys], q[:, :, low:high]
-            if scores.softcap is not None:
-                got = _explicit(tile, k.transpose(0, 1), v.transpose(0, 1), mask, scores)
+            if call.softcap is not None:
+                got = _explicit(tile, k.transpose(0, 1), v.transpose(0, 1), mask, call)
             else:
                 tile = _with_queries(shape.filled_queries(high - low), tile)
                 k, v = _with_keys(shape.filled_keys(len(k) + shape.sinks), k, v)
-                if scores.sinks is not None:
-                    mask = _with_sinks(mask, scores.sinks, tile.shape[2], len(k))
-                got = _fused(tile, *_grouped(k, v, shape), mask, scores.scaling)
+                if sinks is not None:
+                    mask = _with_sinks(mask, sinks, tile.shape[2], len(k))
+                got = _fused(tile, *_grouped(k, v, shape), mask, call.scaling)
             out[low:high] = got[:, :, : high - low].permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
@@ -419,6 +392,11 @@ def _with_queries(count: int, query: torch.Tensor) -> torch.Tensor:
     return F.pad(query, (0, 0, 0, count - query.shape[2])) if count > query.shape[2] else query
 
 
+def _grouped_sinks(call: AttentionCall, shape: _Shape) -> torch.Tensor | None:
+    """The call's sinks, [num_kv_heads, group_size]."""
+    return None if call.sinks is None else call.sinks.view(shape.num_kv_heads, shape.group_size)
+
+
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
     """A mask [num_queries, num_keys - 1] expanded per head, with the sinks' logits in the last key's column."""
     if mask is None:
@@ -461,18 +439,18 @@ def _explicit(
     key: torch.Tensor,  # [Hk, span, D]
     value: torch.Tensor,  # [Hk, span, Dv]
     mask: torch.Tensor | None,  # [n, span]
-    scores: _Scores,
+    call: AttentionCall,  # its parameters of scores
 ) -> torch.Tensor:  # [Hk, G, n, Dv]
     """Attention with explicit scores in float32, because a softcap applies to scores before the mask."""
-    assert scores.softcap is not None
+    assert call.softcap is not None
     num_kv_heads, group_size, n, _ = query.shape
-    q = (query.float() * scores.scaling).flatten(1, 2)  # [Hk, G * n, D]
-    logits = torch.bmm(q, key.float().transpose(1, 2)).div_(scores.softcap).tanh_().mul_(scores.softcap)
+    q = (query.float() * call.scaling).flatten(1, 2)  # [Hk, G * n, D]
+    logits = torch.bmm(q, key.float().transpose(1, 2)).div_(call.softcap).tanh_().mul_(call.softcap)
     logits = logits.view(num_kv_heads, group_size, n, -1)
     if mask is not None:
         logits += mask
-    if scores.sinks is not None:
-        sinks = scores.sinks.float()[..., None, None].expand(-1, -1, n, 1)
+    if call.sinks is not None:
+        sinks = call.sinks.view(num_kv_heads, group_size, 1, 1).float().expand(-1, -1, n, 1)
         weights = torch.softmax(torch.cat((logits, sinks), -1), -1)[..., :-1]
     else:
         weights = torch.softmax(logits, -1)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from .backends import AttentionSpec
-from .context import AttentionKernel, LayerCache, StepContext, lengths_on
+from .context import AttentionCall, AttentionKernel, LayerCache, StepContext, lengths_on
 from .torch_kernel import TorchKernel
 
 POOL_BYTES = 128 << 20  # pool for timing kernels: more than a device's caches hold
@@ -31,28 +32,14 @@ Chunks = Sequence[tuple[int, int]]  # of each sequence: (tokens of the batch, al
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """A test step over one layer. The batch's own K and V are not written yet."""
+    """A call over a small pool of its own. The batch's own K and V are not written yet."""
 
     pool: torch.Tensor  # [num_blocks, items]
-    cache: LayerCache
-    step: StepContext
-    query: torch.Tensor  # [T, num_heads, head_dim], strided as in models
-    key: torch.Tensor
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-    call: AttentionSpec
-
-    def attend(self, kernel: AttentionKernel) -> torch.Tensor:
-        """The kernel's result."""
-        call = self.call
-        return kernel.attend(
-            self.query, self.key, self.value, self.cache, self.step,
-            scaling=call.head_dim**-0.5, sliding_window=call.window, softcap=call.softcap, sinks=self.sinks,
-        )  # fmt: skip
+    call: AttentionCall  # with a query strided as in models
 
 
-def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-    """Build a step; chunks of one token come first. Earlier tokens' K and V are random, the rest of the pool is NaN."""
+def build(spec: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+    """Build a call; chunks of one token come first. Earlier tokens' K and V are random, the rest of the pool is NaN."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -66,12 +53,12 @@ def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dty
     ids = np.random.default_rng(0).permutation(np.arange(1, counts.sum() + 1))
     tables = np.zeros((len(chunks), counts.max()), np.int64)
     tables[np.arange(tables.shape[1]) < counts[:, None]] = ids
-    sizes = [block_size * call.num_kv_heads * dim for dim in (call.head_dim, call.v_head_dim)]
+    sizes = [block_size * spec.num_kv_heads * dim for dim in (spec.head_dim, spec.v_head_dim)]
     pool = torch.full((len(ids) + 1, 2 * AROUND + sum(sizes)), torch.nan, dtype=dtype, device=device)
     pieces = pool[:, AROUND:-AROUND].split(sizes, dim=1)
     key, value = (
-        piece.unflatten(1, (block_size, call.num_kv_heads, dim))
-        for piece, dim in zip(pieces, (call.head_dim, call.v_head_dim), strict=True)
+        piece.unflatten(1, (block_size, spec.num_kv_heads, dim))
+        for piece, dim in zip(pieces, (spec.head_dim, spec.v_head_dim), strict=True)
     )
     rows, places = np.repeat(np.arange(len(chunks)), kv_lens), np.concatenate([np.arange(n) for n in kv_lens])
     blocks, offsets = tables[rows, places // block_size], places % block_size
@@ -92,54 +79,57 @@ def build(call: AttentionSpec, chunks: Chunks, block_size: int, dtype: torch.dty
         write_offsets=at(offsets[own]),
         block_size=block_size,
     )
-    return Scratch(
-        pool,
+    call = AttentionCall(
+        drawn(spec.num_heads, num_tokens, spec.head_dim).transpose(0, 1),
+        drawn(num_tokens, spec.num_kv_heads, spec.head_dim),
+        drawn(num_tokens, spec.num_kv_heads, spec.v_head_dim),
         LayerCache(key, value),
         step,
-        drawn(call.num_heads, num_tokens, call.head_dim).transpose(0, 1),
-        drawn(num_tokens, call.num_kv_heads, call.head_dim),
-        drawn(num_tokens, call.num_kv_heads, call.v_head_dim),
-        drawn(call.num_heads) if call.sinks else None,
-        call,
+        spec.head_dim**-0.5,
+        spec.window,
+        spec.softcap,
+        drawn(spec.num_heads) if spec.sinks else None,
     )
+    return Scratch(pool, call)
 
 
 def fault(
-    kernel: AttentionKernel, calls: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype, device: torch.device
+    kernel: AttentionKernel, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """How the kernel's writes or results differ from the torch kernel's, as a clause; None if they agree.
 
-    The calls' windows and softcaps are replaced by small ones that few tokens show. Raises what the kernel raises.
+    The specs' windows and softcaps are replaced by small ones that few tokens show. Raises what the kernel raises.
     """
     b = block_size
     chunks = [(1, 1), (1, b), (1, b + 1), (1, 3 * b + 3), (5, 5), (19, b + 30)]
     small = {
-        replace(call, window=None if call.window is None else min(call.window, _WINDOW),
-                softcap=None if call.softcap is None else _SOFTCAP)
-        for call in calls
+        replace(spec, window=None if spec.window is None else min(spec.window, _WINDOW),
+                softcap=None if spec.softcap is None else _SOFTCAP)
+        for spec in specs
     }  # fmt: skip
-    for call in sorted(small, key=repr):
-        scratch = build(call, chunks, block_size, dtype, device)
-        right = build(call, chunks, block_size, dtype, device)
-        right.step.kernel.write(right.key, right.value, right.cache, right.step)
-        expected = right.attend(right.step.kernel)
-        kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    for spec in sorted(small, key=repr):
+        scratch = build(spec, chunks, block_size, dtype, device)
+        right = build(spec, chunks, block_size, dtype, device)
+        reference = TorchKernel()
+        reference.write(right.call)
+        expected = reference.attend(right.call)
+        kernel.write(scratch.call)
         if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
             return "it writes other bytes than it should"
-        got = scratch.attend(kernel)
+        got = kernel.attend(scratch.call)
         if not torch.equal(_bits(scratch.pool), _bits(right.pool)):
             return "attention changes the pool"
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return f"it answers {got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
         error = float((got.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
         if not error <= TOLERANCES[dtype]:
-            return f"its results differ from the torch kernel's by up to {error:.2g} ({call})"
+            return f"its results differ from the torch kernel's by up to {error:.2g} ({spec})"
     return None
 
 
 def seconds(
     kernels: Sequence[AttentionKernel],
-    call: AttentionSpec,
+    spec: AttentionSpec,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -150,26 +140,26 @@ def seconds(
     Args:
         measure: Times a call in seconds.
     """
-    context = longest_context(call, block_size, dtype)
-    steps = [build(call, [(1, context)] * DECODES, block_size, dtype, device)]
+    context = longest_context(spec, block_size, dtype)
+    timed = [build(spec, [(1, context)] * DECODES, block_size, dtype, device).call]
     chunk = min(CHUNK, context)
     if chunk > 1:
-        steps.append(build(call, [(chunk, context)], block_size, dtype, device))
-    for scratch in steps:
-        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        timed.append(build(spec, [(chunk, context)], block_size, dtype, device).call)
+    for call in timed:
+        call.step.kernel.write(call)
     taken: list[float | Exception] = []
     for kernel in kernels:
         try:
-            taken.append(sum(measure(lambda s=scratch, k=kernel: s.attend(k)) for scratch in steps))  # type: ignore[misc]
+            taken.append(sum(measure(partial(kernel.attend, call)) for call in timed))
         except Exception as error:  # a library may raise anything
             taken.append(error)
         kernel.release_buffers()
     return taken
 
 
-def longest_context(call: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
+def longest_context(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
     """Tokens of each timed decode: CONTEXT, or what POOL_BYTES hold in whole blocks, at least one."""
-    token_bytes = call.num_kv_heads * (call.head_dim + call.v_head_dim) * dtype.itemsize
+    token_bytes = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * dtype.itemsize
     most = POOL_BYTES // (DECODES * token_bytes) // block_size * block_size
     return max(block_size, min(CONTEXT, most))
 

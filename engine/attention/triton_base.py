@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from .context import AttentionCall
 
 try:
     import triton
@@ -76,29 +79,23 @@ DEFAULT_NUM_SMS = 132  # if not a CUDA device; equals an H100 or H200
 MAX_DIM = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreTransform:
-    """The transform from scores to weights, `softcap * tanh(scaling * qk / softcap)`, and the visible keys."""
+class ScoreTransform(NamedTuple):
+    """A call's transform from scores to weights, `softcap * tanh(scaling * qk / softcap)`, as the kernels take it."""
 
-    scaling: float
-    softcap: float | None
+    inner: float  # the factor on the product of query and key: to base 2, or to tanh's argument
+    outer: float  # the factor on tanh, to base 2; not used without a softcap
+    has_softcap: bool
     sinks: torch.Tensor | None  # [num_heads], contiguous
-    window: int | None
+    reach: int  # the most keys visible to a query, including its own
 
-    @property
-    def inner(self) -> float:
-        """The factor on the product of query and key: to base 2, or to tanh's argument."""
-        return self.scaling * LOG2_E.value if self.softcap is None else self.scaling / self.softcap
-
-    @property
-    def outer(self) -> float:
-        """The factor on tanh, to base 2. Not used without a softcap."""
-        return 0.0 if self.softcap is None else self.softcap * LOG2_E.value
-
-    @property
-    def reach(self) -> int:
-        """The most keys visible to a query, including its own."""
-        return NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
+    @classmethod
+    def of(cls, call: AttentionCall) -> ScoreTransform:
+        """The call's transform."""
+        sinks = None if call.sinks is None else call.sinks.contiguous()
+        reach = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
+        if call.softcap is None:
+            return cls(call.scaling * LOG2_E.value, 0.0, False, sinks, reach)
+        return cls(call.scaling / call.softcap, call.softcap * LOG2_E.value, True, sinks, reach)
 
 
 def padded(size: int) -> int:

@@ -94,7 +94,7 @@ def decode(
             *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
             table.stride(0), num_splits, least_tiles, scores.reach, scores.inner, scores.outer,
             GROUP=group, GROUP_PAD=padded(group), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
-            BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.softcap is not None,
+            BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.has_softcap,
             num_warps=num_warps(tiling, group), num_stages=tiling.stages,
         )  # fmt: skip
         if sums is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .context import LayerCache, StepContext
+from .context import AttentionCall, LayerCache, StepContext
 from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
 from .triton_decode import choose_splits, decode, partial_items, splits_of_unknown
 from .triton_prefill import list_tiles, prefill, queries_per_tile
@@ -56,34 +56,17 @@ class TritonKernel:
         """Drop the last step's data."""
         self._plan = None
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, step: StepContext) -> None:
+    def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`. Padding, which is for block 0, is not written."""
-        write(key, value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets)
+        write(call)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        step: StepContext,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `AttentionKernel.attend`. Raises ValueError for a window below one token or head dims above 512.
-
-        Reads K and V only from the arena.
-        """
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"a sliding window must be at least 1 token, got {sliding_window}")
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionKernel.attend`. Raises ValueError for head dims above 512. Reads K and V only from the arena."""
+        query, cache, step = call.dense_query, call.cache, call.step
         if self._plan is None or self._plan.step is not step:
             self._plan = _planned(step)
         plan, table = self._plan, step.tables[cache.group]
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        scores = ScoreTransform(scaling, softcap, None if sinks is None else sinks.contiguous(), sliding_window)
+        scores = ScoreTransform.of(call)
         num_tokens, num_heads, head_dim = query.shape
         v_dim, itemsize = cache.value.shape[-1], query.itemsize
         out = (query.new_empty if plan.is_full else query.new_zeros)(num_tokens, num_heads, v_dim)

@@ -58,7 +58,7 @@ def prefill(
             *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
             table.stride(0), scores.reach, scores.inner, scores.outer,
             GROUP=group, ROWS=max(tiling.rows, padded(group)), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim,
-            V_DIM_PAD=padded(v_dim), BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.softcap is not None,
+            V_DIM_PAD=padded(v_dim), BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.has_softcap,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
+from .context import AttentionCall
 from .triton_base import on_device, padded, tl, triton
 
 TILE_ITEMS = 4096  # elements of K per program, and as many of V
 
 
-def write(
-    key: torch.Tensor,  # [T, num_kv_heads, head_dim]
-    value: torch.Tensor,  # [T, num_kv_heads, v_head_dim]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor,
-    blocks: torch.Tensor,  # int64 [T]
-    offsets: torch.Tensor,  # int64 [T]
-) -> None:
-    """Write token t to place `offsets[t]` of block `blocks[t]`. Tokens for block 0 are padding and are not written."""
+def write(call: AttentionCall) -> None:
+    """See `AttentionKernel.write`. Tokens for block 0 are padding and are not written."""
+    key, value, cache, step = call.key, call.value, call.cache, call.step
     num_tokens, num_heads, dim = key.shape
     v_dim = value.shape[-1]
     if not num_tokens:
@@ -28,8 +21,8 @@ def write(
     heads = max(1, min(triton.next_power_of_2(num_heads), TILE_ITEMS // max(dim_pad, v_dim_pad)))
     with on_device(key):
         _write[(num_tokens, triton.cdiv(num_heads, heads))](
-            key, value, key_cache, value_cache, blocks, offsets,
-            *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            key, value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets,
+            *key.stride()[:2], *value.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
             num_heads, HEADS=heads, DIM=dim, DIM_PAD=dim_pad, V_DIM=v_dim, V_DIM_PAD=v_dim_pad,
         )  # fmt: skip
 

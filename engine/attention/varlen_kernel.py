@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .context import LayerCache
+from .context import AttentionCall
 from .flash_attn_kernel import library
-from .library_kernel import LibraryKernel, Scoring, SequenceGroup
+from .library_kernel import LibraryKernel, SequenceGroup
 
 
 class VarlenKernel(LibraryKernel):
@@ -28,12 +28,11 @@ class VarlenKernel(LibraryKernel):
             raise ImportError("no flash-attn 3 or 4 is active in torch", name="torch")
         return found
 
-    def attend_part(
-        self, query: torch.Tensor, cache: LayerCache, part: SequenceGroup, scoring: Scoring
-    ) -> torch.Tensor:
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`. A left bound of -1 means none; (-1, 0) means causal."""
+        cache = call.cache
         return self._library.varlen_attn(
             query, cache.key, cache.value, part.q_starts, None, part.max_q, part.max_kv,
-            scale=scoring.scaling, window_size=(-1 if scoring.left is None else scoring.left, 0),
+            scale=call.scaling, window_size=(-1 if call.left is None else call.left, 0),
             enable_gqa=query.shape[1] != cache.key.shape[2], seqused_k=part.lens, block_table=part.table(cache.group),
         )  # fmt: skip

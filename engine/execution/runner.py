@@ -1,7 +1,7 @@
 """The model runner: executes plans.
 
-It keeps each row's tokens (from admissions and its own samples) and, on the device, the block tables. For each plan it packs
-the chunks into one batch without padding, runs the model and samples. Memory operations run before the chunks, or concurrently
+It keeps each row's tokens and sampling (`row_states.py`) and, on the device, the block tables. For each plan it packs the
+chunks into one batch without padding, runs the model and samples. Memory operations run before the chunks, or concurrently
 with them on blocks that no chunk uses (`memory_operations.py`).
 
 On an asynchronous device, `begin` queues a plan and `PendingStep.wait` waits for its result. Tokens are sampled on the device
@@ -24,18 +24,19 @@ import torch
 from ...allocator.arena import Arena
 from ...cache.block_table import Index, Int32
 from ...cache.storage import Storage
-from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Admission, Candidates, ChunkLogprobs, Failure, Plan, Result
+from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..errors import is_interrupt
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
-from ..sampling.logprobs import LogprobRequests, TokenSpan, score
+from ..sampling.logprobs import TokenSpan, score
 from ..sampling.sampler import Sampler
 from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
+from .row_states import RowStates, format_error
 from .transfers import Array, Download, Stopwatch, Upload
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class PendingStep:
         plan, moves = self._plan, self._moves
         with self._runner.at_work():
             try:
-                computed = self._runner._collected(plan, self._computed)
+                computed = self._runner._collect(plan, self._computed)
             finally:
                 swaps = moves.done()
         failed, deferred = computed.failures, sorted(computed.deferred)
@@ -129,16 +130,10 @@ class ModelRunner:
         self.arena = arena
         self.host = host
         self.kernel = kernel
-        self.sampler = sampler
         self.overlaps = overlaps
         self.model = model
         self._memory_executor = MemoryExecutor(storage, arena, host)
-        self._logprob_requests = LogprobRequests(num_rows)
-        self._steered = np.zeros(num_rows, np.bool_)  # rows that return candidates to the scheduler (beam search)
-        self._admitted: dict[int, Admission] = {}  # by row: its latest admission
-        self._broken: dict[int, str] = {}  # by row: why its chunks cannot be computed
-        self._unreleased: set[int] = set()  # released rows for which sampling state remains
-        self._struck: dict[int, int] = {}  # by row: start of its deferred chunk, not computed since
+        self._row_states = RowStates(sampler, num_rows, max_tokens)
         geometry = storage.geometry
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
@@ -146,7 +141,6 @@ class ModelRunner:
         self._threads = CpuThreads()
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
-        self._tokens = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
         self._upload = Upload(self._device, _UPLOAD_BYTES * (max_step_tokens + num_rows) + 4096)
 
@@ -173,6 +167,11 @@ class ModelRunner:
         self._model = model
         self._keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
         self.graphs: DecodeGraphs | None = None
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of all rows."""
+        return self._row_states.sampler
 
     @property
     def mapped_extents(self) -> frozenset[int] | None:
@@ -206,12 +205,12 @@ class ModelRunner:
         rest of the plan still runs. Other exceptions are bookkeeping errors or interrupts.
         """
         with self.at_work():
-            self._follow(plan)
+            self._row_states.apply(plan)
             moves = MemoryOperations()
             try:
                 self._memory_executor.begin(plan, moves)
                 watch = Stopwatch(self._device)
-                computed = self._computed(plan)
+                computed = self._compute_plan(plan)
                 watch.stop()
                 moves.fence()
             except BaseException:
@@ -238,89 +237,28 @@ class ModelRunner:
         ):
             self.__dict__.pop(name, None)
 
-    def _follow(self, plan: Plan) -> None:
-        """Apply the plan's changes: released and admitted rows, and given tokens."""
-        if len(plan.released):
-            self._release(plan.released)
-        for new in plan.admitted:
-            self._tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self._steered[new.row] = new.sampling.num_candidates > 0
-            self._forget([new.row])
-            self._admitted[new.row] = new
-            self._start_sampling(new.row, len(new.token_ids))
-        if (given := plan.given) is not None:
-            self._tokens[given.rows, given.positions] = given.tokens
-            try:
-                self.sampler.record_tokens(given.rows, given.tokens)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
-                for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
-                    self._start_sampling(row, position + 1)
-
-    def _release(self, rows: Index) -> None:
-        """Release `rows`. Sampling state that cannot be released now is released before the row is reused."""
-        self._forget(rows.tolist())
-        self._unreleased.update(rows.tolist())
-        try:
-            self._release_sampling(rows)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            log.exception("what sampling keeps of %d rows could not be released", len(rows))
-
-    def _release_sampling(self, rows: Index) -> None:
-        self.sampler.release(rows)
-        self._logprob_requests.release(rows)
-        self._unreleased.difference_update(rows.tolist())
-
-    def _start_sampling(self, row: int, known: int) -> None:
-        """(Re)start the sampling state of `row` from its first `known` tokens. If that raises twice, the row's chunks fail."""
-        new = self._admitted[row]
-        for _ in range(2):
-            try:
-                if row in self._unreleased:
-                    self._release_sampling(np.array([row]))
-                self._logprob_requests.admit(row, new.sampling, new.num_prompt)
-                self.sampler.admit(row, new.sampling, self._tokens[row, :known], new.num_prompt)
-                return
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                log.exception("request %s: its sampling could not be started", new.request_id)
-                failure = _format_error(error)
-        self._broken[row] = failure
-
-    def _forget(self, rows: list[int]) -> None:
-        """Clear the admissions and recorded errors of `rows`."""
-        for row in rows:
-            self._admitted.pop(row, None)
-            self._broken.pop(row, None)
-            self._struck.pop(row, None)
-
-    def _computed(self, plan: Plan) -> Computed:
+    def _compute_plan(self, plan: Plan) -> Computed:
         """The outputs of the plan's chunks, perhaps still pending on the device."""
-        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
-        if self._broken or self._struck:
-            return self._in_parts(plan, [whole])
+        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        if self._row_states.faulty:
+            return self._compute_in_parts(plan, [all_chunks])
         changes = self._rows.changes(plan)
         try:
-            work = self._work(whole)
-            there = self._upload.put([*work.arrays, *changes])
-            self._rows.follow(plan, there[len(there) - len(changes) :])
-            return self._compute(work, there)
+            work = self._prepare(all_chunks)
+            uploaded = self._upload.put([*work.arrays, *changes])
+            self._rows.follow(plan, uploaded[len(uploaded) - len(changes) :])
+            return self._compute(work, uploaded)
         except BaseException as error:
             if is_interrupt(error):
                 raise
             log.exception("step %d raised; repeating it in parts", plan.step_id)
-            self._recover(whole)
-            return self._in_parts(plan, list(whole.halves()) or [whole])
+            self._recover(all_chunks)
+            return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
-    def _collected(self, plan: Plan, computed: Computed) -> Computed:
+    def _collect(self, plan: Plan, computed: Computed) -> Computed:
         """`computed` with its pending tokens. If they cannot be read, all chunks are computed again."""
         try:
-            self._take_in(computed)
+            self._collect_drawn(computed)
             return computed
         except BaseException as error:
             if is_interrupt(error):
@@ -329,26 +267,26 @@ class ModelRunner:
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
         newest = self._rows.newest.clone()  # of the next step, which has begun
-        whole = ChunkGroup.of(plan, np.arange(len(plan.rows)))
-        self._recover(whole)
-        computed = self._in_parts(plan, [whole])
+        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        self._recover(all_chunks)
+        computed = self._compute_in_parts(plan, [all_chunks])
         self._rows.newest.copy_(newest)
         return computed
 
-    def _in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
+    def _compute_in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
         """The outputs of the plan's chunks, computed part by part. A part that raises is divided further."""
         total = Computed(np.zeros(len(plan.rows), np.int32))
-        self._follow_tables(plan)
+        self._update_tables(plan)
         parts.reverse()
         while parts:
-            part = self._sound(plan, parts.pop(), total)
+            part = self._row_states.computable(plan, parts.pop(), total)
             if not len(part):
                 continue
             newest = self._rows.newest.clone()
             try:
-                work = self._work(part, recorded=False)
+                work = self._prepare(part, recorded=False)
                 computed = self._compute(work, self._upload.put(work.arrays))
-                self._take_in(computed)
+                self._collect_drawn(computed)
                 total.add(part, computed)
             except BaseException as error:
                 if is_interrupt(error):
@@ -358,13 +296,11 @@ class ModelRunner:
                 if halves := part.halves():
                     parts += reversed(halves)
                 else:
-                    self._give_up(plan, int(part.chunks[0]), error, total)
-        for chunk, row in enumerate(plan.rows.tolist()):
-            if chunk not in total.deferred:
-                self._struck.pop(row, None)
+                    self._row_states.defer_or_fail(plan, int(part.chunks[0]), error, total)
+        self._row_states.computed(plan, total)
         return total
 
-    def _follow_tables(self, plan: Plan) -> None:
+    def _update_tables(self, plan: Plan) -> None:
         """Upload the plan's new table entries. If that raises twice, the chunks of these rows fail."""
         for _ in range(2):
             try:
@@ -374,32 +310,9 @@ class ModelRunner:
                 if is_interrupt(error):
                     raise
                 log.exception("the block tables of step %d could not be changed", plan.step_id)
-                failure = _format_error(error)
+                failure = format_error(error)
         for update in plan.tables:
-            self._broken.update(dict.fromkeys(update.rows.tolist(), failure))
-
-    def _sound(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
-        """`part` without failed or deferred chunks. Chunks of broken rows fail now; those after a deferred chunk of their row
-        are deferred.
-        """
-        for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
-            if row in self._broken:
-                total.failures[chunk] = self._broken[row]
-            elif plan.starts[chunk] > self._struck.get(row, plan.starts[chunk]):
-                total.deferred.add(chunk)
-        given_up = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
-        return part[~np.array(given_up)] if any(given_up) else part
-
-    def _give_up(self, plan: Plan, chunk: int, error: BaseException, total: Computed) -> None:
-        """Handle a single token of `chunk` that could not be computed: first defer the chunk, the second time fail it."""
-        row = int(plan.rows[chunk])
-        total.drop(chunk)
-        if row in self._struck:
-            log.error("request %s ends: its smallest step failed twice", self._admitted[row].request_id, exc_info=error)
-            total.failures[chunk] = _format_error(error)
-        else:
-            self._struck[row] = int(plan.starts[chunk])
-            total.deferred.add(chunk)
+            self._row_states.fail(update.rows, failure)
 
     def _recover(self, part: ChunkGroup) -> None:
         """Prepare for computing `part` again: free memory, and undo what sampling has advanced."""
@@ -408,35 +321,28 @@ class ModelRunner:
                 free()
             except Exception:  # the repetition may succeed without it
                 log.exception("memory could not be freed before a step is repeated")
-        ends = part.starts + part.lengths
-        for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
-            self._start_sampling(row, known)
+        self._row_states.restart_sampling(part)
 
-    def _work(self, part: ChunkGroup, recorded: bool = True) -> _Work:
+    def _prepare(self, part: ChunkGroup, recorded: bool = True) -> _Work:
         """Prepare `part` as one batch. Without `recorded`, no graph is used."""
         rows, starts, lengths = part.rows, part.starts, part.lengths
         sampling = np.flatnonzero(part.samples)
-        seated, at = rows[sampling], (starts + lengths)[sampling]
-        prompts = self._logprob_requests.of_prompts(rows, starts, lengths)
-        settings = self.sampler.settings(seated, at) if self.overlaps and self._plain(seated, at) else None
+        sampled_rows, at = rows[sampling], (starts + lengths)[sampling]
+        prompts = self._row_states.logprob_requests.of_prompts(rows, starts, lengths)
+        on_device = self.overlaps and self._row_states.draws_on_device(sampled_rows, at)
+        settings = self.sampler.settings(sampled_rows, at) if on_device else None
         graph = None
         if recorded and self.graphs is not None and not prompts and 0 < len(sampling) == len(rows) == lengths.sum():
             graph = self.graphs.size_for(len(rows))
-        batch = pack(self._tokens, rows, starts, lengths, graph or 0)
+        batch = pack(self._row_states.tokens, rows, starts, lengths, graph or 0)
         keep = (batch.q_starts[: len(rows)] + lengths - 1)[sampling]
         if prompts:
             behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
         return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
 
-    def _plain(self, rows: Index, at: Index) -> bool:
-        """Whether the tokens `at` of `rows` can be sampled and left on the device. False for no rows."""
-        if not len(rows) or self._steered[rows].any() or self._logprob_requests.of_samples(rows, at):
-            return False
-        return self.sampler.plain(rows, at)
-
-    def _compute(self, work: _Work, there: Sequence[torch.Tensor]) -> Computed:
-        """Run a batch, with its uploaded arrays `there`."""
+    def _compute(self, work: _Work, uploaded: Sequence[torch.Tensor]) -> Computed:
+        """Run a batch, with its uploaded arrays `uploaded`."""
         part, computed = work.part, Computed(np.zeros(len(work.part), np.int32))
         if not len(part):
             return computed
@@ -445,38 +351,40 @@ class ModelRunner:
             logits = self.graphs.logits(work.graph, num_sampling)
         else:
             width = -(-int(work.batch.kv_lens.max()) // self._block_size)
-            inputs = there[: len(work.batch.arrays)]
+            inputs = uploaded[: len(work.batch.arrays)]
             step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
-            logits = self._forward(*step, there[len(inputs)] if len(work.keep) else None)
+            logits = self._forward(*step, uploaded[len(inputs)] if len(work.keep) else None)
         if work.prompts:
-            told = np.concatenate(
-                [self._tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
+            tokens = np.concatenate(
+                [self._row_states.tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
             )
-            self._score(computed, part.chunks, work.prompts, logits[num_sampling:], told)
+            self._add_logprobs(computed, part.chunks, work.prompts, logits[num_sampling:], tokens)
         if num_sampling and work.settings is not None:
-            self._draw(computed, work, logits[:num_sampling], there[len(work.batch.arrays) + 1 :])
+            self._sample_on_device(computed, work, logits[:num_sampling], uploaded[len(work.batch.arrays) + 1 :])
         elif num_sampling:
             self._sample(computed, work, logits[:num_sampling])
         return computed
 
-    def _draw(self, computed: Computed, work: _Work, logits: torch.Tensor, there: Sequence[torch.Tensor]) -> None:
-        """Queue the sampling on the device without waiting. `there` holds the rows, then the sampler's arrays."""
+    def _sample_on_device(
+        self, computed: Computed, work: _Work, logits: torch.Tensor, uploaded: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue the sampling on the device without waiting. `uploaded` holds the rows, then the sampler's arrays."""
         assert work.settings is not None
-        rows, settings = there[0], there[1 : 1 + len(work.settings.arrays)]
+        rows, settings = uploaded[0], uploaded[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
-        seated, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
-        computed.drawn = PendingTokens(work.sampling, chunks, seated, work.at, Download(found.packed))
+        sampled_rows, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
+        computed.drawn = PendingTokens(work.sampling, chunks, sampled_rows, work.at, Download(found.packed))
         # Last: if anything before raises, the step is computed again with the old tokens as inputs.
         self._rows.newest.index_copy_(0, rows, found.tokens)
-        self._tokens[seated, work.at] = ON_ITS_WAY
+        self._row_states.tokens[sampled_rows, work.at] = ON_ITS_WAY
 
-    def _take_in(self, computed: Computed) -> None:
+    def _collect_drawn(self, computed: Computed) -> None:
         """Wait for the pending tokens and record them."""
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
             return
         tokens, bad = self.sampler.collect_samples(drawn.rows, drawn.found.wait())
-        self._tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
+        self._row_states.tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
         for i in np.flatnonzero(bad):
             why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
             computed.failures.setdefault(int(drawn.chunks[i]), why)
@@ -484,50 +392,49 @@ class ModelRunner:
     def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
         """Sample the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, and its logprobs. May overwrite the logits."""
         chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
-        steered = self._steered[rows[sampling]]
-        if np.count_nonzero(steered):
-            self._tell(
-                computed, chunks, rows, sampling[steered], at[steered], logits[self._to_device(np.flatnonzero(steered))]
-            )
-            logits = logits[self._to_device(np.flatnonzero(~steered))]
-            sampling, at = sampling[~steered], at[~steered]
+        beams = self._row_states.has_candidates[rows[sampling]]
+        if np.count_nonzero(beams):
+            beam_logits = logits[self._to_device(np.flatnonzero(beams))]
+            self._add_candidates(computed, chunks, rows, sampling[beams], at[beams], beam_logits)
+            logits = logits[self._to_device(np.flatnonzero(~beams))]
+            sampling, at = sampling[~beams], at[~beams]
             if not len(sampling):
                 return
-        samples = self._logprob_requests.of_samples(rows[sampling], at)
-        asked = np.array([s.place for s in samples], np.int64)
-        raw = logits[self._to_device(asked)] if samples else None  # a copy
+        samples = self._row_states.logprob_requests.of_samples(rows[sampling], at)
+        places = np.array([s.place for s in samples], np.int64)
+        raw = logits[self._to_device(places)] if samples else None  # a copy
         sampled, bad = self.sampler.sample(rows[sampling], at, logits)
-        computed.tokens[sampling] = self._tokens[rows[sampling], at] = sampled
-        if (whole := self.sampler.complete(rows[sampling])) is not None:
-            computed.complete += chunks[sampling[whole]].tolist()
+        computed.tokens[sampling] = self._row_states.tokens[rows[sampling], at] = sampled
+        if (complete := self.sampler.complete(rows[sampling])) is not None:
+            computed.complete += chunks[sampling[complete]].tolist()
         if bad is not None:
             for i in np.flatnonzero(bad):
                 why = self.sampler.trouble(int(rows[sampling[i]])) or _not_finite(int(at[i]))
                 computed.failures.setdefault(int(chunks[sampling[i]]), why)
         if raw is not None:
-            self._score(computed, chunks[sampling], samples, raw, sampled[asked])
+            self._add_logprobs(computed, chunks[sampling], samples, raw, sampled[places])
 
-    def _tell(
+    def _add_candidates(
         self, computed: Computed, chunks: Index, rows: Index, sampling: Index, at: Index, logits: torch.Tensor
     ) -> None:
         """Add the candidates for the token `at[i]` of the chunk `sampling[i]`, from `logits[i]`."""
-        whole = self.sampler.complete(rows[sampling])
+        complete = self.sampler.complete(rows[sampling])
         for i, found in enumerate(self.sampler.candidates(rows[sampling], at, logits)):
             chunk, row = int(chunks[sampling[i]]), int(rows[sampling[i]])
-            if whole is not None and whole[i]:
+            if complete is not None and complete[i]:
                 computed.candidates.append(Candidates(chunk, NO_TOKENS, NO_LOGPROBS, NO_LOGPROBS))
             elif found is None:
                 computed.failures[chunk] = self.sampler.trouble(row) or _not_finite(int(at[i]))
             else:
                 computed.candidates.append(Candidates(chunk, *found))
 
-    def _score(
-        self, computed: Computed, chunks: Index, stretches: list[TokenSpan], logits: torch.Tensor, tokens: Int32
+    def _add_logprobs(
+        self, computed: Computed, chunks: Index, spans: list[TokenSpan], logits: torch.Tensor, tokens: Int32
     ) -> None:
         """Add the logprobs of `tokens`. `tokens` and `logits` hold the spans one after the other."""
-        scored = score(logits, tokens, max(s.k for s in stretches))
+        scored = score(logits, tokens, max(s.k for s in spans))
         end = 0
-        for s in stretches:
+        for s in spans:
             begin, end = end, end + s.length
             bad = np.flatnonzero(scored.bad[begin:end])
             if len(bad):
@@ -554,15 +461,15 @@ class ModelRunner:
     def _padding(self, size: int) -> InputBatch:
         """A batch of padding decodes only."""
         none = np.empty(0, np.int64)
-        return pack(self._tokens, none, none, none, size)
+        return pack(self._row_states.tokens, none, none, none, size)
 
     def _decode(self, size: int) -> torch.Tensor:
         """Logits [size, vocab] of the batch of decodes that was uploaded last, whatever its rows and lengths."""
         batch = self._padding(size)
-        there = self._upload.like(batch.arrays)
+        uploaded = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
         step, ids, positions = self._rows.context(
-            batch, there, self._rows.num_slots, self._layers, self.kernel, bounded=True
+            batch, uploaded, self._rows.num_slots, self._layers, self.kernel, bounded=True
         )
         with running(step):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)
@@ -575,7 +482,3 @@ class ModelRunner:
 
 def _not_finite(position: int) -> str:
     return f"the model's logits behind token {position:,} are not finite numbers"
-
-
-def _format_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from ...cache.storage import Storage, TensorArena
 from ..attention import trial
 from ..attention.backends import BACKENDS, AttentionSpec, block_multiple
 from ..attention.choose import MAKERS, Make, Site
-from ..attention.context import AttentionKernel
+from ..attention.context import AttentionCall, AttentionKernel
 from ..execution.graphs import CudaRecorder, DecodeGraphs, Record, near
 from ..execution.host_pool import NONE, HostPool
 from .report import ABSENT, FAILED, GRAPHS, PASSED, POOL, SWAPS, UNTRIED, PartOutcome
@@ -65,9 +65,9 @@ class Seams:
     makers: Mapping[str, Make]
     synchronize: Callable[[], None]
 
-    def obstacle(self, backend: str, calls: Collection[AttentionSpec]) -> str | None:
+    def obstacle(self, backend: str, specs: Collection[AttentionSpec]) -> str | None:
         """Why the backend cannot be tested here; None if it can."""
-        return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, calls)
+        return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, specs)
 
 
 def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
@@ -175,8 +175,8 @@ def _expect(holds: object, otherwise: str) -> None:
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def _calls(backend: str) -> list[AttentionSpec]:
-    """Calls that the backend supports: grouped heads, and all its other features."""
+def _specs(backend: str) -> list[AttentionSpec]:
+    """Specs that the backend supports: grouped heads, and all its other features."""
     needs = BACKENDS[backend]
     plain = AttentionSpec(8, 2, 128, 128)
     full = AttentionSpec(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
@@ -188,7 +188,7 @@ def _block_size(backend: str) -> int:
 
 
 def _kernel(backend: str, seams: Seams) -> AttentionKernel:
-    obstacle = seams.obstacle(backend, _calls(backend))
+    obstacle = seams.obstacle(backend, _specs(backend))
     if obstacle is not None:
         raise _Absent(obstacle)
     if backend not in seams.makers:
@@ -203,7 +203,7 @@ def _attention(backend: str, seams: Seams) -> None:
     """A kernel writes and computes the same as the torch kernel."""
     kernel = _kernel(backend, seams)
     with torch.inference_mode():
-        fault = trial.fault(kernel, _calls(backend), _block_size(backend), _DTYPE, seams.device)
+        fault = trial.fault(kernel, _specs(backend), _block_size(backend), _DTYPE, seams.device)
     _expect(fault is None, fault or "")
 
 
@@ -215,17 +215,18 @@ def _graphs(seams: Seams) -> None:
     kernel = _kernel("triton", seams)
     if not kernel.captures:
         raise _Absent(f"attention by {kernel.name} cannot be captured")
-    call, device = _calls("triton")[0], seams.device
-    steps = {
-        rows: _decodes(trial.build(call, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device), kernel)
+    spec, device = _specs("triton")[0], seams.device
+    calls = {
+        rows: _decodes(
+            trial.build(spec, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device).call, kernel
+        )
         for rows in _ROWS
     }
-    weight = torch.full((call.num_heads * call.v_head_dim, 32), 0.05, dtype=_DTYPE, device=device)
+    weight = torch.full((spec.num_heads * spec.v_head_dim, 32), 0.05, dtype=_DTYPE, device=device)
 
     def forward(rows: int) -> torch.Tensor:  # [rows, 32]
-        step = steps[rows]
-        kernel.write(step.key, step.value, step.cache, step.step)
-        return step.attend(kernel).flatten(1) @ weight
+        kernel.write(calls[rows])
+        return kernel.attend(calls[rows]).flatten(1) @ weight
 
     with torch.inference_mode():
         graphs = DecodeGraphs(forward, seams.record())
@@ -234,10 +235,10 @@ def _graphs(seams: Seams) -> None:
         for rows in _ROWS:
             graphs.logits(rows, rows)
             _expect(graphs.sizes, f"a captured step of {rows} rows gives other results than the same step without")
-            step = steps[rows]
-            for tensor in (step.query, step.key, step.value):
+            call = calls[rows]
+            for tensor in (call.query, call.key, call.value):
                 tensor.copy_(torch.flip(tensor, (0, 1)).mul(0.5))
-            step.step.lens.sub_(2)
+            call.step.lens.sub_(2)
             right = forward(rows).clone()
             _expect(
                 near(graphs.logits(rows, rows), right), f"a captured step of {rows} rows does not see its new inputs"
@@ -245,11 +246,11 @@ def _graphs(seams: Seams) -> None:
         seams.synchronize()
 
 
-def _decodes(scratch: trial.Scratch, kernel: AttentionKernel) -> trial.Scratch:
-    """A step as it is captured: its lengths on the host are upper bounds."""
-    bound = scratch.step.tables[0].shape[1] * _BLOCK_SIZE
-    step = replace(scratch.step, kernel=kernel, bounded=True, kv_lens=np.full_like(scratch.step.kv_lens, bound))
-    return replace(scratch, step=step)
+def _decodes(call: AttentionCall, kernel: AttentionKernel) -> AttentionCall:
+    """A call as it is captured: its step's lengths on the host are upper bounds."""
+    bound = call.step.tables[0].shape[1] * _BLOCK_SIZE
+    step = replace(call.step, kernel=kernel, bounded=True, kv_lens=np.full_like(call.step.kv_lens, bound))
+    return replace(call, step=step)
 
 
 # ---- swaps --------------------------------------------------------------------------------------

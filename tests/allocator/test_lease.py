@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -27,6 +26,7 @@ from broker_rig import (
     test_device,
     wait_until,
 )
+from false_broker import FalseBroker
 
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import BrokerClient
@@ -42,7 +42,7 @@ from pagetide.allocator.errors import (
     ProtocolMismatch,
 )
 from pagetide.allocator.lease import Denied, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
-from pagetide.allocator.lease_record import RecordOwner, bounds_between
+from pagetide.allocator.lease_record import bounds_between
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
 MIB = 1 << 20
@@ -203,50 +203,6 @@ def test_the_descriptor_tells_when_to_poll(folder: Path) -> None:
 
 
 # ---- with a false broker ------------------------------------------------------------------------
-
-
-class FalseBroker:
-    """Says to one engine what a test wants. `protocol` is the version that it speaks."""
-
-    def __init__(self, path: Path, protocol: int = wire.PROTOCOL) -> None:
-        self.protocol = protocol
-        self.hellos: list[int] = []  # the versions that it was spoken to in
-        self._listener = listen(path)
-        self._listener.setblocking(True)
-        self._decoder = wire.FrameDecoder()
-
-    def serve(self, granted: int = 500) -> None:
-        """Accept an engine and register it; one that speaks a later version than this broker knows has to come again."""
-        self.socket, _ = self._listener.accept()
-        self.socket.settimeout(30)
-        hello = self.hear()
-        assert isinstance(hello, wire.HelloMessage)
-        self.hellos.append(hello.protocol)
-        self.say(wire.WelcomeMessage(min(hello.protocol, self.protocol), 7, 1))
-        if hello.protocol > self.protocol:
-            self.socket.close()
-            return self.serve(granted)
-        request = self.hear()
-        assert isinstance(request, wire.RegisterMessage)
-        self.request = request
-        self.record = RecordOwner(request.held_bytes)
-        fd = self.record.take_fd()
-        frame = wire.to_frame(wire.RegisteredMessage(1, wire.OrderGeneration(7, 100), granted))
-        socket.send_fds(self.socket, [frame], [fd])
-        os.close(fd)
-
-    def say(self, *messages: wire.FromBroker) -> None:
-        for message in messages:
-            self.socket.send(wire.to_frame(message))
-
-    def hear(self) -> wire.Message:
-        while True:  # a byte at a time: none of the next message is taken
-            for message in self._decoder.feed(self.socket.recv(1)):
-                return message
-
-    def close(self) -> None:
-        self._listener.close()
-        self.socket.close()
 
 
 @pytest.fixture
@@ -527,7 +483,7 @@ def test_a_broker_of_another_version_is_refused(
     folder: Path, false_broker: FalseBroker, theirs: int, remedy: str
 ) -> None:
     def other() -> None:
-        false_broker.socket, _ = false_broker._listener.accept()
+        false_broker.accept()
         false_broker.say(wire.WelcomeMessage(theirs, 7, 1))
 
     thread = threading.Thread(target=other)
@@ -623,14 +579,14 @@ def test_looking_for_a_broker_costs_little_and_ends_with_the_lease(folder: Path)
     (folder / "broker").unlink()
     wait_for(a, Lost)
     tries = 0
-    original = a._connect
+    original = a._link.connect
 
-    def counted() -> None:
+    def counted(request: wire.RegisterMessage) -> None:
         nonlocal tries
         tries += 1
-        original()
+        original(request)
 
-    a._connect = counted  # type: ignore[method-assign]
+    a._link.connect = counted  # type: ignore[method-assign]
     for _ in range(10_000):
         clock[0] += 0.01
         assert a.poll() == ()

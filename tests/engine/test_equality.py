@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,11 +126,12 @@ def drop_last_block(engine: TinyEngine) -> None:
     kernel = engine.core.runner.kernel
     attend = kernel.attend
 
-    def dropped(query, key, value, cache, step, **how):
+    def dropped(call):
+        step = call.step
         if step.num_decodes == len(step.q_lens):
             for table in step.tables:
                 table[range(len(step.kv_lens)), torch.as_tensor((step.kv_lens - 1) // step.block_size)] = 0
-        return attend(query, key, value, cache, step, **how)
+        return attend(call)
 
     kernel.attend = dropped
 
@@ -139,8 +141,8 @@ def change_window(by: int):
         kernel = engine.core.runner.kernel
         attend = kernel.attend
 
-        def changed(*args, sliding_window, **how):
-            return attend(*args, sliding_window=sliding_window and sliding_window + by, **how)
+        def changed(call):
+            return attend(replace(call, window=call.window and call.window + by))
 
         kernel.attend = changed
 

@@ -188,8 +188,8 @@ class EveryPosition:
         self._waits: dict[int, Admission] = {}
         self._promoted: set[int] = set()
         runner = engine.core.runner
-        self._work, self._forward, self._begin = runner._work, runner._forward, runner.begin
-        runner._work, runner._forward, runner.begin = self._worked, self._forwarded, self._begun
+        self._work, self._forward, self._begin = runner._prepare, runner._forward, runner.begin
+        runner._prepare, runner._forward, runner.begin = self._worked, self._forwarded, self._begun
 
     def _begun(self, plan: Plan) -> Any:
         new = {a.row: a for a in plan.admitted} | self._waits  # whose copies were done beside the last plan's chunks

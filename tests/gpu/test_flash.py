@@ -33,9 +33,9 @@ def site(dtype: torch.dtype, block_size: int) -> Site:
     return Site(CUDA, dtype, block_size, torch.cuda.get_device_capability(CUDA))
 
 
-def kernel_of(name: str, where: Site, call: AttentionSpec) -> AttentionKernel:
+def kernel_of(name: str, where: Site, spec: AttentionSpec) -> AttentionKernel:
     """Skips where it is not installed, or says itself that it cannot."""
-    obstacle = where.obstacle(name, [call])
+    obstacle = where.obstacle(name, [spec])
     if obstacle is not None:
         pytest.skip(f"{name}: {obstacle}")
     try:
@@ -58,12 +58,12 @@ def test_it_passes_the_trial(name: str, shape: tuple[int, int, int]) -> None:
         for block_size in block_sizes(name):
             plain = AttentionSpec(heads, kv_heads, dim, dim)
             kernel = kernel_of(name, site(dtype, block_size), plain)
-            calls = [plain, AttentionSpec(heads, kv_heads, dim, dim, 1000)]
+            specs = [plain, AttentionSpec(heads, kv_heads, dim, dim, 1000)]
             if needs.softcap:
-                calls.append(AttentionSpec(heads, kv_heads, dim, dim, None, 50.0))
+                specs.append(AttentionSpec(heads, kv_heads, dim, dim, None, 50.0))
             if needs.sinks:
-                calls.append(AttentionSpec(heads, kv_heads, dim, dim, 1000, None, True))
-            assert trial.fault(kernel, calls, block_size, dtype, CUDA) is None
+                specs.append(AttentionSpec(heads, kv_heads, dim, dim, 1000, None, True))
+            assert trial.fault(kernel, specs, block_size, dtype, CUDA) is None
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -72,17 +72,18 @@ def test_ragged_batches_of_real_length(name: str) -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)
         window = [None, 1, 100, 1000][seed]
-        call = AttentionSpec(32, 8, 128, 128, window, 20.0 if BACKENDS[name].softcap and seed == 2 else None)
+        spec = AttentionSpec(32, 8, 128, 128, window, 20.0 if BACKENDS[name].softcap and seed == 2 else None)
         block_size = block_sizes(name)[0]
-        kernel = kernel_of(name, site(BRAIN, block_size), call)
+        kernel = kernel_of(name, site(BRAIN, block_size), spec)
         chunks = [(1, int(n)) for n in rng.integers(1, 4000, 9)]
         chunks += [(int(n), int(n + rng.integers(0, 3000))) for n in rng.integers(2, 700, 3)]
-        scratch = trial.build(call, chunks, block_size, BRAIN, CUDA)
-        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-        expected = scratch.attend(scratch.step.kernel)
+        scratch = trial.build(spec, chunks, block_size, BRAIN, CUDA)
+        call, right = scratch.call, scratch.call.step.kernel
+        right.write(call)
+        expected = right.attend(call)
         before = scratch.pool.clone()
         for _ in range(2):
-            got = scratch.attend(kernel)
+            got = kernel.attend(call)
             error = (got.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max()
             assert error < trial.TOLERANCES[BRAIN], (seed, error)
         assert torch.equal(trial._bits(scratch.pool), trial._bits(before))
@@ -90,23 +91,23 @@ def test_ragged_batches_of_real_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_beyond_two_to_the_31_elements(name: str) -> None:
-    call = AttentionSpec(4, 2, 64, 64)
+    spec = AttentionSpec(4, 2, 64, 64)
     block_size = block_sizes(name)[0]
-    kernel = kernel_of(name, site(BRAIN, block_size), call)
-    near = trial.build(call, [(1, 9 * block_size + 3), (7, 9 * block_size)], block_size, BRAIN, CUDA)
+    kernel = kernel_of(name, site(BRAIN, block_size), spec)
+    near = trial.build(spec, [(1, 9 * block_size + 3), (7, 9 * block_size)], block_size, BRAIN, CUDA)
     if torch.cuda.mem_get_info()[0] < len(near.pool) * 2 * FAR_STRIDE + (2 << 30):
         pytest.skip("needs 12 GB of device memory")
     arena = torch.zeros(len(near.pool), FAR_STRIDE, dtype=BRAIN, device=CUDA)
     arena[:, : near.pool.shape[1]] = near.pool
     key, value = (
         arena.as_strided(view.shape, (FAR_STRIDE, *view.stride()[1:]), view.storage_offset())
-        for view in (near.cache.key, near.cache.value)
+        for view in (near.call.cache.key, near.call.cache.value)
     )
-    far = replace(near, cache=LayerCache(key, value))
-    for scratch in (near, far):
-        kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-    expected = near.attend(near.step.kernel)
-    assert (far.attend(kernel).float() - expected.float()).abs().max() < trial.TOLERANCES[BRAIN]
+    far = replace(near.call, cache=LayerCache(key, value))
+    for call in (near.call, far):
+        kernel.write(call)
+    expected = near.call.step.kernel.attend(near.call)
+    assert (kernel.attend(far).float() - expected.float()).abs().max() < trial.TOLERANCES[BRAIN]
     del arena, far, key, value
     torch.cuda.empty_cache()
 
@@ -124,9 +125,9 @@ def test_the_choice_is_measured(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_engine_attends_by_it(name: str) -> None:
     model = tiny("llama").to(CUDA, BRAIN)
     config = model.config
-    call = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
     if name in LIBRARIES:
-        kernel_of(name, site(BRAIN, BACKENDS[name].block_multiple * 16), call)
+        kernel_of(name, site(BRAIN, BACKENDS[name].block_multiple * 16), spec)
     elif name == "triton":
         pytest.importorskip("triton")
     with LLM(model, attention=name, kv_memory="64MiB", max_model_len=512, share=False) as llm:

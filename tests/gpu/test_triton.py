@@ -83,7 +83,7 @@ def test_a_captured_decode_serves_rows_of_any_length() -> None:
     kernel = TritonKernel()
 
     def run() -> torch.Tensor:
-        return kernel.attend(first.query, first.key, first.value, first.cache, first.step, **first.options)
+        return kernel.attend(first.call)
 
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -94,10 +94,10 @@ def test_a_captured_decode_serves_rows_of_any_length() -> None:
         ids = np.random.default_rng(seed).permutation(np.arange(1, len(first.arena)))
         case = Case(tuple((1, n) for n in lengths), **shape, seed=seed)
         built = build(case, "cuda", first.arena, ids)
-        table = built.step.tables[1]
-        first.step.tables[1].zero_()[:, : table.shape[1]] = table
-        first.query.copy_(built.query)
-        first.step.lens.copy_(built.step.lens)
+        table = built.call.step.tables[1]
+        first.call.step.tables[1].zero_()[:, : table.shape[1]] = table
+        first.call.query.copy_(built.call.query)
+        first.call.step.lens.copy_(built.call.step.lens)
         graph.replay()
         assert_near(out, built)
 

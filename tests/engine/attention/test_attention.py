@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from families import FAMILIES, VOCAB, attention_matters, tiny
 from paged_driver import PagedDriver, eager_logits
 
 from pagetide.engine.attention import torch_kernel
-from pagetide.engine.attention.context import LayerCache, StepContext, lengths_on
+from pagetide.engine.attention.context import AttentionCall, LayerCache, StepContext, lengths_on
 from pagetide.engine.attention.interface import NAME, paged_attention, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 
@@ -80,9 +81,9 @@ class WrongWindow(TorchKernel):
         super().__init__()
         self.by = by
 
-    def attend(self, *args, sliding_window, **kwargs):
-        wrong = None if sliding_window is None else sliding_window + self.by
-        return super().attend(*args, sliding_window=wrong, **kwargs)
+    def attend(self, call):
+        wrong = None if call.window is None else call.window + self.by
+        return super().attend(replace(call, window=wrong))
 
 
 @pytest.mark.parametrize("fault", [shifted, without_last])
@@ -192,24 +193,21 @@ def test_kernel_is_exact_on_random_steps(seed: int, monkeypatch: pytest.MonkeyPa
     sinks = pick(None, torch.from_numpy(rng.standard_normal(heads * group)).to(dtype))
     kernel = TorchKernel(pick(None, 1, 1 << 14, 1 << 22))
     for _ in range(2):  # the second layer uses what the first one made
-        got = kernel.attend(
-            query, key, value, cache, step, scaling=0.3, sliding_window=window, softcap=softcap, sinks=sinks
-        )
+        got = kernel.attend(AttentionCall(query, key, value, cache, step, 0.3, window, softcap, sinks))
         error = (got.double() - exact(query, step, keys, values, 0.3, window, softcap, sinks)).abs().max()
         assert got.dtype == dtype and error < BOUNDS[dtype]
 
 
 def attend(kernel: TorchKernel, step, cache, key, value, *, group: int = 2, **over) -> torch.Tensor:
     query = torch.ones(len(key), key.shape[1] * group, key.shape[2], dtype=key.dtype)
-    options = {"scaling": 0.1, "sliding_window": None, "softcap": None, "sinks": None, **over}
-    return kernel.attend(query, key, value, cache, step, **options)
+    return kernel.attend(AttentionCall(query, key, value, cache, step, 0.1, **over))
 
 
 def test_a_window_gathers_only_its_blocks() -> None:
     rng = np.random.default_rng(0)
     step, cache, key, value, *_ = random_step(rng, [1] * 4 + [3], [2000] * 5, 2, (8, 8), 16, torch.float32)
     kernel = TorchKernel()
-    attend(kernel, step, cache, key, value, sliding_window=20)
+    attend(kernel, step, cache, key, value, window=20)
     assert kernel.buffer_bytes <= 4 * (3 * 16) * 2 * (8 + 8) * 4 * 1.25  # 20 tokens touch 2 or 3 blocks
     attend(kernel, step, cache, key, value)
     assert kernel.buffer_bytes >= 2000 * 2 * (8 + 8) * 4
@@ -250,7 +248,7 @@ def test_what_a_step_has_in_common_is_made_once(monkeypatch: pytest.MonkeyPatch)
     step, cache, key, value, *_ = random_step(rng, [1, 1, 4], [9, 5, 8], 2, (8, 8), 4, torch.float32)
     kernel = TorchKernel()
     for window in (None, 3, None, 3, None):
-        attend(kernel, step, cache, key, value, sliding_window=window)
+        attend(kernel, step, cache, key, value, window=window)
     assert [shape.window for shape in made] == [None, 3]
 
 
@@ -282,9 +280,7 @@ def test_half_precision_on_a_cpu_has_few_shapes(
             step, cache, key, value, *_ = random_step(rng, q_lens, kv_lens, 2, (16, 16), 16, dtype)
             query = torch.zeros(sum(q_lens), 4, 16, dtype=dtype)
             own = torch.zeros(4, dtype=dtype) if sinks else None
-            TorchKernel().attend(
-                query, key, value, cache, step, scaling=0.3, sliding_window=window, softcap=None, sinks=own
-            )
+            TorchKernel().attend(AttentionCall(query, key, value, cache, step, 0.3, window, sinks=own))
     assert all((n % 32 == 0 or n <= 2) and span % 64 == 0 for n, span in seen[torch.bfloat16])
     assert len(seen[torch.bfloat16]) < 100 < len(seen[torch.float32])
 

@@ -117,20 +117,20 @@ def test_candidates_are_those_that_can(site: Site, names: set[str]) -> None:
 
 
 class Raises(TorchKernel):
-    def attend(self, *args, **kwargs):
+    def attend(self, call):
         raise RuntimeError("no kernel image")
 
 
 class Wrong(TorchKernel):
-    def attend(self, *args, **kwargs):
-        return super().attend(*args, **kwargs) * 1.5
+    def attend(self, call):
+        return super().attend(call) * 1.5
 
 
 class RaisesLater(TorchKernel):
-    def attend(self, query, *args, **kwargs):
-        if len(query) == 2:  # the timed decodes
+    def attend(self, call):
+        if len(call.query) == 2:  # the timed decodes
             raise RuntimeError("out of it")
-        return super().attend(query, *args, **kwargs)
+        return super().attend(call)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "site", "call", "said"),
+    ("name", "site", "spec", "said"),
     [
         ("flash-attn", CPU, PLAIN, "'flash-attn' cannot serve this model: it needs a CUDA device, and the engine runs on"
          " cpu; use 'auto', or 'torch'"),
@@ -215,9 +215,9 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
         ("triton", CARD, replace(PLAIN, head_dim=576), "up to 512, and a layer has 576; use 'auto', or 'torch'"),
     ],
 )  # fmt: skip
-def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, call: AttentionSpec, said: str) -> None:
+def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, spec: AttentionSpec, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        choose(name, site, Counter([call]), makers=LIBRARIES)
+        choose(name, site, Counter([spec]), makers=LIBRARIES)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +269,11 @@ def test_the_probe_tells_how_layers_attend() -> None:
         model, watched = tiny(family), WatchedKernel()
         config = model.config
         probe(model, Geometry.from_config(config, block_size=16, dtype="float32"), kernel=watched)
-        windows = {call.window for call in watched.calls}
+        windows = {spec.window for spec in watched.specs}
         assert windows == {None, config.sliding_window}
-        assert {call.softcap for call in watched.calls} == {getattr(config, "attn_logit_softcapping", None)}
-        assert {call.sinks for call in watched.calls} == {family == "gpt_oss"}
-        shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in watched.calls}
+        assert {spec.softcap for spec in watched.specs} == {getattr(config, "attn_logit_softcapping", None)}
+        assert {spec.sinks for spec in watched.specs} == {family == "gpt_oss"}
+        shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in watched.specs}
         assert shapes == {(config.num_attention_heads, config.num_key_value_heads, config.head_dim)}
 
 

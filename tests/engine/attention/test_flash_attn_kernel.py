@@ -42,15 +42,15 @@ def kernel_of(name: str, library: Library):
 
 def worst_error(kernel, scratch: trial.Scratch, padding: int = 0) -> float:
     """Over what the torch kernel gives, for the batch written by this one; twice, as two layers would."""
-    right = scratch.step.kernel
-    right.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    call, right = scratch.call, scratch.call.step.kernel
+    right.write(call)
     before = scratch.pool.clone()
-    kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
-    filler = torch.full((padding, *scratch.query.shape[1:]), torch.nan, dtype=scratch.query.dtype)
-    padded = replace(scratch, query=torch.cat((scratch.query, filler)))
-    expected, worst = scratch.attend(right), 0.0
+    kernel.write(call)
+    filler = torch.full((padding, *call.query.shape[1:]), torch.nan, dtype=call.query.dtype)
+    padded = replace(call, query=torch.cat((call.query, filler)))
+    expected, worst = right.attend(call), 0.0
     for _ in range(2):
-        got = padded.attend(kernel)
+        got = kernel.attend(padded)
         assert not got[len(expected) :].any() and len(got) == len(expected) + padding and got.dtype == expected.dtype
         worst = max(worst, float((got[: len(expected)] - expected).abs().nan_to_num(nan=torch.inf).max()))
     assert torch.equal(trial._bits(scratch.pool), trial._bits(before))
@@ -67,13 +67,13 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
     for n in rng.integers(2, 40, rng.integers(not chunks, 4)):
         chunks.append((int(n), int(n + rng.integers(0, longest) * rng.integers(2))))
     needs, (heads, group) = BACKENDS[name], rng.integers(1, 4, 2)
-    call = AttentionSpec(
+    spec = AttentionSpec(
         int(heads * group), int(heads), 16, 16,
         window=[None, 1, 7, 50][rng.integers(4)],
         softcap=3.0 if needs.softcap and rng.integers(2) else None,
         sinks=bool(needs.sinks and rng.integers(2)),
     )  # fmt: skip
-    scratch = trial.build(call, chunks, block_size, torch.float32, CPU)
+    scratch = trial.build(spec, chunks, block_size, torch.float32, CPU)
     assert worst_error(kernel_of(name, Library()), scratch, int(rng.integers(3))) < 1e-5
 
 
@@ -81,11 +81,11 @@ def test_ragged_batches_are_as_the_torch_kernel_has_them(name: str, seed: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
     needs = BACKENDS[name]
-    calls = [
+    specs = [
         AttentionSpec(4, 2, 16, 16),
         AttentionSpec(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks),
     ]
-    assert trial.fault(kernel_of(name, Library()), calls, needs.block_multiple, dtype, CPU) is None
+    assert trial.fault(kernel_of(name, Library()), specs, needs.block_multiple, dtype, CPU) is None
 
 
 def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,53 +94,52 @@ def test_decodes_and_chunks_are_calls_of_their_own_and_metadata_is_made_once(mon
     monkeypatch.setattr(library_base, "_parts", lambda step: made.append(1) or real(step))
     library = Library()
     kernel = kernel_of("flash-attn", library)
-    scratch = trial.build(AttentionSpec(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU)
-    scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    call = trial.build(AttentionSpec(2, 1, 8, 8), [(1, 3), (1, 300), (4, 9)], 256, torch.float32, CPU).call
+    call.step.kernel.write(call)
     for _ in range(3):
-        scratch.attend(kernel)
+        kernel.attend(call)
     assert library.called == ["with_kvcache", "varlen"] * 3 and len(made) == 1
     kernel.release_buffers()
-    scratch.attend(kernel)
+    kernel.attend(call)
     assert len(made) == 2
 
 
 def test_flashinfer_plans_once_a_step_for_each_kind_of_layer() -> None:
     library = Library()
     kernel = kernel_of("flashinfer", library)
-    scratch = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU)
-    scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+    call = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 30), (4, 9)], 16, torch.float32, CPU).call
+    call.step.kernel.write(call)
     for window in (None, 5, None, 5):
-        replace(scratch, call=replace(scratch.call, window=window)).attend(kernel)
+        kernel.attend(replace(call, window=window))
     assert library.planned == 4, "decodes and chunks, with a window and without"
-    again = replace(scratch, step=replace(scratch.step))
-    again.attend(kernel)
+    kernel.attend(replace(call, step=replace(call.step)))
     assert library.planned == 6
     kernel.release_buffers()
-    scratch.attend(kernel)
+    kernel.attend(call)
     assert library.planned == 8
 
 
 def test_padding_rows_of_no_tokens_get_zeros() -> None:
     for name in KERNELS:
         block_size = BACKENDS[name].block_multiple
-        scratch = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU)
-        scratch.step.kernel.write(scratch.key, scratch.value, scratch.cache, scratch.step)
+        call = trial.build(AttentionSpec(2, 1, 16, 16), [(1, 3), (1, 5)], block_size, torch.float32, CPU).call
+        call.step.kernel.write(call)
         kv_lens = np.array([3, 0], np.int32)
-        step = replace(scratch.step, kv_lens=kv_lens, **lengths_on(CPU, scratch.step.q_lens, kv_lens))
-        got = replace(scratch, step=step).attend(kernel_of(name, Library()))
+        step = replace(call.step, kv_lens=kv_lens, **lengths_on(CPU, call.step.q_lens, kv_lens))
+        got = kernel_of(name, Library()).attend(replace(call, step=step))
         assert got[0].all() and not got[1].any()
 
 
 def test_refusals() -> None:
-    scratch = trial.build(AttentionSpec(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU)
+    call = trial.build(AttentionSpec(2, 1, 8, 8, window=4), [(1, 3), (4, 9)], 16, torch.float32, CPU).call
     kernel = kernel_of("flash-attn-3", Library())
     with pytest.raises(ValueError, match="at least 1 token"):
-        replace(scratch, call=replace(scratch.call, window=0)).attend(kernel)
+        kernel.attend(replace(call, window=0))
     with pytest.raises(ValueError, match="must lie behind each other"):
-        replace(scratch, step=replace(scratch.step, q_starts=np.array([1, 0]))).attend(kernel)
+        kernel.attend(replace(call, step=replace(call.step, q_starts=np.array([1, 0]))))
     shifted = torch.zeros(100)[1:65].view(2, 4, 1, 8)
     with pytest.raises(ValueError, match="flash-attn-4 takes K and V in rows that begin at multiples of 16 bytes"):
-        replace(scratch, cache=LayerCache(shifted, shifted)).attend(kernel_of("flash-attn-4", Library()))
+        kernel_of("flash-attn-4", Library()).attend(replace(call, cache=LayerCache(shifted, shifted)))
 
 
 # --- faults that the trial must see
@@ -153,22 +152,22 @@ class Faulty(FlashKernel):
         super().__init__(Library().flash2())
         self.fault = fault
 
-    def write(self, key, value, cache, step) -> None:
+    def write(self, call) -> None:
         if self.fault == "write":
-            key = key.clone()
-            key[0, 0, 0] += 1
-        super().write(key, value, cache, step)
+            call = replace(call, key=call.key.clone())
+            call.key[0, 0, 0] += 1
+        super().write(call)
 
-    def attend_part(self, query, cache, part, scoring):
+    def attend_part(self, call, part, query):
         if self.fault == "window":
-            scoring = replace(scoring, window=scoring.window and scoring.window + 1)
+            call = replace(call, window=call.window and call.window + 1)
         elif self.fault == "softcap":
-            scoring = replace(scoring, softcap=None)
+            call = replace(call, softcap=None)
         elif self.fault == "scaling":
-            scoring = replace(scoring, scaling=1.0)
+            call = replace(call, scaling=1.0)
         elif self.fault == "foreign bytes":
-            cache.key.as_strided((1,), (1,), 1).fill_(0)
-        out = super().attend_part(query, cache, part, scoring)
+            call.cache.key.as_strided((1,), (1,), 1).fill_(0)
+        out = super().attend_part(call, part, query)
         return out.float() if self.fault == "dtype" else out
 
 
@@ -184,9 +183,9 @@ class Faulty(FlashKernel):
     ],
 )
 def test_the_trial_sees_faults(fault: str, said: str) -> None:
-    calls = [AttentionSpec(4, 2, 64, 64, 4096, 50.0)]
-    assert trial.fault(FlashKernel(Library().flash2()), calls, 256, torch.bfloat16, CPU) is None
-    assert said in str(trial.fault(Faulty(fault), calls, 256, torch.bfloat16, CPU))
+    specs = [AttentionSpec(4, 2, 64, 64, 4096, 50.0)]
+    assert trial.fault(FlashKernel(Library().flash2()), specs, 256, torch.bfloat16, CPU) is None
+    assert said in str(trial.fault(Faulty(fault), specs, 256, torch.bfloat16, CPU))
 
 
 # --- installed or not

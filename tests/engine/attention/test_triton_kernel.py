@@ -67,12 +67,11 @@ def decode_in(built: Built, num_splits: int) -> torch.Tensor:
     items = triton_decode.partial_items(case.num_decodes, heads, v_dim) * num_splits
     partials = torch.full((items + 16,), torch.nan)
     partials[items:] = 7
-    out = torch.zeros(len(built.query), heads, v_dim, dtype=case.dtype)
-    scores = ScoreTransform(0.3, case.softcap, built.sinks, case.window)
-    lens = torch.from_numpy(built.step.kv_lens)
-    triton_decode.decode(
-        built.query, built.cache, built.step.tables[1], lens, out, partials, num_splits, scores, SMALL
-    )  # fmt: skip
+    call = built.call
+    out = torch.zeros(len(call.query), heads, v_dim, dtype=case.dtype)
+    scores = ScoreTransform.of(call)
+    lens = torch.from_numpy(call.step.kv_lens)
+    triton_decode.decode(call.query, call.cache, call.step.tables[1], lens, out, partials, num_splits, scores, SMALL)
     assert (partials[items:] == 7).all()
     return out
 
@@ -117,10 +116,10 @@ def test_batches_beyond_two_to_the_31_elements(far: str) -> None:
         count, strides = (tokens, (1 << 30, dim, 1)) if far == "tokens" else (heads, (dim, 1 << 30, 1))
         return sparse(count, 1 << 30, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
-    wide = replace(built, query=spread(built.query), key=spread(built.key), value=spread(built.value))
-    check_write(small_kernel(), wide)
-    got = small_kernel().attend(wide.query, wide.key, wide.value, wide.cache, wide.step, **wide.options)
-    assert_near(got, built)
+    call = built.call
+    wide = replace(call, query=spread(call.query), key=spread(call.key), value=spread(call.value))
+    check_write(small_kernel(), replace(built, call=wide))
+    assert_near(small_kernel().attend(wide), built)
 
 
 # --- what a step has in common
@@ -130,10 +129,10 @@ def test_rows_that_are_split_beside_longer_chunks() -> None:
     kernel = TritonKernel(decode=SMALL, prefill=SMALL, num_sms=132)
     for chunks in (((1, 200), (1, 70)), ((1, 150),), ((1, 200), (2, 5))):
         built = build(Case(chunks, aliased=True))
-        assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
+        assert_near(kernel.attend(built.call), built)
         assert max(kernel._plan.splits.values())[0] > 1
     kernel.release_buffers()
-    assert_near(kernel.attend(built.query, built.key, built.value, built.cache, built.step, **built.options), built)
+    assert_near(kernel.attend(built.call), built)
 
 
 def test_what_a_step_has_in_common_is_made_once_and_of_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +142,7 @@ def test_what_a_step_has_in_common_is_made_once_and_of_what_the_device_has(monke
     monkeypatch.setattr(triton_kernel, "list_tiles", lambda step, size: made.append(real(step, size)) or made[-1])
     with CaptureCheck():  # asks the device nothing, and sends it nothing
         for window in (None, 3, None, 3):
-            options = {**built.options, "sliding_window": window}
-            kernel.attend(built.query, built.key, built.value, built.cache, built.step, **options)
+            kernel.attend(replace(built.call, window=window))
     assert [tiles.tolist() for tiles in made] == [[[1, 1, 4, 4]]]
 
 
@@ -181,8 +179,8 @@ def test_what_is_launched_depends_on_bounds_and_the_lengths_are_read_on_the_devi
     kernel = small_kernel(num_sms=132)
     built = build(Case(((1, 77), (1, 0), (1, 16)), kv_heads=1, aliased=True))
     for bounded in (False, True):
-        step = replace(built.step, kv_lens=np.full(3, 320), bounded=bounded)
-        out = kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options)
+        step = replace(built.call.step, kv_lens=np.full(3, 320), bounded=bounded)
+        out = kernel.attend(replace(built.call, step=step))
         assert max(kernel._plan.splits.values())[0] > 4
         assert_near(out, built)
 
@@ -192,8 +190,8 @@ def test_a_long_row_among_short_ones_is_split_where_nobody_knows_of_it(monkeypat
     monkeypatch.setattr(triton_decode, "UNKNOWN_SPLIT_KEYS", 64)
     kernel = small_kernel(num_sms=1)
     built = build(Case(((1, 500), (1, 3), (1, 64), (1, 65), (1, 0), (1, 129)), kv_heads=1, aliased=True, sinks=True))
-    step = replace(built.step, kv_lens=np.full(6, 600), bounded=True)
-    out = kernel.attend(built.query, built.key, built.value, built.cache, step, **built.options)
+    step = replace(built.call.step, kv_lens=np.full(6, 600), bounded=True)
+    out = kernel.attend(replace(built.call, step=step))
     assert list(kernel._plan.splits.values()) == [(8, 4)]
     assert_near(out, built)
 
@@ -237,12 +235,11 @@ def test_rows_are_split_until_the_card_is_full(lengths: list[int], kv_heads: int
 def test_refusals() -> None:
     kernel: AttentionKernel = small_kernel()
     built = build(Case(((1, 9), (2, 8)), aliased=True))
-    arguments = built.query, built.key, built.value, built.cache, built.step
     with pytest.raises(ValueError, match="at least 1 token"):
-        kernel.attend(*arguments, **{**built.options, "sliding_window": 0})
-    object.__setattr__(built.step, "q_starts", np.array([2, 0]))
+        kernel.attend(replace(built.call, window=0))
+    object.__setattr__(built.call.step, "q_starts", np.array([2, 0]))
     with pytest.raises(ValueError, match="first 1 tokens of a batch"):
-        small_kernel().attend(*arguments, **built.options)
+        small_kernel().attend(built.call)
     for table in (DECODE_TILINGS, PREFILL_TILINGS):
         assert tiling(table, 2, 512) and tiling(table, 4, 3)
         with pytest.raises(ValueError, match="head dims up to 512, got 576"):

@@ -92,7 +92,7 @@ def test_a_step_is_one_upload_and_one_download_and_asks_the_device_nothing(monke
     engine = Watched(model, usable=100, overlaps=True)
     runner = engine.core.runner
     runner.kernel = DenseKernel()
-    runner.sampler = Sampler(16, VOCAB, at_hand=False)
+    runner._row_states.sampler = Sampler(16, VOCAB, at_hand=False)
     begin, counts, ups, downs = runner.begin, [], [], []
 
     def watched(plan: Plan) -> Any:
@@ -102,7 +102,7 @@ def test_a_step_is_one_upload_and_one_download_and_asks_the_device_nothing(monke
             return begin(plan)
         with CaptureCheck():
             step = begin(plan)
-        if not (runner._tokens[plan.rows] == ON_ITS_WAY).any():
+        if not (runner._row_states.tokens[plan.rows] == ON_ITS_WAY).any():
             return step  # of a row below its minimum length
         counts.append((len(ups), len(downs)))
         return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,8 +220,8 @@ def test_another_geometry_than_the_models_is_refused() -> None:
 
 def test_a_wrong_kernel_is_refused() -> None:
     class Forgetful(TorchKernel):
-        def attend(self, query, key, value, cache, step, **options):
-            return super().attend(query, key, value, cache, step, **{**options, "scaling": 1.1 * options["scaling"]})
+        def attend(self, call):
+            return super().attend(replace(call, scaling=1.1 * call.scaling))
 
     model = tiny("llama")
     assert "differ from those of a plain forward pass" in refusal(model, geometry_of(model), kernel=Forgetful())

@@ -79,7 +79,7 @@ class Engine:
         """Before each call of the driver, on whatever thread."""
         self.called[call, threading.current_thread().name] += 1
         lease = self.lease
-        lower = lease.lower_bytes if isinstance(lease, ScriptedLease) else lease._lower
+        lower = lease.lower_bytes if isinstance(lease, ScriptedLease) else lease._balance.lower_bytes
         with self.driver._lock:
             taken = self.driver.taken_bytes
         if not lower - BASE <= taken <= lease.held_bytes - BASE:

@@ -18,6 +18,7 @@ from pagetide.allocator.errors import DriverError, DriverUnavailable, OutOfDevic
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.backends import BACKENDS
+from pagetide.engine.attention.context import AttentionCall
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.self_check.parts import check_part
@@ -128,8 +129,8 @@ def test_a_device_without_an_elastic_pool_has_its_swaps_checked_all_the_same() -
 
 
 class Wrong(DenseKernel):
-    def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        return super().attend(*arguments, **options) * 1.5
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return super().attend(call) * 1.5
 
 
 @pytest.mark.parametrize("part", ATTENTION)
@@ -179,10 +180,10 @@ def test_a_graph_that_keeps_the_lengths_of_its_capture_fails() -> None:
     class KeepsLengths(DenseKernel):
         """While it is captured it takes a copy of the lengths on the host, which is in no graph."""
 
-        def attend(self, query: Any, key: Any, value: Any, cache: Any, step: Any, **options: Any) -> torch.Tensor:
+        def attend(self, call: AttentionCall) -> torch.Tensor:
             if capturing:
-                step = replace(step, lens=torch.tensor(step.lens.numpy().copy()))
-            return super().attend(query, key, value, cache, step, **options)
+                call = replace(call, step=replace(call.step, lens=torch.tensor(call.step.lens.numpy().copy())))
+            return super().attend(call)
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
         capturing.append(True)

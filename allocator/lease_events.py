@@ -1,0 +1,60 @@
+"""The events of a lease: what the broker has changed, as `Lease.poll` returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .errors import LeaseRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The lease may now hold `granted_bytes` in all."""
+
+    granted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`."""
+
+    target_bytes: int
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The recall is no longer needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """The max has changed: admit nothing that would exceed it, and shrink to it as requests end."""
+
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The broker is gone or refuses the lease: the engine keeps what it holds and takes no more."""
+
+    reason: str
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """A broker has registered the lease again."""
+
+    granted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The broker refused a message. An answer that crossed a newer grant gets this; it needs no reply."""
+
+    error: LeaseRefused
+
+
+Event: TypeAlias = Granted | Recalled | Withdrawn | Limited | Lost | Rejoined | Denied

@@ -1,0 +1,150 @@
+"""The host's state per row of a model runner: tokens, the sampling of its request, and faults of earlier steps."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ...cache.block_table import Index, Int32
+from ...scheduler.plan import Admission, Plan
+from ..errors import is_interrupt
+from ..sampling.logprobs import LogprobRequests
+from ..sampling.sampler import Sampler
+from .parts import ChunkGroup, Computed
+
+log = logging.getLogger(__name__)
+
+
+class RowStates:
+    """Each row's tokens and sampling, changed by plans, and why its chunks cannot be computed.
+
+    A row's sampling state is released later if its release raises, but before the row is used again. If it cannot be started,
+    the row's chunks fail.
+    """
+
+    def __init__(self, sampler: Sampler, num_rows: int, max_tokens: int) -> None:
+        self.sampler = sampler
+        self.logprob_requests = LogprobRequests(num_rows)
+        self.tokens: Int32 = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory
+        self.has_candidates = np.zeros(num_rows, np.bool_)  # rows that return candidates to the scheduler (beam search)
+        self._admitted: dict[int, Admission] = {}  # by row: its latest admission
+        self._unreleased: set[int] = set()  # released rows for which sampling state remains
+        self._failures: dict[int, str] = {}  # by row: why its chunks cannot be computed
+        self._deferred: dict[int, int] = {}  # by row: start of its deferred chunk, not computed since
+
+    @property
+    def faulty(self) -> bool:
+        """Whether some row failed or was deferred, so that `computable` and `computed` apply."""
+        return bool(self._failures or self._deferred)
+
+    def apply(self, plan: Plan) -> None:
+        """Apply the plan's changes: released and admitted rows, and given tokens."""
+        if len(plan.released):
+            self._release(plan.released)
+        for new in plan.admitted:
+            self.tokens[new.row, : len(new.token_ids)] = new.token_ids
+            self.has_candidates[new.row] = new.sampling.num_candidates > 0
+            self._forget([new.row])
+            self._admitted[new.row] = new
+            self._start_sampling(new.row, len(new.token_ids))
+        if (given := plan.given) is not None:
+            self.tokens[given.rows, given.positions] = given.tokens
+            try:
+                self.sampler.record_tokens(given.rows, given.tokens)
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
+                log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
+                for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
+                    self._start_sampling(row, position + 1)
+
+    def restart_sampling(self, part: ChunkGroup) -> None:
+        """Undo what sampling has advanced for the chunks of `part`, before they are computed again."""
+        ends = part.starts + part.lengths
+        for row, known in zip(part.rows[part.samples].tolist(), ends[part.samples].tolist(), strict=True):
+            self._start_sampling(row, known)
+
+    def draws_on_device(self, rows: Index, at: Index) -> bool:
+        """Whether the tokens `at` of `rows` can be sampled and left on the device. False for no rows."""
+        if not len(rows) or self.has_candidates[rows].any() or self.logprob_requests.of_samples(rows, at):
+            return False
+        return self.sampler.plain(rows, at)
+
+    def fail(self, rows: Index, message: str) -> None:
+        """Let the chunks of `rows` fail until the rows are released or admitted again."""
+        self._failures.update(dict.fromkeys(rows.tolist(), message))
+
+    def computable(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
+        """`part` without failed or deferred chunks. Chunks of failed rows fail now; those after a deferred chunk of their row
+        are deferred.
+        """
+        for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
+            if row in self._failures:
+                total.failures[chunk] = self._failures[row]
+            elif plan.starts[chunk] > self._deferred.get(row, plan.starts[chunk]):
+                total.deferred.add(chunk)
+        left_out = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
+        return part[~np.array(left_out)] if any(left_out) else part
+
+    def defer_or_fail(self, plan: Plan, chunk: int, error: BaseException, total: Computed) -> None:
+        """Handle a single token of `chunk` that could not be computed: first defer the chunk, the second time fail it."""
+        row = int(plan.rows[chunk])
+        total.drop(chunk)
+        if row in self._deferred:
+            log.error("request %s ends: its smallest step failed twice", self._admitted[row].request_id, exc_info=error)
+            total.failures[chunk] = format_error(error)
+        else:
+            self._deferred[row] = int(plan.starts[chunk])
+            total.deferred.add(chunk)
+
+    def computed(self, plan: Plan, total: Computed) -> None:
+        """Forget the deferrals of rows whose chunks were computed, or have failed."""
+        for chunk, row in enumerate(plan.rows.tolist()):
+            if chunk not in total.deferred:
+                self._deferred.pop(row, None)
+
+    def _release(self, rows: Index) -> None:
+        """Release `rows`. Sampling state that cannot be released now is released before the row is reused."""
+        self._forget(rows.tolist())
+        self._unreleased.update(rows.tolist())
+        try:
+            self._release_sampling(rows)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            log.exception("what sampling keeps of %d rows could not be released", len(rows))
+
+    def _release_sampling(self, rows: Index) -> None:
+        self.sampler.release(rows)
+        self.logprob_requests.release(rows)
+        self._unreleased.difference_update(rows.tolist())
+
+    def _start_sampling(self, row: int, known: int) -> None:
+        """(Re)start the sampling state of `row` from its first `known` tokens. If that raises twice, the row's chunks fail."""
+        new = self._admitted[row]
+        for _ in range(2):
+            try:
+                if row in self._unreleased:
+                    self._release_sampling(np.array([row]))
+                self.logprob_requests.admit(row, new.sampling, new.num_prompt)
+                self.sampler.admit(row, new.sampling, self.tokens[row, :known], new.num_prompt)
+                return
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
+                log.exception("request %s: its sampling could not be started", new.request_id)
+                failure = format_error(error)
+        self._failures[row] = failure
+
+    def _forget(self, rows: list[int]) -> None:
+        """Clear the admissions and recorded errors of `rows`."""
+        for row in rows:
+            self._admitted.pop(row, None)
+            self._failures.pop(row, None)
+            self._deferred.pop(row, None)
+
+
+def format_error(error: BaseException) -> str:
+    """The message of a chunk that failed by `error`."""
+    return f"{type(error).__name__}: {error}"
