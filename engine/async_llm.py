@@ -307,7 +307,7 @@ class AsyncRequestHandle:
     index: int
     number: int
     _submission: _Submission = field(repr=False)
-    _ticket: RequestState = field(repr=False)
+    _state: RequestState = field(repr=False)
 
     async def export(self) -> dict[str, Any]:
         """End the request here and return it as data for another process: see `RequestHandle.export`.
@@ -315,7 +315,7 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._ticket))
+        data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._state))
         return data
 
 
@@ -402,9 +402,9 @@ class _Submission:
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
         """Handles to the queued, unfinished continuations."""
         return tuple(
-            AsyncRequestHandle(state.request.request_id, answer.index, state.number, self, state)
-            for answer in self._call.answers
-            for state in answer.exportable
+            AsyncRequestHandle(state.request.request_id, group.index, state.number, self, state)
+            for group in self._call.groups
+            for state in group.exportable
         )
 
     async def first(self) -> Any:

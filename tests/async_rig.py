@@ -67,7 +67,11 @@ def is_idle(llm: AsyncLLM) -> bool:
     held = (stepper._arrived, stepper._open, stepper._calls, stepper._ready, stepper._outbox, stepper._drained)
     scheduler = manager.open().core.scheduler
     return not (
-        any(held) or manager.states or manager.has_work or scheduler.num_waiting or scheduler.cache.counts().live
+        any(held)
+        or manager.delivery.groups
+        or manager.has_work
+        or scheduler.num_waiting
+        or scheduler.cache.counts().live
     )
 
 

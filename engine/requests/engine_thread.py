@@ -57,10 +57,10 @@ class PendingCall:
         self.priority = priority
         self.cache_salt = cache_salt
         self.interval = interval
-        self.asked: list[PromptInput] = []  # until the call is queued
+        self.inputs: list[PromptInput] = []  # until the call is queued
+        self.groups: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
         self.states: list[RequestState] = []  # of a stream: those that have not delivered their last chunk
-        self.answers: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
-        self.num_running = 0  # unfinished request states
+        self.num_running = 0  # unfinished groups
         self.forgotten = False  # the caller is gone
         self.over = False  # no more results follow
 
@@ -70,7 +70,7 @@ class PendingCall:
             if self.num_running:
                 return []
             self.over = True
-            return [state.answer.output for state in self.states if state.number == 0]
+            return [group.output for group in self.groups]
         chunks = []
         while (chunk := ready_chunk(self.states, self.interval)) is not None:
             chunks.append(chunk)
@@ -98,7 +98,7 @@ class EngineThread(threading.Thread):
         self._compiled: list[Future[None]] = []
         self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come, first served
         self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
-        self._calls: dict[RequestState, PendingCall] = {}  # of unfinished request states
+        self._calls: dict[RequestGroup, PendingCall] = {}  # of unfinished groups
         self._ready: dict[PendingCall, None] = {}  # calls that may have results
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
         self._pauses: dict[Waiter, None] = {}  # active pauses, oldest first
@@ -107,7 +107,7 @@ class EngineThread(threading.Thread):
         self._joining: list[Waiter] = []  # settled when this thread ends
         self._num_threads = own_threads()
         # May be called by the memory thread (manager._keep_memory).
-        manager.on_news = lambda states: self._inbox.put(partial(self._note, states))
+        manager.delivery.on_outputs = lambda groups: self._inbox.put(partial(self._note, groups))
         self.start()
         _running.add(self)
 
@@ -303,7 +303,7 @@ class EngineThread(threading.Thread):
             self._settle(waiter, None)
         for held in (self._open, self._calls, self._ready, self._drained):  # readers collect the rest of their streams
             held.clear()
-        self._manager.on_news = None
+        self._manager.delivery.on_outputs = None
         self._hand_out()
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -316,29 +316,30 @@ class EngineThread(threading.Thread):
         elif self._draining:
             self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
         else:
-            call.asked = asked
+            call.inputs = asked
             self._open.setdefault(call.loop, {})[call] = None
             self._arrived[call] = None
 
     def _submit(self, call: PendingCall) -> None:
-        asked, call.asked = call.asked, []
+        inputs, call.inputs = call.inputs, []
         try:
-            call.states = self._manager.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
+            groups = self._manager.submit(inputs, call.priority, call.cache_salt, streams=call.interval is not None)
         except Exception as error:
             self._give(call, error)
             return
-        call.answers = tuple(state.answer for state in call.states if state.number == 0)
-        call.num_running = len(call.states)
-        self._calls.update((state, call) for state in call.states)
+        call.groups = tuple(groups)
+        call.states = [state for group in groups for state in group.states]
+        call.num_running = len(groups)
+        self._calls.update((group, call) for group in groups)
 
-    def _note(self, states: Iterable[RequestState]) -> None:
-        """Mark the calls of `states` as having results. A request state may occur several times."""
-        for state in states:
-            call = self._calls.get(state)
+    def _note(self, groups: Iterable[RequestGroup]) -> None:
+        """Mark the calls of `groups` as having results. A group may occur several times."""
+        for group in groups:
+            call = self._calls.get(group)
             if call is None:
                 continue
-            if state.completion is not None:
-                del self._calls[state]
+            if group.is_finished:
+                del self._calls[group]
                 call.num_running -= 1
             if call.interval is not None or not call.num_running:
                 self._ready[call] = None
@@ -353,9 +354,9 @@ class EngineThread(threading.Thread):
     def _forget(self, call: PendingCall) -> None:
         call.forgotten = True
         self._arrived.pop(call, None)
-        self._manager.abandon(call.states)
-        for state in call.states:
-            self._calls.pop(state, None)
+        self._manager.abort_later(call.groups)
+        for group in call.groups:
+            self._calls.pop(group, None)
         self._give(call, [])
 
     def _give(self, call: PendingCall, what: Any) -> None:
