@@ -29,6 +29,7 @@ from .config import EngineConfig
 from .errors import ConfigError, EngineClosed
 from .requests.engine_thread import EngineThread, PendingCall, Waiter
 from .requests.inputs import Message, Prompt, PromptInput, check_count, paired
+from .requests.intake import RequestIntake
 from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.states import RequestState
@@ -89,8 +90,8 @@ class AsyncLLM:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
             EngineClosed: the engine is stopped, or being drained.
         """
-        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
-        return await self._outputs(asked, priority, cache_salt)
+        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        return await self._outputs(encode, priority, cache_salt)
 
     async def chat(
         self,
@@ -104,10 +105,10 @@ class AsyncLLM:
         """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
         messages, params = _read(messages), _read(sampling_params)
 
-        def asked() -> list[PromptInput]:
-            return self._manager.encode(self._manager.render(messages, template_options), params)
+        def encode(intake: RequestIntake) -> list[PromptInput]:
+            return intake.encode(intake.render(messages, template_options), params)
 
-        return await self._outputs(asked, priority, cache_salt)
+        return await self._outputs(encode, priority, cache_salt)
 
     def stream(
         self,
@@ -124,8 +125,8 @@ class AsyncLLM:
         tokens as one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
-        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
-        return AsyncStream(partial(_Submission, self, asked, priority, cache_salt, stream_interval))
+        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
 
     def import_request(
         self,
@@ -136,8 +137,8 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Continue an exported request: see `LLM.import_request`, and `stream`. Reading raises as `generate`."""
         check_count("stream_interval", stream_interval)
-        asked = partial(self._manager.handed_over, data)
-        return AsyncStream(partial(_Submission, self, asked, priority, None, stream_interval))
+        parse = partial(RequestIntake.parse_exported, data=data)
+        return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval))
 
     def generate_each(
         self,
@@ -159,7 +160,9 @@ class AsyncLLM:
 
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = await _ask(self._engine_thread.compute, lambda: self._manager.render([messages], template_options))
+        (ids,) = await _ask(
+            self._engine_thread.compute, lambda: self._manager.intake.render([messages], template_options)
+        )
         return ids
 
     @property
@@ -249,9 +252,9 @@ class AsyncLLM:
     # -- shared by the APIs --------------------------------------------------------------------------------------
 
     async def _outputs(
-        self, asked: Callable[[], list[PromptInput]], priority: int, cache_salt: str | None
+        self, encode: Callable[[RequestIntake], list[PromptInput]], priority: int, cache_salt: str | None
     ) -> list[RequestOutput]:
-        submission = _Submission(self, asked, priority, cache_salt, None)
+        submission = _Submission(self, encode, priority, cache_salt, None)
         try:
             return await submission.first()
         finally:
@@ -272,8 +275,8 @@ class AsyncLLM:
                 async with aclosing(pairs):
                     await room.acquire()
                     async for prompt, params in pairs:
-                        asked = partial(self._manager.encode_one, prompt, params)
-                        taken.put_nowait((prompt, _Submission(self, asked, priority, cache_salt, None)))
+                        encode = partial(RequestIntake.encode_one, prompt=prompt, params=params)
+                        taken.put_nowait((prompt, _Submission(self, encode, priority, cache_salt, None)))
                         await room.acquire()
             finally:
                 taken.put_nowait(None)
@@ -381,7 +384,7 @@ class _Submission:
     def __init__(
         self,
         llm: AsyncLLM,
-        asked: Callable[[], list[PromptInput]],
+        encode: Callable[[RequestIntake], list[PromptInput]],
         priority: int | None,
         cache_salt: str | None,
         interval: int | None,
@@ -390,7 +393,7 @@ class _Submission:
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
         self._call = PendingCall(self._waiter, priority, cache_salt, interval)
-        llm._engine_thread.begin(self._call, asked)
+        llm._engine_thread.begin(self._call, encode)
         self._closed = False
 
     @property

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .requests.inputs import Message, Prompt, check_count, paired
 from .requests.manager import RequestManager
-from .requests.outputs import RequestOutput, StreamChunk
+from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
 from .requests.states import RequestGroup, RequestState
 
@@ -144,7 +147,7 @@ class LLM:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
         """
         manager = self._manager
-        groups = manager.submit(manager.encode(prompts, sampling_params), priority, cache_salt)
+        groups = manager.submit(manager.intake.encode(prompts, sampling_params), priority, cache_salt)
         try:
             with Bar(
                 total=len(groups), unit="prompt", leave=False, desc="generating",
@@ -173,7 +176,7 @@ class LLM:
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts = self._manager.render(messages, template_options)
+        prompts = self._manager.intake.render(messages, template_options)
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
@@ -191,7 +194,7 @@ class LLM:
         chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
         check_count("stream_interval", stream_interval)
-        inputs = self._manager.encode(prompts, sampling_params)
+        inputs = self._manager.intake.encode(prompts, sampling_params)
         return Stream(self._manager, self._manager.submit(inputs, priority, cache_salt, streams=True), stream_interval)
 
     def import_request(
@@ -215,7 +218,7 @@ class LLM:
                 request; nothing of the call is started then.
         """
         check_count("stream_interval", stream_interval)
-        inputs = self._manager.handed_over(data)
+        inputs = self._manager.intake.parse_exported(data)
         return Stream(self._manager, self._manager.submit(inputs, priority, None, streams=True), stream_interval)
 
     def generate_each(
@@ -239,11 +242,11 @@ class LLM:
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
         check_count("look_ahead", look_ahead)
-        return self._manager.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+        return _outputs_in_order(self._manager, paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = self._manager.render([messages], template_options)
+        (ids,) = self._manager.intake.render([messages], template_options)
         return ids
 
     @property
@@ -393,3 +396,37 @@ class Stream(Iterator[StreamChunk]):
 
     def __del__(self) -> None:
         self._manager.abort_nowait(self._groups)
+
+
+def _outputs_in_order(
+    manager: RequestManager,
+    pairs: Iterator[tuple[Prompt, SamplingParams | None]],
+    look_ahead: int,
+    priority: int,
+    cache_salt: str | None,
+) -> Iterator[RequestOutput]:
+    """Yield the outputs of the prompts taken from `pairs`, in their order; see `LLM.generate_each`."""
+
+    def submit(prompt: Prompt, params: SamplingParams | None) -> RequestOutput | RequestGroup:
+        try:
+            (group,) = manager.submit(manager.intake.encode_one(prompt, params), priority, cache_salt)
+            return group
+        except RequestRejected as error:
+            return refused(prompt if isinstance(prompt, str) else None, str(error))
+
+    taken: deque[RequestOutput | RequestGroup] = deque()
+    try:
+        while True:
+            for prompt, params in islice(pairs, look_ahead - len(taken)):
+                taken.append(submit(prompt, params))
+            if not taken:
+                return
+            first = taken[0]
+            if isinstance(first, RequestGroup):
+                while not first.is_finished:
+                    manager.step_for(first)
+                first = first.output
+            taken.popleft()
+            yield first
+    finally:  # may run in the garbage collector, during a step
+        manager.abort_nowait([group for group in taken if isinstance(group, RequestGroup)])

@@ -71,12 +71,7 @@ class BeamRules:
     @property
     def num_candidates(self) -> int:
         """Enough that `num_beams` are left even if every end id is among the best of each beam."""
-        return num_candidates(self.num_beams, len(self.end_ids))
-
-
-def num_candidates(num_beams: int, num_end_ids: int) -> int:
-    """The number of candidates that each beam reports."""
-    return max(2, 1 + num_end_ids) * num_beams
+        return max(2, 1 + len(self.end_ids)) * self.num_beams
 
 
 class BeamSearch:

@@ -29,6 +29,7 @@ from ..build import Engine
 from ..errors import EngineClosed
 from ..process.cpu_threads import own_threads, use_own_threads
 from .inputs import PromptInput
+from .intake import RequestIntake
 from .manager import RequestManager, ready_chunk
 from .outputs import RequestOutput, StreamChunk
 from .states import RequestGroup, RequestState
@@ -113,27 +114,27 @@ class EngineThread(threading.Thread):
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
-    def begin(self, call: PendingCall, asked: Callable[[], list[PromptInput]]) -> None:
-        """Tokenise the prompts of `asked`, then queue them. Errors of both settle the waiter. Raises EngineClosed.
+    def begin(self, call: PendingCall, encode: Callable[[RequestIntake], list[PromptInput]]) -> None:
+        """Call `encode` on the tokenizer's thread, then queue its inputs. Errors settle the waiter. Raises EngineClosed.
 
         Constraints are compiled in other threads, so that later calls do not wait for them.
         """
 
-        def encode() -> None:
+        def encode_inputs() -> None:
             if call.forgotten:
                 return
-            what = self._tried(asked)
-            if isinstance(what, BaseException) or all(one.prepared.ready for one in what):
-                self._inbox.put(partial(self._arrive, call, what))
+            inputs = self._tried(lambda: encode(self._manager.intake))
+            if isinstance(inputs, BaseException) or all(one.prepared.ready for one in inputs):
+                self._inbox.put(partial(self._arrive, call, inputs))
                 return
             self._compiled = [future for future in self._compiled if not future.done()]
-            self._compiled.append(self._compiling.submit(compile_all, what))
+            self._compiled.append(self._compiling.submit(compile_all, inputs))
 
-        def compile_all(what: list[PromptInput]) -> None:
+        def compile_all(inputs: list[PromptInput]) -> None:
             if not call.forgotten:
-                self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, what))))
+                self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, inputs))))
 
-        self._encode(encode)
+        self._encode(encode_inputs)
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
         """Settle `waiter` with a stream's next chunks: an empty list if it was forgotten or the thread has ended."""
@@ -308,15 +309,15 @@ class EngineThread(threading.Thread):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: PendingCall, asked: list[PromptInput] | BaseException) -> None:
+    def _arrive(self, call: PendingCall, inputs: list[PromptInput] | BaseException) -> None:
         if call.forgotten:
             return
-        if isinstance(asked, BaseException):
-            self._give(call, asked)
+        if isinstance(inputs, BaseException):
+            self._give(call, inputs)
         elif self._draining:
             self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
         else:
-            call.inputs = asked
+            call.inputs = inputs
             self._open.setdefault(call.loop, {})[call] = None
             self._arrived[call] = None
 
@@ -415,11 +416,11 @@ class EngineThread(threading.Thread):
         self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
 
 
-def _compiled(asked: list[PromptInput]) -> list[PromptInput]:
-    """Compile the constraints of `asked` and return it. Raises RequestRejected."""
-    for one in asked:
+def _compiled(inputs: list[PromptInput]) -> list[PromptInput]:
+    """Compile the constraints of `inputs` and return it. Raises RequestRejected."""
+    for one in inputs:
         one.prepared.compile()
-    return asked
+    return inputs
 
 
 def _settle(settled: list[tuple[Waiter, Any]]) -> None:

@@ -14,27 +14,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...allocator.errors import LeaseClosed
 from ...scheduler.errors import RequestRejected
-from ...scheduler.request import Request, SamplingParams
 from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
-from .beams import BeamRules, num_candidates
 from .delivery import OutputDelivery
-from .groups import BeamGroup, ContinuationGroup
-from .handover import Handover
-from .inputs import Prompt, PromptInput, checked_priority, conversations, encoded, together
-from .outputs import RequestOutput, StreamChunk, refused
+from .inputs import PromptInput, check_cache_salt
+from .intake import RequestIntake
+from .outputs import StreamChunk
 from .states import RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
@@ -139,36 +135,10 @@ class RequestManager:
 
     # -- requests in ---------------------------------------------------------------------------------------------
 
-    def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[PromptInput]:
-        """Check and encode prompts and parameters as callers pass them in. Raises RequestRejected."""
-        engine = self.open()
-        return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
-
-    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
-        """As `encode`, for a single prompt: a list is token ids. Raises RequestRejected."""
-        if not isinstance(prompt, str):
-            try:
-                prompt = list(prompt)
-            except Exception as error:  # not an iterable, or one that raises
-                raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
-        return self.encode([prompt], params)
-
-    def handed_over(self, data: Any) -> list[PromptInput]:
-        """Parse the data of one or several exported requests (`export`). Raises RequestRejected."""
-        engine = self.open()
-        many = [data] if isinstance(data, Mapping) else data
-        if not isinstance(many, list | tuple) or not many:
-            raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
-        each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
-        prepare = engine.encoder.prepare  # without the engine's EOS ids: their own are among their stop ids
-        return [PromptInput(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
-
-    def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        """Apply the tokenizer's chat template to conversations. Returns token ids. Raises RequestRejected."""
-        encoder = self.open().encoder
-        return [encoder.render(conversation, options) for conversation in conversations(messages)]
+    @property
+    def intake(self) -> RequestIntake:
+        """Encodes and checks what callers pass in, for `submit`. Raises EngineClosed."""
+        return RequestIntake(self.open(), self._numbers)
 
     def submit(
         self,
@@ -182,59 +152,17 @@ class RequestManager:
         An imported request keeps its own salt, and with `priority` None its own priority. Constraints are compiled before the
         lock is taken.
         """
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
+        check_cache_salt(cache_salt)
         for one in inputs:
             one.prepared.compile()
         with self.lock:
-            engine = self.open()
-            groups: list[tuple[RequestGroup, list[Request]]] = []
-            for index, prompt in enumerate(inputs):
-                _, ids, params, prepared, before = prompt
-                salt = cache_salt if before is None else before.cache_salt
-                own_priority = before.priority if before is not None and priority is None else priority
-                if streams and params.num_started > (params.n or 1):
-                    raise RequestRejected(
-                        f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
-                        "when all have ended; use generate, or leave best_of out"
-                    )
-                request = Request(
-                    request_id=f"r{next(self._numbers)}",
-                    prompt_token_ids=ids,
-                    sampling=params.resolve(engine.eos_token_ids, prepared.bad_words),
-                    priority=checked_priority(own_priority),
-                    arrival=engine.core.clock(),
-                    cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
-                )
-                if before is not None:
-                    request = before.request(request)
-                engine.core.scheduler.check(request)
-                requests = self._requests(request, params)
-                text_stream = partial(engine.encoder.text_stream, ids, prepared.stops)
-                group: RequestGroup
-                if (params.num_beams or 1) == 1:
-                    group = ContinuationGroup(index, prompt, requests, text_stream, streams)
-                else:
-                    longest = engine.core.scheduler.limit_of(request) - len(ids)
-                    rules = BeamRules.resolve(params, request.sampling.stop_token_ids, longest)
-                    group = BeamGroup(index, prompt, requests, rules, text_stream, streams)
-                if before is not None:
-                    for state in group.states:
-                        state.import_request(before)
-                groups.append((group, requests))
-            for group, requests in groups:
+            intake = self.intake
+            built = [intake.build(index, one, priority, cache_salt, streams) for index, one in enumerate(inputs)]
+            for group, requests in built:
                 for request in requests:
-                    engine.core.add(request)
+                    intake.engine.core.add(request)
                 self.delivery.add(group, requests)
-        return [group for group, _ in groups]
-
-    def _requests(self, request: Request, params: SamplingParams) -> list[Request]:
-        """`request` and its forks: one for each continuation to generate, or for each beam."""
-        if (params.num_beams or 1) == 1:
-            return request.forked(params.num_started)
-        sampling = request.sampling
-        count = num_candidates(params.num_beams or 1, len(sampling.stop_token_ids))
-        return replace(request, sampling=replace(sampling, num_candidates=count)).forked(params.num_beams or 1)
+        return [group for group, _ in built]
 
     def export(self, state: RequestState) -> dict[str, Any]:
         """See `RequestHandle.export`."""
@@ -255,40 +183,6 @@ class RequestManager:
             if self.delivery.on_outputs is not None:
                 self.delivery.on_outputs([group])
             return handover.to_dict(engine.plan.model, engine.encoder.vocab_size)
-
-    def each(
-        self,
-        given: Iterator[tuple[Prompt, SamplingParams | None]],
-        look_ahead: int,
-        priority: int,
-        cache_salt: str | None,
-    ) -> Iterator[RequestOutput]:
-        """Yield the outputs of the prompts taken from `given`, in its order; see `LLM.generate_each`."""
-        taken: deque[RequestOutput | RequestGroup] = deque()
-        try:
-            while True:
-                for prompt, params in itertools.islice(given, look_ahead - len(taken)):
-                    taken.append(self._queue_or_refuse(prompt, params, priority, cache_salt))
-                if not taken:
-                    return
-                first = taken[0]
-                if isinstance(first, RequestGroup):
-                    while not first.is_finished:
-                        self.step_for(first)
-                    first = first.output
-                taken.popleft()
-                yield first
-        finally:  # may run in the garbage collector, during a step
-            self.abort_nowait([group for group in taken if isinstance(group, RequestGroup)])
-
-    def _queue_or_refuse(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
-    ) -> RequestOutput | RequestGroup:
-        try:
-            (group,) = self.submit(self.encode_one(prompt, params), priority, cache_salt)
-            return group
-        except RequestRejected as error:
-            return refused(prompt if isinstance(prompt, str) else None, str(error))
 
     # -- steps and delivery ----------------------------------------------------------------------------------------
 
