@@ -27,11 +27,12 @@ from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import EngineConfig
 from .errors import ConfigError, EngineClosed
-from .requests.engine_thread import EngineThread, PendingCall, Waiter
+from .requests.engine_thread import EngineThread
 from .requests.inputs import Message, Prompt, PromptInput, check_count, paired
 from .requests.intake import RequestIntake
 from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.pending_calls import PendingCall, Waiter
 from .requests.states import RequestState
 
 if TYPE_CHECKING:
@@ -160,8 +161,8 @@ class AsyncLLM:
 
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = await _ask(
-            self._engine_thread.compute, lambda: self._manager.intake.render([messages], template_options)
+        (ids,) = await _send(
+            self._engine_thread.run_with_encoder, lambda: self._manager.intake.render([messages], template_options)
         )
         return ids
 
@@ -174,13 +175,13 @@ class AsyncLLM:
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         params = sampling_params or SamplingParams()
-        return await _ask(
-            self._engine_thread.compute, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
+        return await _send(
+            self._engine_thread.run_with_encoder, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
         )
 
     async def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
-        await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.cache.reset())
+        await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
 
     async def stats(self) -> dict[str, Any]:
         """The engine's state and counters: see `LLM.stats`."""
@@ -194,7 +195,7 @@ class AsyncLLM:
 
     async def explain(self) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short: see `LLM.explain`."""
-        return await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.explain())
+        return await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.explain())
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class AsyncLLM:
 
         This is irreversible: only `stop` is left to call. Raises EngineClosed.
         """
-        await _ask(self._engine_thread.drain)
+        await _send(self._engine_thread.drain)
 
     async def stop(self, timeout_s: float | None = 0.0) -> None:
         """Abort all requests, end the thread and free all memory. Idempotent.
@@ -238,8 +239,8 @@ class AsyncLLM:
                     async with asyncio.timeout(timeout_s):
                         await self.drain()
         finally:
-            await _ask(self._engine_thread.end)
-            self._engine_thread.join()  # returns at once: the thread has settled its last waiter
+            await _send(self._engine_thread.end)
+            self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -318,7 +319,9 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._state))
+        data: dict[str, Any] = await _send(
+            llm._engine_thread.run_with_encoder, partial(llm._manager.export, self._state)
+        )
         return data
 
 
@@ -416,12 +419,12 @@ class _Submission:
 
     async def next(self) -> list[StreamChunk]:
         """Wait for the next chunks; none if the call was closed meanwhile. Raises EngineClosed if the engine broke."""
-        stepper = self._llm._engine_thread
-        chunks = await _ask(stepper.want, self._call)
-        if not chunks and stepper.ended and not self._closed:
+        thread = self._llm._engine_thread
+        chunks = await _send(thread.want, self._call)
+        if not chunks and thread.ended and not self._closed:
             chunks = self._call.collect()
             if not chunks:
-                raise stepper.closed()
+                raise thread.closed()
         return chunks
 
     def close(self) -> None:
@@ -429,24 +432,24 @@ class _Submission:
         if not self._closed:
             self._closed = True
             if not self._call.over:
-                self._llm._engine_thread.forget(self._call)
+                self._llm._engine_thread.cancel(self._call)
 
     __del__ = close
 
 
-async def _ask(question: Callable[..., None], *arguments: Any) -> Any:
-    """Send a message to the engine thread and await its answer."""
+async def _send(message: Callable[..., None], *arguments: Any) -> Any:
+    """Send a message to the engine thread and await its result."""
     waiter: Waiter = asyncio.get_running_loop().create_future()
-    question(waiter, *arguments)
+    message(waiter, *arguments)
     return await _result(waiter)
 
 
 async def _result(waiter: Waiter) -> Any:
     """Await the result of `waiter`; raise it if it is an error."""
-    what = await waiter
-    if isinstance(what, BaseException):
-        raise what
-    return what
+    result = await waiter
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _read(given: Any) -> Any:

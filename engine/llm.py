@@ -298,7 +298,7 @@ class LLM:
         manager = self._manager
         with manager.lock:
             engine = manager.open()
-            manager.settle(engine)
+            manager.finish_pending_steps(engine)
             manager.lock.barred = threading.get_ident()
             try:
                 yield engine

@@ -1,7 +1,7 @@
 """The request manager behind all APIs: queues requests, runs steps and delivers their tokens.
 
 A caller that waits for output runs the next step under one lock; with `AsyncLLM`, one thread runs all steps. Outputs go to the
-request states they belong to: docs/decisions/0023-doors.md.
+request groups they belong to (delivery.py); inputs come through intake.py: docs/decisions/0023-doors.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .delivery import OutputDelivery
 from .inputs import PromptInput, check_cache_salt
 from .intake import RequestIntake
 from .outputs import StreamChunk
-from .states import RequestGroup, RequestState
+from .states import RequestGroup, RequestState, ready_chunk
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RequestManager:
         self._numbers = itertools.count()
         self._stepped_at = -math.inf  # end of the last step run for a caller
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
-        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
+        self._stats, self._stats_at = self._collect_stats(self.engine), self.engine.core.clock()
         self._keeper.start()
 
     def open(self) -> Engine:
@@ -121,7 +121,7 @@ class RequestManager:
             # `barred` is set while a step runs or a tool holds the engine.
             return None if self.lock.barred is None else self.last_stats()
         try:
-            self._stats = self._counted(self.open())
+            self._stats = self._collect_stats(self.open())
         finally:
             self.lock.release()
         return self.last_stats()
@@ -130,7 +130,7 @@ class RequestManager:
         """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
 
-    def _counted(self, engine: Engine) -> dict[str, Any]:
+    def _collect_stats(self, engine: Engine) -> dict[str, Any]:
         return {**engine.stats(), "threads": {self._keeper.name: self._keeper.to_dict()}}
 
     # -- requests in ---------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class RequestManager:
         """See `RequestHandle.export`."""
         with self.lock:
             engine = self.open()
-            self.settle(engine)
-            _check_exportable(state)
+            self.finish_pending_steps(engine)
+            state.check_exportable()
             group, scheduler = state.group, engine.core.scheduler
             request_ids = group.requests_of(state)
             withdrawn = [end for one in request_ids if (end := scheduler.withdraw(one)) is not None]
@@ -224,7 +224,7 @@ class RequestManager:
 
         An interrupt between a request's end and its delivery causes this. Call it under the lock.
         """
-        if self.engine is not None and (engine.core.has_work or self.delivery.is_pending or self._to_abort):
+        if self.has_work:
             return False
         for group in groups:
             if not group.is_finished:
@@ -232,7 +232,7 @@ class RequestManager:
                 group.end_lost(engine.core.clock())
         return True
 
-    def settle(self, engine: Engine) -> None:
+    def finish_pending_steps(self, engine: Engine) -> None:
         """Complete the pending steps and deliver all their outputs. Call it under the lock."""
         while self.delivery.is_pending or engine.core.is_ahead:
             self._advance(engine, ahead=False)
@@ -269,13 +269,13 @@ class RequestManager:
         finally:
             self._stepped_at = engine.core.clock()
 
-    def _keep_stats(self, engine: Engine) -> float:
+    def _refresh_stats(self, engine: Engine) -> float:
         """Collect the statistics for reads during a step, if they are older than STATS_S. Returns the time."""
         now = engine.core.clock()
         if now - self._stats_at >= STATS_S:
             self._stats_at = now
             try:
-                self._stats = self._counted(engine)
+                self._stats = self._collect_stats(engine)
             except Exception:  # readers get the previous statistics
                 log.exception("the statistics could not be counted")
         return now
@@ -288,14 +288,14 @@ class RequestManager:
         while self._to_abort:
             _abort(engine, self._to_abort.popleft())
         if not self.delivery.is_pending:
-            self._keep_stats(engine)
+            self._refresh_stats(engine)
             self.lock.barred = threading.get_ident()  # calls from within a step raise: they would deadlock
             try:
                 outputs = engine.core.step() if ahead else engine.core.catch_up()
             finally:
                 self.lock.barred = None
             self.delivery.queue(outputs)
-        self.delivery.deliver(engine.core, self._keep_stats(engine))
+        self.delivery.deliver(engine.core, self._refresh_stats(engine))
 
     def _wait_if_starving(self, engine: Engine) -> None:
         """If all work waits for the pool to grow, wait for the broker before the next step."""
@@ -317,7 +317,7 @@ class RequestManager:
             if memory.due and not self.paused:
                 if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # a caller's next step does it
                     return KEEPER_BUSY_WAIT_S
-                self.settle(self.engine)
+                self.finish_pending_steps(self.engine)
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
             return KEEPER_WAIT_S
@@ -339,32 +339,6 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     return True
 
 
-def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
-    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
-
-    That state moves to the end of `states`, or is removed after its last chunk.
-    """
-    for i, state in enumerate(states):
-        if state.ready(interval):
-            del states[i]
-            chunk = state.take()
-            if chunk.completion is None:
-                states.append(state)
-            return chunk
-    return None
-
-
 def _abort(engine: Engine, group: RequestGroup) -> None:
     for request_id in group.request_ids:
         engine.core.abort(request_id)
-
-
-def _check_exportable(state: RequestState) -> None:
-    name = state.request.request_id
-    if state.completion is not None:
-        reason = state.completion.finish_reason
-        raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
-    if state.request.sampling.logits_processors:
-        raise RequestRejected(
-            f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
-        )

@@ -18,7 +18,7 @@ from ...scheduler.request import Request
 from ...scheduler.sequence import FinishReason
 from ..errors import is_interrupt
 from ..text.detokenizer import TextStream
-from .handover import Handover, scores_of, settled
+from .handover import Handover, resolved_params, scores_of
 from .inputs import PromptInput
 from .logprob_table import LogprobTable
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
@@ -114,6 +114,17 @@ class RequestState:
                 cumulative_logprob=total,
             )
 
+    def check_exportable(self) -> None:
+        """Raise RequestRejected if the request has ended, or its settings are no plain data."""
+        name = self.request.request_id
+        if self.completion is not None:
+            reason = self.completion.finish_reason
+            raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
+        if self.request.sampling.logits_processors:
+            raise RequestRejected(
+                f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
+            )
+
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:
         """End the request here, for another process to continue.
 
@@ -140,7 +151,7 @@ class RequestState:
             prompt=group.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=withdrawn.token_ids,
-            params=settled(group.params, self.request.sampling),
+            params=resolved_params(group.params, self.request.sampling),
             index=self.request.sampling.index,
             priority=self.request.priority,
             cache_salt=None if salt is None else salt.decode("utf-8", "surrogatepass"),
@@ -214,7 +225,7 @@ class RequestState:
             self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
             if is_interrupt(error):
                 raise
-            log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
+            log.exception("request %s ends: the tokenizer failed on its tokens", self.request.request_id)
 
     def ready(self, interval: int) -> bool:
         """Whether a chunk is due."""
@@ -285,7 +296,7 @@ class RequestGroup(ABC):
 
     @abstractmethod
     def deliver(self, request_id: str, event: Event, now: float) -> GroupActions | None:
-        """Take in an event of one request. Returns what the engine must do; None for nothing."""
+        """Apply an event of one request. Returns what the engine must do; None for nothing."""
 
     @abstractmethod
     def fail_delivery(self, request_id: str, error: BaseException, now: float) -> GroupActions:
@@ -335,3 +346,18 @@ def _mean_logprob(completion: Completion) -> float:
     """The score for `best_of`: the mean log-probability of a token; -inf unless the reason is "stop" or "length"."""
     total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
     return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf
+
+
+def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
+    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
+
+    That state moves to the end of `states`, or is removed after its last chunk.
+    """
+    for i, state in enumerate(states):
+        if state.ready(interval):
+            del states[i]
+            chunk = state.take()
+            if chunk.completion is None:
+                states.append(state)
+            return chunk
+    return None

@@ -411,7 +411,7 @@ def test_a_slow_reader_piles_nothing_up(llm: AsyncLLM, oracle: LLM) -> None:
         stream = llm.stream([5, 6], up_to(50))
         first = await anext(stream)
         await until(lambda: not llm._manager.delivery.groups)
-        assert not stream._chunks and not llm._engine_thread._outbox
+        assert not stream._chunks and llm._engine_thread._outbox.is_empty
         (last,) = [chunk async for chunk in stream]
         assert first.token_ids + last.token_ids == expected.token_ids
         assert last.finish_reason == "length" and len(first.token_ids) < 50
@@ -489,13 +489,13 @@ def test_calls_wait_for_room_first_come_first_served(load: Callable[..., AsyncLL
         for i in range(12):
             tasks.append(asyncio.create_task(one(i)))
             await asyncio.sleep(0)
-        await until(lambda: len(llm._engine_thread._arrived) == 9)
+        await until(lambda: llm._engine_thread._calls.num_waiting == 9)
         assert (await llm.stats())["waiting"] == 3
         most: list[int] = []
         watch_steps(llm, lambda plan: most.append(llm._manager.open().core.scheduler.num_waiting))
         for i in (5, 11):
             tasks[i].cancel()
-        await until(lambda: len(llm._engine_thread._arrived) == 7)
+        await until(lambda: llm._engine_thread._calls.num_waiting == 7)
         llm.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert done == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
@@ -593,7 +593,7 @@ def test_stop_with_fifty_in_flight(load: Callable[..., AsyncLLM], oracle: LLM, t
         await until(
             lambda: (
                 ends.added
-                and len(llm._manager.delivery.groups) + len(llm._engine_thread._arrived) + len(ends.finished) == 50
+                and len(llm._manager.delivery.groups) + llm._engine_thread._calls.num_waiting + len(ends.finished) == 50
             )
         )
         await asyncio.gather(llm.stop(timeout_s), llm.stop(timeout_s))
@@ -767,7 +767,7 @@ def test_closing_twice_or_what_has_ended_changes_nothing(llm: AsyncLLM) -> None:
         task = asyncio.create_task(llm.generate([5], up_to(1)))
         await task
         task.cancel()
-        llm._engine_thread.forget(stream._submission._call)
+        llm._engine_thread.cancel(stream._submission._call)
         stats = await llm.stats()
         assert (stats["steps"], stats["running"]) == (before["steps"] + 1, 0)
 
