@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ...scheduler.outcome import Finished, StepOutputs
-from ...scheduler.plan import Candidates
 from ...scheduler.request import Request
 from ..core import EngineCore
 from ..errors import is_interrupt
@@ -21,8 +20,9 @@ class OutputDelivery:
 
     def __init__(self) -> None:
         self.groups: dict[str, RequestGroup] = {}  # by each request whose end has not been delivered
-        # Called at the end of `deliver` with the groups that have new output. A group may occur several times.
-        self.on_outputs: Callable[[Sequence[RequestGroup]], None] | None = None
+        # Called at the end of `deliver` with the groups that have new tokens, and those of ended requests. A group may occur
+        # several times.
+        self.on_outputs: Callable[[Sequence[RequestGroup], Sequence[RequestGroup]], None] | None = None
         # Events of the last step. Empty between steps unless an interrupt stopped their delivery.
         self._undelivered: deque[tuple[str, Event]] = deque()
 
@@ -56,14 +56,16 @@ class OutputDelivery:
         """
         groups, events = self.groups, self._undelivered
         updated: list[RequestGroup] = []
+        ended: list[RequestGroup] = []
         try:
             while events:
                 request_id, event = events.popleft()
                 if (group := groups.get(request_id)) is None:
                     continue
-                if not isinstance(event, Candidates):
+                if isinstance(event, int):
                     updated.append(group)
-                if isinstance(event, Finished):
+                elif isinstance(event, Finished):
+                    ended.append(group)
                     del groups[request_id]
                 try:
                     actions = group.deliver(request_id, event, now)
@@ -75,8 +77,8 @@ class OutputDelivery:
                         raise
                     log.exception("request %s ends: an output of a step could not be delivered", request_id)
         finally:
-            if self.on_outputs is not None and updated:
-                self.on_outputs(updated)
+            if self.on_outputs is not None and (updated or ended):
+                self.on_outputs(updated, ended)
 
 
 def _apply(core: EngineCore, actions: GroupActions) -> None:

@@ -63,7 +63,7 @@ class EngineThread(threading.Thread):
         self._joining: list[Waiter] = []  # resolved when this thread ends
         self._num_threads = own_threads()
         # May be called by the memory thread (manager._keep_memory).
-        manager.delivery.on_outputs = lambda groups: self._inbox.put(partial(self._calls.note_outputs, groups))
+        manager.delivery.on_outputs = lambda *groups: self._inbox.put(partial(self._calls.note_outputs, *groups))
         self.start()
         _running.add(self)
 

@@ -181,7 +181,7 @@ class RequestManager:
             self.delivery.remove(request_ids)
             handover = group.hand_over(state, withdrawn, engine.core.clock())
             if self.delivery.on_outputs is not None:
-                self.delivery.on_outputs([group])
+                self.delivery.on_outputs([], [group])
             return handover.to_dict(engine.plan.model, engine.encoder.vocab_size)
 
     # -- steps and delivery ----------------------------------------------------------------------------------------

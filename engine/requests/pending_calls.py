@@ -134,17 +134,25 @@ class PendingCalls:
         while self._waiting:
             self._submit(self._waiting.popitem(last=False)[0])
 
-    def note_outputs(self, groups: Iterable[RequestGroup]) -> None:
-        """Mark the calls of `groups` as having results. A group may occur several times."""
-        for group in groups:
-            call = self._call_of.get(group)
+    def note_outputs(self, updated: Iterable[RequestGroup], ended: Iterable[RequestGroup]) -> None:
+        """Mark the calls that may have results: `updated` groups have new tokens, and requests of `ended` groups have ended.
+
+        A group may occur several times.
+        """
+        call_of, ready = self._call_of, self._ready
+        for group in updated:
+            call = call_of.get(group)
+            if call is not None and call.interval is not None:
+                ready[call] = None
+        for group in ended:
+            call = call_of.get(group)
             if call is None:
                 continue
             if group.is_finished:
-                del self._call_of[group]
+                del call_of[group]
                 call.num_running -= 1
             if call.interval is not None or not call.num_running:
-                self._ready[call] = None
+                ready[call] = None
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
         """Give `waiter` the next results of `call`: an empty list if it was cancelled."""

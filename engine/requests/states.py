@@ -317,10 +317,7 @@ class RequestGroup(ABC):
     @property
     def is_finished(self) -> bool:
         """Whether all request states have ended."""
-        for state in self.states:  # noqa: SIM110  (called for each token: `all` takes three times as long)
-            if state.completion is None:
-                return False
-        return True
+        return all(state.completion is not None for state in self.states)
 
     @property
     def output(self) -> RequestOutput:

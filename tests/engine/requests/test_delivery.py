@@ -32,8 +32,10 @@ class Rig:
     def __init__(self) -> None:
         self.core = TinyEngine(model(), usable=64, block_size=4).core
         self.delivery = OutputDelivery()
-        self.updated: list[list[RequestGroup]] = []
-        self.delivery.on_outputs = lambda groups: self.updated.append(list(groups))
+        self.noted: list[
+            tuple[list[RequestGroup], list[RequestGroup]]
+        ] = []  # groups with tokens, groups of ended requests
+        self.delivery.on_outputs = lambda updated, ended: self.noted.append((list(updated), list(ended)))
 
     def add(self, name: str, n: int = 1, num_beams: int = 1, new: int = 3) -> RequestGroup:
         params = SamplingParams(temperature=0, max_new_tokens=new, n=n, num_beams=num_beams)
@@ -82,8 +84,11 @@ def test_groups_of_both_kinds_get_their_outputs() -> None:
     assert greedy[0] == "length" and len(greedy[1]) == 3
     assert tokens(both) == [greedy, greedy]
     assert [(reason, len(ids)) for reason, ids in tokens(search)] == [("length", 3)] * 2
-    assert [group in updated for updated in rig.updated[:-1] for group in (plain, search)] == [True, False] * 3
-    assert search in rig.updated[-1]
+    assert [(plain in updated, plain in ended) for updated, ended in rig.noted[:3]] == [(True, False)] * 2 + [
+        (True, True)
+    ]
+    assert [search in updated for updated, _ in rig.noted] == [False] * len(rig.noted), "candidates are no output"
+    assert sum(ended.count(search) for _, ended in rig.noted) == 3
 
 
 def test_removed_requests_get_nothing_more() -> None:
@@ -121,9 +126,9 @@ def test_an_interrupt_leaves_the_rest_for_the_next_call(monkeypatch: pytest.Monk
         patched.setattr(RequestState, "push", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             rig.delivery.deliver(rig.core, 1.0)
-    assert rig.delivery.is_pending and rig.updated == [[first]]
+    assert rig.delivery.is_pending and rig.noted == [([first], [])]
     rig.delivery.deliver(rig.core, 2.0)
-    assert not rig.delivery.is_pending and rig.updated[1] == [second, first, second]
+    assert not rig.delivery.is_pending and rig.noted[1] == ([second], [first, second])
     assert tokens(first) == tokens(second) == [("length", outputs.finished[0].token_ids.tolist())]
 
 
@@ -145,7 +150,7 @@ def test_events_of_unknown_requests_are_ignored() -> None:
     rig = Rig()
     rig.delivery.queue(StepOutputs(0, ["x"], [5], (Finished("x", "aborted", np.empty(0, np.int32), 0),)))
     rig.delivery.deliver(rig.core, 1.0)
-    assert not rig.delivery.is_pending and rig.updated == []
+    assert not rig.delivery.is_pending and rig.noted == []
 
 
 def _interrupted(*arguments: Any) -> Any:
