@@ -27,10 +27,12 @@ from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import EngineConfig
 from .errors import ConfigError, EngineClosed
-from .requests.engine_thread import EngineThread, PendingCall, Waiter
+from .requests.engine_thread import EngineThread
 from .requests.inputs import Message, Prompt, PromptInput, check_count, paired
+from .requests.intake import RequestIntake
 from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.pending_calls import PendingCall, Waiter
 from .requests.states import RequestState
 
 if TYPE_CHECKING:
@@ -89,8 +91,8 @@ class AsyncLLM:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
             EngineClosed: the engine is stopped, or being drained.
         """
-        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
-        return await self._outputs(asked, priority, cache_salt)
+        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        return await self._outputs(encode, priority, cache_salt)
 
     async def chat(
         self,
@@ -104,10 +106,10 @@ class AsyncLLM:
         """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
         messages, params = _read(messages), _read(sampling_params)
 
-        def asked() -> list[PromptInput]:
-            return self._manager.encode(self._manager.render(messages, template_options), params)
+        def encode(intake: RequestIntake) -> list[PromptInput]:
+            return intake.encode(intake.render(messages, template_options), params)
 
-        return await self._outputs(asked, priority, cache_salt)
+        return await self._outputs(encode, priority, cache_salt)
 
     def stream(
         self,
@@ -124,8 +126,8 @@ class AsyncLLM:
         tokens as one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
-        asked = partial(self._manager.encode, _read(prompts), _read(sampling_params))
-        return AsyncStream(partial(_Submission, self, asked, priority, cache_salt, stream_interval))
+        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
 
     def import_request(
         self,
@@ -136,8 +138,8 @@ class AsyncLLM:
     ) -> AsyncStream:
         """Continue an exported request: see `LLM.import_request`, and `stream`. Reading raises as `generate`."""
         check_count("stream_interval", stream_interval)
-        asked = partial(self._manager.handed_over, data)
-        return AsyncStream(partial(_Submission, self, asked, priority, None, stream_interval))
+        parse = partial(RequestIntake.parse_exported, data=data)
+        return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval))
 
     def generate_each(
         self,
@@ -159,7 +161,9 @@ class AsyncLLM:
 
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = await _ask(self._engine_thread.compute, lambda: self._manager.render([messages], template_options))
+        (ids,) = await _send(
+            self._engine_thread.run_with_encoder, lambda: self._manager.intake.render([messages], template_options)
+        )
         return ids
 
     @property
@@ -171,13 +175,13 @@ class AsyncLLM:
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         params = sampling_params or SamplingParams()
-        return await _ask(
-            self._engine_thread.compute, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
+        return await _send(
+            self._engine_thread.run_with_encoder, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
         )
 
     async def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
-        await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.cache.reset())
+        await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
 
     async def stats(self) -> dict[str, Any]:
         """The engine's state and counters: see `LLM.stats`."""
@@ -191,7 +195,7 @@ class AsyncLLM:
 
     async def explain(self) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short: see `LLM.explain`."""
-        return await _ask(self._engine_thread.ask, lambda engine: engine.core.scheduler.explain())
+        return await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.explain())
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ class AsyncLLM:
 
         This is irreversible: only `stop` is left to call. Raises EngineClosed.
         """
-        await _ask(self._engine_thread.drain)
+        await _send(self._engine_thread.drain)
 
     async def stop(self, timeout_s: float | None = 0.0) -> None:
         """Abort all requests, end the thread and free all memory. Idempotent.
@@ -235,8 +239,8 @@ class AsyncLLM:
                     async with asyncio.timeout(timeout_s):
                         await self.drain()
         finally:
-            await _ask(self._engine_thread.end)
-            self._engine_thread.join()  # returns at once: the thread has settled its last waiter
+            await _send(self._engine_thread.end)
+            self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -249,9 +253,9 @@ class AsyncLLM:
     # -- shared by the APIs --------------------------------------------------------------------------------------
 
     async def _outputs(
-        self, asked: Callable[[], list[PromptInput]], priority: int, cache_salt: str | None
+        self, encode: Callable[[RequestIntake], list[PromptInput]], priority: int, cache_salt: str | None
     ) -> list[RequestOutput]:
-        submission = _Submission(self, asked, priority, cache_salt, None)
+        submission = _Submission(self, encode, priority, cache_salt, None)
         try:
             return await submission.first()
         finally:
@@ -272,8 +276,8 @@ class AsyncLLM:
                 async with aclosing(pairs):
                     await room.acquire()
                     async for prompt, params in pairs:
-                        asked = partial(self._manager.encode_one, prompt, params)
-                        taken.put_nowait((prompt, _Submission(self, asked, priority, cache_salt, None)))
+                        encode = partial(RequestIntake.encode_one, prompt=prompt, params=params)
+                        taken.put_nowait((prompt, _Submission(self, encode, priority, cache_salt, None)))
                         await room.acquire()
             finally:
                 taken.put_nowait(None)
@@ -307,7 +311,7 @@ class AsyncRequestHandle:
     index: int
     number: int
     _submission: _Submission = field(repr=False)
-    _ticket: RequestState = field(repr=False)
+    _state: RequestState = field(repr=False)
 
     async def export(self) -> dict[str, Any]:
         """End the request here and return it as data for another process: see `RequestHandle.export`.
@@ -315,7 +319,9 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _ask(llm._engine_thread.compute, partial(llm._manager.export, self._ticket))
+        data: dict[str, Any] = await _send(
+            llm._engine_thread.run_with_encoder, partial(llm._manager.export, self._state)
+        )
         return data
 
 
@@ -381,7 +387,7 @@ class _Submission:
     def __init__(
         self,
         llm: AsyncLLM,
-        asked: Callable[[], list[PromptInput]],
+        encode: Callable[[RequestIntake], list[PromptInput]],
         priority: int | None,
         cache_salt: str | None,
         interval: int | None,
@@ -390,7 +396,7 @@ class _Submission:
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
         self._call = PendingCall(self._waiter, priority, cache_salt, interval)
-        llm._engine_thread.begin(self._call, asked)
+        llm._engine_thread.begin(self._call, encode)
         self._closed = False
 
     @property
@@ -402,9 +408,9 @@ class _Submission:
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
         """Handles to the queued, unfinished continuations."""
         return tuple(
-            AsyncRequestHandle(state.request.request_id, answer.index, state.number, self, state)
-            for answer in self._call.answers
-            for state in answer.exportable
+            AsyncRequestHandle(state.request.request_id, group.index, state.number, self, state)
+            for group in self._call.groups
+            for state in group.exportable
         )
 
     async def first(self) -> Any:
@@ -413,12 +419,12 @@ class _Submission:
 
     async def next(self) -> list[StreamChunk]:
         """Wait for the next chunks; none if the call was closed meanwhile. Raises EngineClosed if the engine broke."""
-        stepper = self._llm._engine_thread
-        chunks = await _ask(stepper.want, self._call)
-        if not chunks and stepper.ended and not self._closed:
+        thread = self._llm._engine_thread
+        chunks = await _send(thread.want, self._call)
+        if not chunks and thread.ended and not self._closed:
             chunks = self._call.collect()
             if not chunks:
-                raise stepper.closed()
+                raise thread.closed()
         return chunks
 
     def close(self) -> None:
@@ -426,24 +432,24 @@ class _Submission:
         if not self._closed:
             self._closed = True
             if not self._call.over:
-                self._llm._engine_thread.forget(self._call)
+                self._llm._engine_thread.cancel(self._call)
 
     __del__ = close
 
 
-async def _ask(question: Callable[..., None], *arguments: Any) -> Any:
-    """Send a message to the engine thread and await its answer."""
+async def _send(message: Callable[..., None], *arguments: Any) -> Any:
+    """Send a message to the engine thread and await its result."""
     waiter: Waiter = asyncio.get_running_loop().create_future()
-    question(waiter, *arguments)
+    message(waiter, *arguments)
     return await _result(waiter)
 
 
 async def _result(waiter: Waiter) -> Any:
     """Await the result of `waiter`; raise it if it is an error."""
-    what = await waiter
-    if isinstance(what, BaseException):
-        raise what
-    return what
+    result = await waiter
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _read(given: Any) -> Any:

@@ -37,18 +37,20 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        self._out: deque[tuple[Plan, PendingStep | _Known]] = deque()  # launched, result not applied: at most two
-        self._untold: StepOutputs | None = None  # of an interrupted step; the next call returns them
+        self._pending: deque[tuple[Plan, PendingStep | _KnownResult]] = (
+            deque()
+        )  # launched, result not applied: at most two
+        self._unreported: StepOutputs | None = None  # of an interrupted step; the next call returns them
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or self.is_ahead or self._untold is not None
+        return self.scheduler.has_work or self.is_ahead or self._unreported is not None
 
     @property
     def is_ahead(self) -> bool:
         """Whether a step is pending: between two calls of `step`, one that was launched ahead."""
-        return bool(self._out)
+        return bool(self._pending)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `Scheduler.add` raises."""
@@ -72,79 +74,79 @@ class EngineCore:
         return self._step(ahead=True)
 
     def _step(self, ahead: bool) -> StepOutputs:
-        if self._untold is not None:
-            emissions, self._untold = self._untold, None
-            return emissions
-        told: StepOutputs | None = None
-        trouble: BaseException | None = None
+        if self._unreported is not None:
+            outputs, self._unreported = self._unreported, None
+            return outputs
+        applied: StepOutputs | None = None
+        step_error: BaseException | None = None
         try:
-            if not self._out:
+            if not self._pending:
                 if self.memory is not None:
                     self.memory.prepare()
-                trouble = self._begin(self.scheduler.schedule(self.clock()))
-            if ahead and trouble is None and self._may_go_ahead():
+                step_error = self._launch(self.scheduler.schedule(self.clock()))
+            if ahead and step_error is None and self._may_launch_ahead():
                 behind = self.scheduler.schedule_ahead(self.clock())
-                trouble = None if behind is None else self._begin(behind)
-            plan, result, error = self._take_in()
-            trouble = trouble or error
-            emissions = told = self.scheduler.apply(plan, result)
+                step_error = None if behind is None else self._launch(behind)
+            plan, result, error = self._wait_for_oldest()
+            step_error = step_error or error
+            outputs = applied = self.scheduler.apply(plan, result)
             if self.memory is not None and len(result.deferred):
                 self.memory.relieve()
-            if self._out and not self.scheduler.num_running:  # all requests of the step ahead have ended
-                plan, result, error = self._take_in()
-                trouble = trouble or error
-                finished = emissions.finished + self.scheduler.apply(plan, result).finished
-                emissions = told = replace(emissions, finished=finished)
+            if self._pending and not self.scheduler.num_running:  # all requests of the step ahead have ended
+                plan, result, error = self._wait_for_oldest()
+                step_error = step_error or error
+                finished = outputs.finished + self.scheduler.apply(plan, result).finished
+                outputs = applied = replace(outputs, finished=finished)
             if self.memory is not None:
                 self.memory.settle(waited_for=ahead)
         except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
-            trouble = self._wait_for_all() or error
-            self.scheduler, emissions = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
+            step_error = self._discard_pending() or error
+            self.scheduler, outputs = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
             if not is_interrupt(error):
-                log.exception("the bookkeeping broke; all %d requests end", len(emissions.finished))
-            if told is not None:  # the step was applied: its outputs and ends are only here
-                emissions = replace(told, finished=told.finished + emissions.finished)
-        if trouble is not None and is_interrupt(trouble):
-            self._untold = emissions
-            raise trouble
-        return emissions
+                log.exception("the bookkeeping broke; all %d requests end", len(outputs.finished))
+            if applied is not None:  # the step was applied: its outputs and ends are only here
+                outputs = replace(applied, finished=applied.finished + outputs.finished)
+        if step_error is not None and is_interrupt(step_error):
+            self._unreported = outputs
+            raise step_error
+        return outputs
 
-    def _may_go_ahead(self) -> bool:
+    def _may_launch_ahead(self) -> bool:
         """Whether runner and memory allow another step behind the pending one; the scheduler may still refuse."""
-        return self.runner.overlaps and len(self._out) == 1 and (self.memory is None or not self.memory.wants_turn)
+        return self.runner.overlaps and len(self._pending) == 1 and (self.memory is None or not self.memory.wants_turn)
 
-    def _begin(self, plan: Plan) -> BaseException | None:
+    def _launch(self, plan: Plan) -> BaseException | None:
         """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed; returns the error.
 
         Re-raises the error if the plan moves memory: it is unknown then which of the operations were done.
         """
         if plan.is_empty:
-            self._out.append((plan, _Known(Result(plan.step_id, NO_ROWS, NO_TOKENS))))
+            self._pending.append((plan, _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))))
             return None
         try:
-            self._out.append((plan, self.runner.begin(plan)))
+            self._pending.append((plan, self.runner.begin(plan)))
             return None
         except BaseException as error:
-            self._out.append((plan, _Known(_failure(plan, error))))
+            self._pending.append((plan, _KnownResult(_failed_result(plan, error))))
             return error
 
-    def _take_in(self) -> tuple[Plan, Result, BaseException | None]:
-        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in `_begin`."""
-        plan, underway = self._out.popleft()
+    def _wait_for_oldest(self) -> tuple[Plan, Result, BaseException | None]:
+        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in `_launch`."""
+        plan, pending = self._pending.popleft()
         try:
-            return plan, underway.wait(), None
+            return plan, pending.wait(), None
         except BaseException as error:
-            return plan, _failure(plan, error), error
+            return plan, _failed_result(plan, error), error
 
-    def _wait_for_all(self) -> BaseException | None:
+    def _discard_pending(self) -> BaseException | None:
         """Wait for all pending steps and drop their results. They must not write to blocks that are reused afterwards.
 
         Returns an interrupt that arrived during the wait.
         """
         interrupt: BaseException | None = None
-        while self._out:
+        while self._pending:
             try:
-                self._out.popleft()[1].wait()
+                self._pending.popleft()[1].wait()
             except BaseException as error:
                 if is_interrupt(error):
                     interrupt = error
@@ -154,7 +156,7 @@ class EngineCore:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _KnownResult:
     """The known result of a plan that is empty or that the runner could not launch."""
 
     result: Result
@@ -163,7 +165,7 @@ class _Known:
         return self.result
 
 
-def _failure(plan: Plan, error: BaseException) -> Result:
+def _failed_result(plan: Plan, error: BaseException) -> Result:
     """The result of a plan with all chunks failed. Re-raises `error` if the plan moves memory."""
     if plan.moves_memory:
         raise error

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .requests.inputs import Message, Prompt, check_count, paired
 from .requests.manager import RequestManager
-from .requests.outputs import RequestOutput, StreamChunk
+from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
 from .requests.states import RequestGroup, RequestState
 
@@ -144,20 +147,19 @@ class LLM:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
         """
         manager = self._manager
-        states = manager.submit(manager.encode(prompts, sampling_params), priority, cache_salt)
+        groups = manager.submit(manager.intake.encode(prompts, sampling_params), priority, cache_salt)
         try:
             with Bar(
-                total=sum(state.number == 0 for state in states), unit="prompt", leave=False, desc="generating",
+                total=len(groups), unit="prompt", leave=False, desc="generating",
                 delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0, disable=None if progress is None else not progress,
             ) as bar:  # fmt: skip
-                for state in states:
-                    while state.completion is None:
-                        manager.step_for(state)
-                    if state is state.answer.states[-1]:
-                        bar.update()
+                for group in groups:
+                    while not group.is_finished:
+                        manager.step_for(group)
+                    bar.update()
         finally:
-            manager.drop(states)
-        return [state.answer.output for state in states if state.number == 0]
+            manager.abort(groups)
+        return [group.output for group in groups]
 
     def chat(
         self,
@@ -174,7 +176,7 @@ class LLM:
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts = self._manager.render(messages, template_options)
+        prompts = self._manager.intake.render(messages, template_options)
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
@@ -192,8 +194,8 @@ class LLM:
         chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
         """
         check_count("stream_interval", stream_interval)
-        asked = self._manager.encode(prompts, sampling_params)
-        return Stream(self._manager, self._manager.submit(asked, priority, cache_salt, streams=True), stream_interval)
+        inputs = self._manager.intake.encode(prompts, sampling_params)
+        return Stream(self._manager, self._manager.submit(inputs, priority, cache_salt, streams=True), stream_interval)
 
     def import_request(
         self,
@@ -216,8 +218,8 @@ class LLM:
                 request; nothing of the call is started then.
         """
         check_count("stream_interval", stream_interval)
-        asked = self._manager.handed_over(data)
-        return Stream(self._manager, self._manager.submit(asked, priority, None, streams=True), stream_interval)
+        inputs = self._manager.intake.parse_exported(data)
+        return Stream(self._manager, self._manager.submit(inputs, priority, None, streams=True), stream_interval)
 
     def generate_each(
         self,
@@ -240,11 +242,11 @@ class LLM:
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
         check_count("look_ahead", look_ahead)
-        return self._manager.each(paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+        return _outputs_in_order(self._manager, paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = self._manager.render([messages], template_options)
+        (ids,) = self._manager.intake.render([messages], template_options)
         return ids
 
     @property
@@ -296,7 +298,7 @@ class LLM:
         manager = self._manager
         with manager.lock:
             engine = manager.open()
-            manager.settle(engine)
+            manager.finish_pending_steps(engine)
             manager.lock.barred = threading.get_ident()
             try:
                 yield engine
@@ -328,7 +330,7 @@ class RequestHandle:
     index: int
     number: int
     _stream: Stream = field(repr=False)  # keeps the stream alive: its collection would abort the request
-    _ticket: RequestState = field(repr=False)
+    _state: RequestState = field(repr=False)
 
     def export(self) -> dict[str, Any]:
         """End the request here and return it as plain data for JSON. Another process continues it with `LLM.import_request`.
@@ -343,7 +345,7 @@ class RequestHandle:
             RequestRejected: the request has ended, or it has `logits_processors`, which are not plain data; nothing changes.
             EngineClosed.
         """
-        return self._stream._manager.export(self._ticket)
+        return self._stream._manager.export(self._state)
 
 
 class Stream(Iterator[StreamChunk]):
@@ -353,16 +355,18 @@ class Stream(Iterator[StreamChunk]):
     may run during a step, in the thread that holds the lock, so it must not wait.
     """
 
-    def __init__(self, manager: RequestManager, states: list[RequestState], interval: int) -> None:
+    def __init__(self, manager: RequestManager, groups: list[RequestGroup], interval: int) -> None:
         self._manager = manager
-        self._answers: list[RequestGroup] = [state.answer for state in states if state.number == 0]
-        self._tickets = states  # those that have not delivered their last chunk
+        self._groups = groups
+        self._states = [
+            state for group in groups for state in group.states
+        ]  # those that have not delivered their last chunk
         self._interval = interval
 
     def __next__(self) -> StreamChunk:
         try:
-            while self._tickets:
-                chunk = self._manager.next_chunk(self._tickets, self._interval)
+            while self._states:
+                chunk = self._manager.next_chunk(self._states, self._interval)
                 if chunk is not None:
                     return chunk
         except BaseException:
@@ -374,21 +378,55 @@ class Stream(Iterator[StreamChunk]):
     def requests(self) -> tuple[RequestHandle, ...]:
         """The unfinished continuations, ordered by prompt and number; one for each beam search."""
         return tuple(
-            RequestHandle(state.request.request_id, answer.index, state.number, self, state)
-            for answer in self._answers
-            for state in answer.exportable
+            RequestHandle(state.request.request_id, group.index, state.number, self, state)
+            for group in self._groups
+            for state in group.exportable
         )
 
     def outputs(self) -> list[RequestOutput]:
         """Run to the end and return the outputs in the order of the prompts. Remaining chunks are discarded."""
         for _ in self:
             pass
-        return [answer.output for answer in self._answers]
+        return [group.output for group in self._groups]
 
     def close(self) -> None:
         """Abort unfinished requests. Idempotent."""
-        states, self._tickets = self._tickets, []
-        self._manager.drop(states)
+        self._states = []
+        self._manager.abort(self._groups)
 
     def __del__(self) -> None:
-        self._manager.forget(self._tickets)
+        self._manager.abort_nowait(self._groups)
+
+
+def _outputs_in_order(
+    manager: RequestManager,
+    pairs: Iterator[tuple[Prompt, SamplingParams | None]],
+    look_ahead: int,
+    priority: int,
+    cache_salt: str | None,
+) -> Iterator[RequestOutput]:
+    """Yield the outputs of the prompts taken from `pairs`, in their order; see `LLM.generate_each`."""
+
+    def submit(prompt: Prompt, params: SamplingParams | None) -> RequestOutput | RequestGroup:
+        try:
+            (group,) = manager.submit(manager.intake.encode_one(prompt, params), priority, cache_salt)
+            return group
+        except RequestRejected as error:
+            return refused(prompt if isinstance(prompt, str) else None, str(error))
+
+    taken: deque[RequestOutput | RequestGroup] = deque()
+    try:
+        while True:
+            for prompt, params in islice(pairs, look_ahead - len(taken)):
+                taken.append(submit(prompt, params))
+            if not taken:
+                return
+            first = taken[0]
+            if isinstance(first, RequestGroup):
+                while not first.is_finished:
+                    manager.step_for(first)
+                first = first.output
+            taken.popleft()
+            yield first
+    finally:  # may run in the garbage collector, during a step
+        manager.abort_nowait([group for group in taken if isinstance(group, RequestGroup)])

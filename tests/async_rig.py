@@ -63,11 +63,18 @@ class Ends:
 
 def is_idle(llm: AsyncLLM) -> bool:
     """Nobody is served, nothing is held."""
-    stepper, manager = llm._engine_thread, llm._manager
-    held = (stepper._arrived, stepper._open, stepper._calls, stepper._ready, stepper._outbox, stepper._drained)
+    thread, manager = llm._engine_thread, llm._manager
     scheduler = manager.open().core.scheduler
-    return not (
-        any(held) or manager.states or manager.has_work or scheduler.num_waiting or scheduler.cache.pool.counts().live
+    return (
+        thread._calls.is_empty
+        and thread._outbox.is_empty
+        and not (
+            thread._draining
+            or manager.delivery.groups
+            or manager.has_work
+            or scheduler.num_waiting
+            or scheduler.cache.pool.counts().live
+        )
     )
 
 

@@ -13,7 +13,8 @@ from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.execution.transfers import Upload
-from pagetide.engine.requests.beams import BeamGroup, BeamSearch
+from pagetide.engine.requests.beams import BeamSearch
+from pagetide.engine.requests.groups import BeamGroup
 from pagetide.engine.requests.states import RequestState
 from pagetide.engine.sampling.constraints import Constraints
 from pagetide.engine.sampling.logprobs import LogprobRequests
@@ -49,9 +50,9 @@ POINTS = {
     "log-probabilities, start of a row": Point(lambda engine: LogprobRequests, "admit"),
     "log-probabilities, end of a row": Point(lambda engine: LogprobRequests, "release"),
     "log-probabilities": Point(lambda engine: runner_module, "score", always="scores"),
-    "beams, candidates": Point(lambda engine: BeamSearch, "tell", "beams", "beams"),
+    "beams, candidates": Point(lambda engine: BeamSearch, "record", "beams", "beams"),
     "beams, choice": Point(lambda engine: BeamSearch, "choose", "beams", "beams"),
-    "beams, end": Point(lambda engine: BeamGroup, "_tell", "beams", "beams"),
+    "beams, end": Point(lambda engine: BeamGroup, "_complete", "beams", "beams"),
     "constraint, masks": Point(lambda engine: Constraints, "masks", always="constraint"),
     "constraint, matcher": Point(lambda engine: Constraints, "matcher", always="constraint"),
     "host copies": Point(lambda engine: HostPool, "_copy", always=None),

@@ -135,7 +135,7 @@ def served(llm: LLM, batch: RequestBatch, rng: random.Random) -> bool:
             if greedy and mine.finish_reason != "error" and tokens(mine) != tokens(theirs):
                 raise Failed(f"{point}, call {first}: {mine.request_id} has other tokens than without: {params}")
     stats = llm.stats()
-    if stats["running"] or stats["waiting"] or stats["blocks"]["live"] or llm._manager.searches:
+    if stats["running"] or stats["waiting"] or stats["blocks"]["live"] or llm._manager.delivery.groups:
         raise Failed(f"{point}: something is left: {stats}")
     return raised
 

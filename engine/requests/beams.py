@@ -10,7 +10,6 @@ beams, some requests are spare until a later step uses them.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +17,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...scheduler.outcome import BeamMove, Finished
-from ...scheduler.plan import NO_TOKENS, Candidates, Float32
-from ...scheduler.request import Request, SamplingParams
+from ...scheduler.outcome import BeamMove
+from ...scheduler.plan import Candidates, Float32
+from ...scheduler.request import SamplingParams
 from ...scheduler.sequence import FinishReason
-from ..errors import is_interrupt
-from .states import RequestState
-
-log = logging.getLogger(__name__)
 
 DEFAULT_LENGTH_PENALTY = 1.0
 _FLOAT32 = np.finfo(np.float32)
@@ -76,16 +71,11 @@ class BeamRules:
     @property
     def num_candidates(self) -> int:
         """Enough that `num_beams` are left even if every end id is among the best of each beam."""
-        return num_candidates(self.num_beams, len(self.end_ids))
-
-
-def num_candidates(num_beams: int, num_end_ids: int) -> int:
-    """The number of candidates that each beam reports."""
-    return max(2, 1 + num_end_ids) * num_beams
+        return max(2, 1 + len(self.end_ids)) * self.num_beams
 
 
 class BeamSearch:
-    """The beams of one prompt. Pass candidates to `tell`; call `choose` once `ready`. Mutable, not thread-safe.
+    """The beams of one prompt. Pass candidates to `record`; call `choose` once `ready`. Mutable, not thread-safe.
 
     Args:
         rules: The settings of the search.
@@ -103,8 +93,8 @@ class BeamSearch:
     @property
     def ready(self) -> bool:
         """Whether all candidates for the next choice are there."""
-        speak = self._beams if self._length else self._beams[:1]
-        return not self.over and all(beam.request_id in self._candidates for beam in speak)
+        beams = self._beams if self._length else self._beams[:1]
+        return not self.over and all(beam.request_id in self._candidates for beam in beams)
 
     @property
     def best(self) -> list[Hypothesis]:
@@ -113,7 +103,7 @@ class BeamSearch:
         left = [self._hypothesis(b.token_ids, b.logprob) for b in self._beams] if missing and self._length else []
         return self._ended + left[:missing]
 
-    def tell(self, request_id: str, candidates: Candidates) -> None:
+    def record(self, request_id: str, candidates: Candidates) -> None:
         """Record a beam's candidates. Those of a spare request are ignored."""
         if request_id not in self._spare:
             self._candidates[request_id] = candidates
@@ -123,36 +113,36 @@ class BeamSearch:
 
         Returns no moves when the search is `over`.
         """
-        taken = self._taken()
+        chosen = self._best_candidates()
         length = self._length + 1
-        self._keep_ended(taken)
-        going = [one for one in taken if not one.ends][: self.rules.num_beams]
-        if not going or self._is_over(going[0].logprob, length):
+        self._keep_ended(chosen)
+        continuing = [one for one in chosen if not one.ends][: self.rules.num_beams]
+        if not continuing or self._is_over(continuing[0].logprob, length):
             self.over = True
             return []
-        return self._go_on(going)
+        return self._continue_beams(continuing)
 
     @property
     def _length(self) -> int:
         """Generated tokens of each beam."""
         return len(self._beams[0].token_ids)
 
-    def _taken(self) -> list[_Next]:
+    def _best_candidates(self) -> list[_Next]:
         """The best candidates of all beams, best first."""
         rules, beams = self.rules, self._beams if self._length else self._beams[:1]
-        told = [self._candidates[beam.request_id] for beam in beams]
-        owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in told])
+        candidates = [self._candidates[beam.request_id] for beam in beams]
+        owners = np.repeat(np.arange(len(beams)), [len(c.token_ids) for c in candidates])
         before = np.array([beam.logprob for beam in beams], np.float32)[owners]
-        tokens = np.concatenate([c.token_ids for c in told])
-        logprobs: Float32 = np.concatenate([c.logprobs for c in told]) + before
-        keys: Float32 = np.concatenate([c.keys for c in told]) + before
+        tokens = np.concatenate([c.token_ids for c in candidates])
+        logprobs: Float32 = np.concatenate([c.logprobs for c in candidates]) + before
+        keys: Float32 = np.concatenate([c.keys for c in candidates]) + before
         order = np.lexsort((tokens, owners, -keys))[: rules.num_candidates]
         last = self._length + 1 >= rules.longest
         return [
             _Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order
         ]
 
-    def _keep_ended(self, taken: list[_Next]) -> None:
+    def _keep_ended(self, chosen: list[_Next]) -> None:
         """Keep the best `num_beams` hypotheses.
 
         New ones are the ending candidates among the first `num_beams`, and beams without candidates.
@@ -160,7 +150,7 @@ class BeamSearch:
         for beam in self._beams if self._length else ():
             if not len(self._candidates[beam.request_id].token_ids):
                 self._ended.append(self._hypothesis(beam.token_ids, beam.logprob)._replace(reason="stop"))
-        for one in taken[: self.rules.num_beams]:
+        for one in chosen[: self.rules.num_beams]:
             if one.ends:
                 tokens = [*self._beams[one.beam].token_ids, one.token]
                 self._ended.append(self._hypothesis(tokens, one.logprob))
@@ -177,7 +167,7 @@ class BeamSearch:
         reaches = rules.longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length
         return not self._score(best, reaches) > self._ended[-1].score
 
-    def _go_on(self, going: list[_Next]) -> list[BeamMove]:
+    def _continue_beams(self, chosen: list[_Next]) -> list[BeamMove]:
         """Turn the chosen candidates into beams and moves.
 
         The first candidate that continues a beam stays in its request; the others take requests of dropped beams, then spare
@@ -185,11 +175,11 @@ class BeamSearch:
         """
         first = not self._length
         names = [beam.request_id for beam in self._beams]
-        kept = {} if first else {one.beam: None for one in going}
+        kept = {} if first else {one.beam: None for one in chosen}
         spare = [name for place, name in enumerate(names) if place not in kept] + self._spare
         spare.reverse()
         beams, moves = [], []
-        for one in going:
+        for one in chosen:
             stays = kept.pop(one.beam, 0) is None
             name = names[one.beam] if stays else spare.pop()
             source = name if first else names[one.beam]
@@ -211,108 +201,3 @@ class BeamSearch:
         divisor = min(max(divisor, float(_FLOAT32.tiny)), float(_FLOAT32.max))
         with np.errstate(over="ignore"):
             return np.float32(logprob / np.float32(divisor))
-
-
-class BeamGroup:
-    """A beam search with its requests and request states.
-
-    Passes candidates of the requests to the search, and the hypotheses to the request states.
-
-    Args:
-        search: The search over the beams of `requests`.
-        requests: One for each beam, all with the same prompt.
-        states: Receive the best hypotheses.
-    """
-
-    def __init__(self, search: BeamSearch, requests: Sequence[Request], states: Sequence[RequestState]) -> None:
-        self.search = search
-        self.states = states
-        self._running = {request.request_id for request in requests}
-        self._preemptions = 0
-        self._num_cached_tokens: int | None = None
-        self._end: FinishReason | None = None  # why it ended early
-        self._error: str | None = None
-
-    @property
-    def running(self) -> list[str]:
-        """The unfinished requests; none once the result is decided."""
-        return [] if self._end is not None or self.search.over else list(self._running)
-
-    @property
-    def left(self) -> list[str]:
-        """The unfinished requests, also after the result is decided."""
-        return list(self._running)
-
-    def take(self, request_id: str, candidates: Candidates) -> tuple[list[BeamMove], list[str]]:
-        """Record a beam's candidates. Returns the moves, once all candidates are there, and the requests without a move.
-
-        Requests without a move are spare. If there are no moves, the search is over and none is needed any more.
-        """
-        if self._end is not None or self.search.over:
-            return [], []
-        self.search.tell(request_id, candidates)
-        if not self.search.ready:
-            return [], []
-        moves = self.search.choose()
-        return moves, sorted(self._running - {move.request_id for move in moves})
-
-    def fail(self, error: BaseException) -> list[str]:
-        """End the search with `error`. Returns the requests to abort."""
-        self._end, self._error = "error", f"{type(error).__name__}: {error}"
-        return list(self._running)
-
-    def end(self, finished: Finished, now: float) -> list[str]:
-        """As `finish`, but an error in it ends the search. After the last request every request state has a completion."""
-        try:
-            return self.finish(finished, now)
-        except BaseException as error:
-            self.fail(error)
-            if not self._running:
-                for state in self.states:
-                    if state.completion is None:
-                        state.fail(error)
-                        state.end(
-                            Finished(state.request.request_id, "error", NO_TOKENS, self._preemptions, self._error), now
-                        )
-            if is_interrupt(error):
-                raise
-            log.exception("a beam search ends: the end of one of its beams could not be taken in")
-            return list(self._running)
-
-    def finish(self, finished: Finished, now: float) -> list[str]:
-        """Record the end of one request; the last one completes the request states.
-
-        Returns the requests to abort: all that are left, unless the search itself ended this one.
-        """
-        self._running.discard(finished.request_id)
-        self._preemptions += finished.num_preemptions
-        if finished.num_cached_tokens is not None:  # all forks have the same number
-            self._num_cached_tokens = finished.num_cached_tokens
-        dropped = finished.reason == "stop"  # the search needed it no more
-        if not dropped and not self.search.over and self._end is None:
-            self._end, self._error = finished.reason, finished.error
-        if not self._running:
-            self._tell(now)
-        return [] if dropped else list(self._running)
-
-    def _tell(self, now: float) -> None:
-        best: list[Hypothesis] = []
-        try:
-            best = self.search.best
-        except Exception as error:
-            log.exception("a beam search cannot say what it found")
-            self.fail(error)
-        for place, state in enumerate(self.states):
-            found = best[place] if place < len(best) else None
-            tokens = found.token_ids if found is not None else []
-            try:
-                for token in tokens:
-                    state.push(token, now)
-            except Exception as error:
-                state.fail(error)
-            reason: FinishReason = self._end or (found.reason if found is not None else "length")
-            end = Finished(
-                state.request.request_id, reason, np.array(tokens, np.int32), self._preemptions, self._error,
-                self._num_cached_tokens,
-            )  # fmt: skip
-            state.end(end, now)

@@ -4,23 +4,20 @@ Callers send messages, handled between two steps, so no event loop ever waits fo
 one call per step.
 
     caller's loop          a thread for the tokenizer      the engine thread
-    begin ───────────────► prompts as token ids ─────────► _arrive, _submit, once there is room
+    begin ───────────────► prompts as token ids ─────────► PendingCalls.arrive; submitted once there is room
                              └► constraints compiled ────►   (in other threads: it may take seconds)
-    want, forget, ask ───────────────────────────────────► handled between steps
-    _settle ◄───────────── one call per loop and step ──── _hand_out
+    want, cancel, ... ───────────────────────────────────► handled between steps
+    result of a waiter ◄── one call per loop and step ──── Outbox.send
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -29,59 +26,22 @@ from ..build import Engine
 from ..errors import EngineClosed
 from ..process.cpu_threads import own_threads, use_own_threads
 from .inputs import PromptInput
-from .manager import RequestManager, ready_chunk
-from .outputs import RequestOutput, StreamChunk
-from .states import RequestGroup, RequestState
+from .intake import RequestIntake
+from .manager import RequestManager
+from .pending_calls import Outbox, PendingCall, PendingCalls, Waiter
 
 log = logging.getLogger(__name__)
 
-Waiter = asyncio.Future[Any]
 EXIT_WAIT_S = 10.0
 COMPILE_THREADS = 4
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-class PendingCall:
-    """One call of a caller. Mutated by the engine thread, except `forgotten`, which the caller sets.
-
-    Args:
-        waiter: A future of the caller's loop. Its result is all outputs or, for a stream, at least one chunk, or an error for
-            the caller to raise. `EngineThread.want` registers the waiter for a stream's next chunks.
-        interval: Minimum tokens of a stream's chunk; None for no stream.
-    """
-
-    def __init__(self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None) -> None:
-        self.loop = waiter.get_loop()
-        self.waiter: Waiter | None = waiter
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.interval = interval
-        self.asked: list[PromptInput] = []  # until the call is queued
-        self.states: list[RequestState] = []  # of a stream: those that have not delivered their last chunk
-        self.answers: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
-        self.num_running = 0  # unfinished request states
-        self.forgotten = False  # the caller is gone
-        self.over = False  # no more results follow
-
-    def collect(self) -> list[RequestOutput] | list[StreamChunk]:
-        """Take the results that are ready, perhaps none. Call it under the engine's lock."""
-        if self.interval is None:
-            if self.num_running:
-                return []
-            self.over = True
-            return [state.answer.output for state in self.states if state.number == 0]
-        chunks = []
-        while (chunk := ready_chunk(self.states, self.interval)) is not None:
-            chunks.append(chunk)
-        self.over = not self.states
-        return chunks
-
-
 class EngineThread(threading.Thread):
     """Runs the steps of `manager` while there is work, and sleeps otherwise. Closes the manager when it ends.
 
-    Public methods are thread-safe and never block. `forget` and `end` may also be called by the garbage collector, which may
+    Public methods are thread-safe and never block. `cancel` and `end` may also be called by the garbage collector, which may
     interrupt any other code.
     """
 
@@ -90,85 +50,81 @@ class EngineThread(threading.Thread):
         self.ended = False
         self._failure: BaseException | None = None  # what broke the engine
         self._manager = manager
-        self._max_waiting = max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # its `put` is reentrant
         self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one thread: first come, first served
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
         # Running compilations of constraints; used by the tokenizer's thread.
         self._compiled: list[Future[None]] = []
-        self._arrived: OrderedDict[PendingCall, None] = OrderedDict()  # waiting for room, first come, first served
-        self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
-        self._calls: dict[RequestState, PendingCall] = {}  # of unfinished request states
-        self._ready: dict[PendingCall, None] = {}  # calls that may have results
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
+        self._outbox = Outbox()
+        self._calls = PendingCalls(manager, max_waiting, self._outbox)
         self._pauses: dict[Waiter, None] = {}  # active pauses, oldest first
-        self._draining = self._ending = False
-        self._drained: list[Waiter] = []  # settled when nothing is in flight
-        self._joining: list[Waiter] = []  # settled when this thread ends
+        self._ending = False
+        self._draining: list[Waiter] = []  # resolved when nothing is in flight
+        self._joining: list[Waiter] = []  # resolved when this thread ends
         self._num_threads = own_threads()
         # May be called by the memory thread (manager._keep_memory).
-        manager.on_news = lambda states: self._inbox.put(partial(self._note, states))
+        manager.delivery.on_outputs = lambda *groups: self._inbox.put(partial(self._calls.note_outputs, *groups))
         self.start()
         _running.add(self)
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
-    def begin(self, call: PendingCall, asked: Callable[[], list[PromptInput]]) -> None:
-        """Tokenise the prompts of `asked`, then queue them. Errors of both settle the waiter. Raises EngineClosed.
+    def begin(self, call: PendingCall, encode: Callable[[RequestIntake], list[PromptInput]]) -> None:
+        """Call `encode` on the tokenizer's thread, then queue its inputs. Errors resolve the waiter. Raises EngineClosed.
 
         Constraints are compiled in other threads, so that later calls do not wait for them.
         """
 
-        def encode() -> None:
-            if call.forgotten:
+        def encode_inputs() -> None:
+            if call.cancelled:
                 return
-            what = self._tried(asked)
-            if isinstance(what, BaseException) or all(one.prepared.ready for one in what):
-                self._inbox.put(partial(self._arrive, call, what))
+            inputs = self._result_or_error(lambda: encode(self._manager.intake))
+            if isinstance(inputs, BaseException) or all(one.prepared.ready for one in inputs):
+                self._inbox.put(partial(self._calls.arrive, call, inputs))
                 return
             self._compiled = [future for future in self._compiled if not future.done()]
-            self._compiled.append(self._compiling.submit(compile_all, what))
+            self._compiled.append(self._compiling.submit(compile_all, inputs))
 
-        def compile_all(what: list[PromptInput]) -> None:
-            if not call.forgotten:
-                self._inbox.put(partial(self._arrive, call, self._tried(partial(_compiled, what))))
+        def compile_all(inputs: list[PromptInput]) -> None:
+            if not call.cancelled:
+                self._inbox.put(partial(self._calls.arrive, call, self._result_or_error(partial(_compiled, inputs))))
 
-        self._encode(encode)
+        self._encode(encode_inputs)
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
-        """Settle `waiter` with a stream's next chunks: an empty list if it was forgotten or the thread has ended."""
+        """Resolve `waiter` with a stream's next chunks: an empty list if it was cancelled or the thread has ended."""
         self._inbox.put(partial(self._want, waiter, call))
         if self.ended and not waiter.done():
             waiter.set_result([])
 
-    def forget(self, call: PendingCall) -> None:
+    def cancel(self, call: PendingCall) -> None:
         """Abort the unfinished requests of `call`. Its waiter gets an empty result."""
-        call.forgotten = True
-        self._inbox.put(partial(self._forget, call))
+        call.cancelled = True
+        self._inbox.put(partial(self._calls.cancel, call))
 
-    def ask(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
-        """Call `question` with the engine between two steps and settle `waiter` with the result. Raises EngineClosed."""
-        self._tell(partial(self._answer, waiter, question))
+    def run_with_engine(self, waiter: Waiter, function: Callable[[Engine], Any]) -> None:
+        """Call `function` with the engine between two steps and resolve `waiter` with the result. Raises EngineClosed."""
+        self._send(partial(self._run_with_engine, waiter, function))
 
-    def compute(self, waiter: Waiter, question: Callable[[], Any]) -> None:
-        """Call `question` on the tokenizer's thread and settle `waiter` with the result. Raises EngineClosed."""
+    def run_with_encoder(self, waiter: Waiter, function: Callable[[], Any]) -> None:
+        """Call `function` on the tokenizer's thread and resolve `waiter` with the result. Raises EngineClosed."""
 
-        def answer() -> None:
-            value = self._tried(question)
-            self._inbox.put(partial(self._settle, waiter, value))
+        def run() -> None:
+            result = self._result_or_error(function)
+            self._inbox.put(partial(self._outbox.put, waiter, result))
 
-        self._encode(answer)
+        self._encode(run)
 
     def pause(self, waiter: Waiter) -> None:
-        """Run no steps until `resume`. Settle `waiter` once none is running. Raises EngineClosed."""
-        self._tell(partial(self._pause, waiter))
+        """Run no steps until `resume`. Resolve `waiter` once none is running. Raises EngineClosed."""
+        self._send(partial(self._pause, waiter))
 
     def resume(self, of: Waiter | None = None) -> None:
         """End the pause of waiter `of`, or the oldest. Steps run again once no pause is left. Raises EngineClosed."""
-        self._tell(partial(self._resume, of))
+        self._send(partial(self._resume, of))
 
     def drain(self, waiter: Waiter) -> None:
-        """Refuse new calls. Settle `waiter` when all earlier calls have ended. Raises EngineClosed."""
+        """Refuse new calls. Resolve `waiter` when all earlier calls have ended. Raises EngineClosed."""
 
         def behind_all() -> None:
             # Earlier calls are tokenised by now; some may still be compiling.
@@ -178,7 +134,7 @@ class EngineThread(threading.Thread):
         self._encode(behind_all)
 
     def end(self, waiter: Waiter | None = None) -> None:
-        """Abort all requests, close the request manager and end the thread. Settle `waiter` then. Idempotent.
+        """Abort all requests, close the request manager and end the thread. Resolve `waiter` then. Idempotent.
 
         Raises EngineClosed in a forked child.
         """
@@ -193,7 +149,7 @@ class EngineThread(threading.Thread):
         error.__cause__ = self._failure
         return error
 
-    def _tell(self, message: Callable[[], None]) -> None:
+    def _send(self, message: Callable[[], None]) -> None:
         self._manager.check_process()
         self._inbox.put(message)
         if self.ended:  # the message may never be read
@@ -208,10 +164,10 @@ class EngineThread(threading.Thread):
         except RuntimeError:  # it was shut down meanwhile
             raise self.closed() from self._failure
 
-    def _tried(self, question: Callable[[], Any]) -> Any:
-        """Call `question`. Returns its result, or its error, which asyncio would log if set on an abandoned future."""
+    def _result_or_error(self, function: Callable[[], Any]) -> Any:
+        """Call `function`. Returns its result, or its error, which asyncio would log if set on an abandoned future."""
         try:
-            return question()
+            return function()
         except EngineClosed:  # `closed` adds the cause
             return self.closed()
         except BaseException as error:
@@ -224,8 +180,9 @@ class EngineThread(threading.Thread):
             use_own_threads(self._num_threads)
             while not self._ending:
                 self._receive()
-                self._let_in()
-                self._hand_out()
+                self._calls.cancel_lost()
+                self._calls.submit_while_room()
+                self._send_results()
                 if self._may_step:
                     self._step()
                 elif not self._ending:
@@ -252,139 +209,61 @@ class EngineThread(threading.Thread):
         for _ in range(self._inbox.qsize()):  # later messages wait for the next turn
             self._inbox.get()()
 
-    def _let_in(self) -> None:
-        """Submit waiting calls while there is room. Calls of closed loops are dropped first."""
-        for loop in [loop for loop in self._open if loop.is_closed()]:
-            for call in list(self._open[loop]):
-                self._forget(call)
-        engine = self._manager.engine
-        while self._arrived and engine is not None and engine.core.scheduler.num_waiting < self._max_waiting:
-            self._submit(self._arrived.popitem(last=False)[0])
-
-    def _hand_out(self) -> None:
-        """Settle the waiters that have results, with one call per loop."""
-        if self._ready:
-            ready, self._ready = self._ready, {}
-            with self._manager.lock:
-                news = [(call, call.collect()) for call in ready if call.waiter is not None]
-            for call, what in news:
-                if what:
-                    self._give(call, what)
-        if self._drained and not (self._arrived or self._manager.has_work):
-            for waiter in self._drained:
-                self._settle(waiter, None)
-            self._drained.clear()
-        outbox, self._outbox = self._outbox, {}
-        for loop, settled in outbox.items():
-            with suppress(RuntimeError):  # closed loop; `_let_in` drops its calls
-                loop.call_soon_threadsafe(_settle, settled)
+    def _send_results(self) -> None:
+        """Resolve the waiters that have results, with one call per loop."""
+        self._calls.give_results()
+        if self._draining and not (self._calls.num_waiting or self._manager.has_work):
+            for waiter in self._draining:
+                self._outbox.put(waiter, None)
+            self._draining.clear()
+        self._outbox.send()
 
     def _finish(self) -> None:
-        """Close the manager and settle every waiter: with aborted outputs, or with the error that broke the engine."""
+        """Close the manager and resolve every waiter: with aborted outputs, or with the error that broke the engine."""
         try:
-            while self._arrived and self._failure is None:
-                self._submit(self._arrived.popitem(last=False)[0])  # to be aborted with the rest
+            if self._failure is None:
+                self._calls.submit_all()  # to be aborted with the rest
             self._manager.close(self._failure)
-        except BaseException as trouble:
+        except BaseException as error:
             log.exception("the engine could not be closed in order")
-            self._failure = self._failure or trouble
+            self._failure = self._failure or error
         # After these two, every call that began has arrived.
         self._encoding.shutdown()
         self._compiling.shutdown()
         self._receive()
-        self._hand_out()
+        self._send_results()
         self.ended = True
         while not self._inbox.empty():
             self._receive()
-        for call in [call for calls in self._open.values() for call in calls]:
-            if call.waiter is not None:
-                self._settle(call.waiter, self.closed())
-        for waiter in (*self._drained, *self._joining):
-            self._settle(waiter, None)
-        for held in (self._open, self._calls, self._ready, self._drained):  # readers collect the rest of their streams
-            held.clear()
-        self._manager.on_news = None
-        self._hand_out()
+        self._calls.end(self.closed)
+        for waiter in (*self._draining, *self._joining):
+            self._outbox.put(waiter, None)
+        self._draining.clear()
+        self._manager.delivery.on_outputs = None
+        self._send_results()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: PendingCall, asked: list[PromptInput] | BaseException) -> None:
-        if call.forgotten:
-            return
-        if isinstance(asked, BaseException):
-            self._give(call, asked)
-        elif self._draining:
-            self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
-        else:
-            call.asked = asked
-            self._open.setdefault(call.loop, {})[call] = None
-            self._arrived[call] = None
-
-    def _submit(self, call: PendingCall) -> None:
-        asked, call.asked = call.asked, []
-        try:
-            call.states = self._manager.submit(asked, call.priority, call.cache_salt, streams=call.interval is not None)
-        except Exception as error:
-            self._give(call, error)
-            return
-        call.answers = tuple(state.answer for state in call.states if state.number == 0)
-        call.num_running = len(call.states)
-        self._calls.update((state, call) for state in call.states)
-
-    def _note(self, states: Iterable[RequestState]) -> None:
-        """Mark the calls of `states` as having results. A request state may occur several times."""
-        for state in states:
-            call = self._calls.get(state)
-            if call is None:
-                continue
-            if state.completion is not None:
-                del self._calls[state]
-                call.num_running -= 1
-            if call.interval is not None or not call.num_running:
-                self._ready[call] = None
-
     def _want(self, waiter: Waiter, call: PendingCall) -> None:
-        if call.forgotten or self.ended:
-            self._settle(waiter, [])
-            return
-        call.waiter = waiter
-        self._ready[call] = None
+        if self.ended:
+            self._outbox.put(waiter, [])
+        else:
+            self._calls.want(waiter, call)
 
-    def _forget(self, call: PendingCall) -> None:
-        call.forgotten = True
-        self._arrived.pop(call, None)
-        self._manager.abandon(call.states)
-        for state in call.states:
-            self._calls.pop(state, None)
-        self._give(call, [])
-
-    def _give(self, call: PendingCall, what: Any) -> None:
-        """Settle the waiter of `call`. A call that is over, was forgotten or gets an error is closed."""
-        call.over |= isinstance(what, BaseException)
-        waiter, call.waiter = call.waiter, None
-        if waiter is not None:
-            self._settle(waiter, what)
-        if call.over or call.forgotten:
-            self._ready.pop(call, None)
-            calls = self._open.get(call.loop, {})
-            calls.pop(call, None)
-            if not calls:
-                self._open.pop(call.loop, None)
-
-    def _answer(self, waiter: Waiter, question: Callable[[Engine], Any]) -> None:
-        def answer() -> Any:
+    def _run_with_engine(self, waiter: Waiter, function: Callable[[Engine], Any]) -> None:
+        def run() -> Any:
             with self._manager.lock:
-                return question(self._manager.open())
+                return function(self._manager.open())
 
-        self._settle(waiter, self._tried(answer))
+        self._outbox.put(waiter, self._result_or_error(run))
 
     def _pause(self, waiter: Waiter) -> None:
         if self._manager.engine is None:
-            self._settle(waiter, self.closed())
+            self._outbox.put(waiter, self.closed())
             return
         self._pauses[waiter] = None
         self._apply_pauses()
-        self._settle(waiter, None)
+        self._outbox.put(waiter, None)
 
     def _resume(self, of: Waiter | None) -> None:
         if of is None:
@@ -397,42 +276,32 @@ class EngineThread(threading.Thread):
         with self._manager.lock:  # the memory thread may be running a step
             self._manager.paused = bool(self._pauses)
             if self._pauses and self._manager.engine is not None:
-                self._manager.settle(self._manager.engine)  # leave no pending step on the device
+                self._manager.finish_pending_steps(self._manager.engine)  # leave no pending step on the device
 
     def _drain(self, waiter: Waiter) -> None:
-        self._draining = True
+        self._calls.is_draining = True
         self._pauses.clear()  # paused requests would never end
         self._apply_pauses()
-        self._drained.append(waiter)
+        self._draining.append(waiter)
 
     def _end(self, waiter: Waiter | None) -> None:
         self._ending = True
         if waiter is not None:
             self._joining.append(waiter)
 
-    def _settle(self, waiter: Waiter, what: Any) -> None:
-        self._outbox.setdefault(waiter.get_loop(), []).append((waiter, what))
 
-
-def _compiled(asked: list[PromptInput]) -> list[PromptInput]:
-    """Compile the constraints of `asked` and return it. Raises RequestRejected."""
-    for one in asked:
+def _compiled(inputs: list[PromptInput]) -> list[PromptInput]:
+    """Compile the constraints of `inputs` and return it. Raises RequestRejected."""
+    for one in inputs:
         one.prepared.compile()
-    return asked
-
-
-def _settle(settled: list[tuple[Waiter, Any]]) -> None:
-    """Set the results of waiters, on their loop."""
-    for waiter, what in settled:
-        if not waiter.done():  # cancelled: its caller has sent `forget` or `resume`
-            waiter.set_result(what)
+    return inputs
 
 
 @atexit.register
 def _end_all() -> None:
     """Stop all engine threads at exit: a step that runs while the interpreter shuts down may crash the process."""
-    steppers = [stepper for stepper in _running if stepper.is_alive()]
-    for stepper in steppers:
-        stepper.end()
-    for stepper in steppers:
-        stepper.join(EXIT_WAIT_S)
+    threads = [thread for thread in _running if thread.is_alive()]
+    for thread in threads:
+        thread.end()
+    for thread in threads:
+        thread.join(EXIT_WAIT_S)

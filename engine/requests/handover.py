@@ -39,7 +39,7 @@ _SCORES = ("token_ids", "logprobs", "ranks")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handover:
-    """The state of a request between two steps. `params` leave nothing to the engine's defaults: see `settled`.
+    """The state of a request between two steps. `params` leave nothing to the engine's defaults: see `resolved_params`.
 
     The stream has delivered the first `num_told_tokens` of `token_ids` and `num_told_characters` of their text. Seconds and
     preemptions are those so far. `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet or the data are of
@@ -84,7 +84,8 @@ class Handover:
         values = (
             VERSION, model, vocab_size, self.prompt, self.prompt_token_ids.tolist(), self.token_ids.tolist(), settings,
             self.index, self.priority, self.cache_salt, self.num_told_tokens, self.num_told_characters, self.num_preemptions,
-            self.num_cached_tokens, self.first_token_s, self.total_s, _told(self.logprobs), _told(self.prompt_logprobs),
+            self.num_cached_tokens, self.first_token_s, self.total_s, _logprob_columns(self.logprobs),
+            _logprob_columns(self.prompt_logprobs),
         )  # fmt: skip
         return dict(zip(_KEYS, values, strict=True))
 
@@ -149,7 +150,7 @@ class Handover:
         )
 
 
-def settled(params: SamplingParams, sampling: Sampling) -> SamplingParams:
+def resolved_params(params: SamplingParams, sampling: Sampling) -> SamplingParams:
     """Parameters of one continuation, or one beam search, that resolve to `sampling` again under any engine's defaults.
 
     `params` are those that were resolved to `sampling`.
@@ -202,7 +203,7 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def _told(entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+def _logprob_columns(entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
     if entries is None:
         return None
     if not entries:
@@ -284,13 +285,13 @@ def _params(settings: object) -> SamplingParams:
 
 
 def _read(
-    data: Mapping[str, Any], name: str, asked: int | None, token_ids: Int32, vocab_size: int
+    data: Mapping[str, Any], name: str, num_top: int | None, token_ids: Int32, vocab_size: int
 ) -> tuple[TokenLogprobs, ...] | None:
-    """Parse the log-probabilities of `token_ids`; those of a prompt may be incomplete. None unless `asked` for."""
+    """Parse the log-probabilities of `token_ids`; those of a prompt may be incomplete. None if `num_top` is None."""
     value = data[name]
-    if (value is None) != (asked is None):
+    if (value is None) != (num_top is None):
         raise RequestRejected(f"{name} must be there if sampling asks for them, and None if not")
-    if value is None or asked is None:
+    if value is None or num_top is None:
         return None
     if not isinstance(value, Mapping):
         raise RequestRejected(f"{name} must be a mapping of {', '.join(_SCORES)}, got {value!r:.80}")
@@ -300,11 +301,11 @@ def _read(
     except ValueError as error:
         raise RequestRejected(f"{name} must be of lists of the same length: {error}") from error
     count = len(ranks) if ranks.ndim else 0
-    shape = (count, 1 + min(asked, vocab_size))
+    shape = (count, 1 + min(num_top, vocab_size))
     whole = count <= len(token_ids) if name == "prompt_logprobs" else count == len(token_ids)
     if not whole or (count and not (ids.shape == logprobs.shape == shape and ranks.shape == shape[:1])):
         raise RequestRejected(
-            f"{name} must be of {len(token_ids)} tokens and {asked} more each, got {ids.shape} token_ids, {logprobs.shape} "
+            f"{name} must be of {len(token_ids)} tokens and {num_top} more each, got {ids.shape} token_ids, {logprobs.shape} "
             f"logprobs and {ranks.shape} ranks"
         )
     if not count:

@@ -29,7 +29,7 @@ class PromptInput(NamedTuple):
     before: Handover | None = None
 
 
-def together(
+def pair_params(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Pair one or many prompts with their parameters. Raises RequestRejected."""
@@ -47,7 +47,7 @@ def together(
     return list(zip(many, each, strict=True))
 
 
-def encoded(
+def encode_pairs(
     pairs: Sequence[tuple[Prompt, SamplingParams]],
     encoder: Encoder,
     defaults: SamplingParams,
@@ -58,7 +58,7 @@ def encoded(
     Does not compile constraints. Raises RequestRejected.
     """
     prepared: dict[int, tuple[SamplingParams, PreparedParams]] = {}  # by the identity of the parameters
-    asked = []
+    inputs = []
     for prompt, params in pairs:
         if (known := prepared.get(id(params))) is None:
             try:
@@ -66,8 +66,10 @@ def encoded(
             except ValueError as error:  # the parameters contradict the model's settings
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
-        asked.append(PromptInput(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known))
-    return asked
+        inputs.append(
+            PromptInput(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known)
+        )
+    return inputs
 
 
 def conversations(messages: Any) -> list[Any]:
@@ -119,6 +121,12 @@ def checked_priority(priority: object) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
         raise RequestRejected(f"priority must be an integer from {-MOST_PRIORITY} to {MOST_PRIORITY}, got {priority!r}")
     return priority
+
+
+def check_cache_salt(cache_salt: object) -> None:
+    """Raise RequestRejected unless `cache_salt` is a text or None."""
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -34,7 +34,7 @@ class LogprobTable:
         """The sum of the tokens' own log-probabilities."""
         return float(self._logprobs[: self._count, 0].sum(dtype=np.float64))
 
-    def told(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
+    def entries(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
         """The stored entries of `begin .. end`, counted from the first token."""
         part = slice(begin, min(end, self._count))
         lines = zip(

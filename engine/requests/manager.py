@@ -1,7 +1,7 @@
 """The request manager behind all APIs: queues requests, runs steps and delivers their tokens.
 
 A caller that waits for output runs the next step under one lock; with `AsyncLLM`, one thread runs all steps. Outputs go to the
-request states they belong to: docs/decisions/0023-doors.md.
+request groups they belong to (delivery.py); inputs come through intake.py: docs/decisions/0023-doors.md.
 """
 
 from __future__ import annotations
@@ -14,32 +14,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...allocator.errors import LeaseClosed
 from ...scheduler.errors import RequestRejected
-from ...scheduler.outcome import Finished
-from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
-from ...scheduler.request import Request, SamplingParams
 from ..build import Engine, build
 from ..config import EngineConfig
-from ..errors import EngineClosed, is_interrupt
+from ..errors import EngineClosed
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
-from .beams import BeamGroup, BeamRules, BeamSearch, num_candidates
-from .handover import Handover
-from .inputs import Prompt, PromptInput, checked_priority, conversations, encoded, together
-from .outputs import RequestOutput, StreamChunk, refused
-from .states import RequestGroup, RequestState
+from .delivery import OutputDelivery
+from .inputs import PromptInput, check_cache_salt
+from .intake import RequestIntake
+from .outputs import StreamChunk
+from .states import RequestGroup, RequestState, ready_chunk
 
 log = logging.getLogger(__name__)
-
-Event = int | ChunkLogprobs | Finished | Candidates  # a step's output for one request; an int is a token
 
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
@@ -60,17 +54,12 @@ class RequestManager:
         self.engine: Engine | None = build(config)
         self.lock = FairLock()
         self.paused = False  # no steps, not even for memory work
-        self.states: dict[str, RequestState] = {}
-        self.searches: dict[str, BeamGroup] = {}  # by the request of each beam
-        # Called under the lock after a step, with the request states that have new output.
-        self.on_news: Callable[[list[RequestState]], None] | None = None
-        # Events of the last step. Empty between steps unless an interrupt stopped their delivery.
-        self._undelivered: deque[tuple[str, Event]] = deque()
-        self._abandoned: deque[RequestState] = deque()  # of dropped streams; the next step aborts them
+        self.delivery = OutputDelivery()
+        self._to_abort: deque[RequestGroup] = deque()  # by the next step
         self._numbers = itertools.count()
         self._stepped_at = -math.inf  # end of the last step run for a caller
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
-        self._stats, self._stats_at = self._counted(self.engine), self.engine.core.clock()
+        self._stats, self._stats_at = self._collect_stats(self.engine), self.engine.core.clock()
         self._keeper.start()
 
     def open(self) -> Engine:
@@ -105,19 +94,18 @@ class RequestManager:
         self._keeper.join()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
-        """End every request state, even if the engine raises."""
+        """End every request group, even if the engine raises."""
+        groups = self.delivery.groups
         if cause is not None:
-            for state in self.states.values():
-                state.fail(cause)
-            for search in self.searches.values():
-                search.fail(cause)
+            for group in dict.fromkeys(groups.values()):
+                group.fail(cause)
         try:
-            for request_id in [*self.states, *self.searches]:
+            for request_id in list(groups):
                 engine.core.abort(request_id, "aborted" if cause is None else "error")
-            while engine.core.has_work or self._undelivered:
+            while engine.core.has_work or self.delivery.is_pending:
                 self._advance(engine)
         finally:
-            self._end_lost(engine, [*self.states.values(), *(t for s in self.searches.values() for t in s.states)])
+            self._end_lost(engine, list(groups.values()))
 
     def stats(self) -> dict[str, Any]:
         """The engine's statistics. During a step, those from at most STATS_S before the step began."""
@@ -133,7 +121,7 @@ class RequestManager:
             # `barred` is set while a step runs or a tool holds the engine.
             return None if self.lock.barred is None else self.last_stats()
         try:
-            self._stats = self._counted(self.open())
+            self._stats = self._collect_stats(self.open())
         finally:
             self.lock.release()
         return self.last_stats()
@@ -142,185 +130,66 @@ class RequestManager:
         """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
 
-    def _counted(self, engine: Engine) -> dict[str, Any]:
+    def _collect_stats(self, engine: Engine) -> dict[str, Any]:
         return {**engine.stats(), "threads": {self._keeper.name: self._keeper.to_dict()}}
 
     # -- requests in ---------------------------------------------------------------------------------------------
 
-    def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[PromptInput]:
-        """Check and encode prompts and parameters as callers pass them in. Raises RequestRejected."""
-        engine = self.open()
-        return encoded(together(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
-
-    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
-        """As `encode`, for a single prompt: a list is token ids. Raises RequestRejected."""
-        if not isinstance(prompt, str):
-            try:
-                prompt = list(prompt)
-            except Exception as error:  # not an iterable, or one that raises
-                raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
-        return self.encode([prompt], params)
-
-    def handed_over(self, data: Any) -> list[PromptInput]:
-        """Parse the data of one or several exported requests (`export`). Raises RequestRejected."""
-        engine = self.open()
-        many = [data] if isinstance(data, Mapping) else data
-        if not isinstance(many, list | tuple) or not many:
-            raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
-        each = [Handover.from_dict(one, engine.plan.model, engine.encoder.vocab_size) for one in many]
-        prepare = engine.encoder.prepare  # without the engine's EOS ids: their own are among their stop ids
-        return [PromptInput(one.prompt, one.prompt_token_ids, one.params, prepare(one.params), one) for one in each]
-
-    def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        """Apply the tokenizer's chat template to conversations. Returns token ids. Raises RequestRejected."""
-        encoder = self.open().encoder
-        return [encoder.render(conversation, options) for conversation in conversations(messages)]
+    @property
+    def intake(self) -> RequestIntake:
+        """Encodes and checks what callers pass in, for `submit`. Raises EngineClosed."""
+        return RequestIntake(self.open(), self._numbers)
 
     def submit(
         self,
-        asked: Sequence[PromptInput],
+        inputs: Sequence[PromptInput],
         priority: int | None,
         cache_salt: str | None,
         streams: bool = False,
-    ) -> list[RequestState]:
+    ) -> list[RequestGroup]:
         """Queue all prompts, or none if one is rejected.
 
         An imported request keeps its own salt, and with `priority` None its own priority. Constraints are compiled before the
         lock is taken.
         """
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise RequestRejected(f"cache_salt must be a text, or None for none, got {type(cache_salt).__name__}")
-        for one in asked:
+        check_cache_salt(cache_salt)
+        for one in inputs:
             one.prepared.compile()
         with self.lock:
-            engine = self.open()
-            answers: list[tuple[list[Request], RequestGroup]] = []
-            for index, (prompt, ids, params, prepared, before) in enumerate(asked):
-                salt = cache_salt if before is None else before.cache_salt
-                own_priority = before.priority if before is not None and priority is None else priority
-                if streams and params.num_started > (params.n or 1):
-                    raise RequestRejected(
-                        f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
-                        "when all have ended; use generate, or leave best_of out"
-                    )
-                request = Request(
-                    request_id=f"r{next(self._numbers)}",
-                    prompt_token_ids=ids,
-                    sampling=params.resolve(engine.eos_token_ids, prepared.bad_words),
-                    priority=checked_priority(own_priority),
-                    arrival=engine.core.clock(),
-                    cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
-                )
-                if before is not None:
-                    request = before.request(request)
-                engine.core.scheduler.check(request)
-                answer = RequestGroup(index, prompt, params, prepared)
-                requests = self._requests(engine, request, params)
-                answer.states = [
-                    RequestState(answer, number, one, engine.encoder.text_stream(ids, prepared.stops), streams)
-                    for number, one in enumerate(requests[: params.num_started])
-                ]
-                if before is not None:
-                    for state in answer.states:
-                        state.import_request(before)
-                answers.append((requests, answer))
-            for requests, answer in answers:
-                self._queue(engine, requests, answer)
-        return [state for _, answer in answers for state in answer.states]
-
-    def _requests(self, engine: Engine, request: Request, params: SamplingParams) -> list[Request]:
-        """`request` and its forks: one for each continuation to generate, or for each beam."""
-        if (params.num_beams or 1) == 1:
-            return request.forked(params.num_started)
-        sampling = request.sampling
-        count = num_candidates(params.num_beams or 1, len(sampling.stop_token_ids))
-        return replace(request, sampling=replace(sampling, num_candidates=count)).forked(params.num_beams or 1)
-
-    def _queue(self, engine: Engine, requests: Sequence[Request], answer: RequestGroup) -> None:
-        for request in requests:
-            engine.core.add(request)
-        if (answer.params.num_beams or 1) == 1:
-            self.states.update((state.request.request_id, state) for state in answer.states)
-            return
-        first = requests[0]
-        longest = engine.core.scheduler.limit_of(first) - len(first.prompt_token_ids)
-        rules = BeamRules.resolve(answer.params, first.sampling.stop_token_ids, longest)
-        names = [request.request_id for request in requests]
-        self.searches.update(dict.fromkeys(names, BeamGroup(BeamSearch(rules, names), requests, answer.states)))
+            intake = self.intake
+            built = [intake.build(index, one, priority, cache_salt, streams) for index, one in enumerate(inputs)]
+            for group, requests in built:
+                for request in requests:
+                    intake.engine.core.add(request)
+                self.delivery.add(group, requests)
+        return [group for group, _ in built]
 
     def export(self, state: RequestState) -> dict[str, Any]:
         """See `RequestHandle.export`."""
         with self.lock:
             engine = self.open()
-            self.settle(engine)
-            _check_exportable(state)
-            states, end = self._withdraw(engine, state)
-            now = engine.core.clock()
-            first, *_ = [one.hand_over(end, now) for one in states]
-            if self.on_news is not None:
-                self.on_news(states)
-            return first.to_dict(engine.plan.model, engine.encoder.vocab_size)
-
-    def _withdraw(self, engine: Engine, state: RequestState) -> tuple[list[RequestState], Finished]:
-        """Withdraw a request, or its whole beam search, from the engine. Returns its request states and their end."""
-        name, search, names = state.request.request_id, self._search_of(state), self._names(state)
-        withdrawn = [end for one in names if (end := engine.core.scheduler.withdraw(one)) is not None]
-        if not withdrawn:
-            raise RequestRejected(
-                f"request {name} is at its end, which the next step tells: there is nothing left to hand over"
-            )
-        for one in names:
-            self.states.pop(one, None)
-            self.searches.pop(one, None)
-        if search is None:
-            return [state], withdrawn[0]
-        preemptions, found = sum(end.num_preemptions for end in withdrawn), withdrawn[0].num_cached_tokens
-        # Without tokens: an imported beam search starts again from the prompt.
-        end = Finished(name, "aborted", NO_TOKENS, preemptions, num_cached_tokens=found)
-        return list(search.states), end
-
-    def each(
-        self,
-        given: Iterator[tuple[Prompt, SamplingParams | None]],
-        look_ahead: int,
-        priority: int,
-        cache_salt: str | None,
-    ) -> Iterator[RequestOutput]:
-        """Yield the outputs of the prompts taken from `given`, in its order; see `LLM.generate_each`."""
-        taken: deque[RequestOutput | list[RequestState]] = deque()
-        try:
-            while True:
-                for prompt, params in itertools.islice(given, look_ahead - len(taken)):
-                    taken.append(self._queue_or_refuse(prompt, params, priority, cache_salt))
-                if not taken:
-                    return
-                first = taken[0]
-                if isinstance(first, list):
-                    for state in first:
-                        while state.completion is None:
-                            self.step_for(state)
-                    first = first[0].answer.output
-                taken.popleft()
-                yield first
-        finally:  # may run in the garbage collector, during a step
-            self.forget([state for states in taken if isinstance(states, list) for state in states])
-
-    def _queue_or_refuse(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int, cache_salt: str | None
-    ) -> RequestOutput | list[RequestState]:
-        try:
-            return self.submit(self.encode_one(prompt, params), priority, cache_salt)
-        except RequestRejected as error:
-            return refused(prompt if isinstance(prompt, str) else None, str(error))
+            self.finish_pending_steps(engine)
+            state.check_exportable()
+            group, scheduler = state.group, engine.core.scheduler
+            request_ids = group.requests_of(state)
+            withdrawn = [end for one in request_ids if (end := scheduler.withdraw(one)) is not None]
+            if not withdrawn:
+                raise RequestRejected(
+                    f"request {state.request.request_id} is at its end, which the next step tells: there is nothing left to "
+                    "hand over"
+                )
+            self.delivery.remove(request_ids)
+            handover = group.hand_over(state, withdrawn, engine.core.clock())
+            if self.delivery.on_outputs is not None:
+                self.delivery.on_outputs([], [group])
+            return handover.to_dict(engine.plan.model, engine.encoder.vocab_size)
 
     # -- steps and delivery ----------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do. False once closed."""
-        return self.engine is not None and bool(self.engine.core.has_work or self._undelivered or self._abandoned)
+        return self.engine is not None and bool(self.engine.core.has_work or self.delivery.is_pending or self._to_abort)
 
     def step(self) -> None:
         """Run one step of the engine and deliver its outputs. Raises EngineClosed."""
@@ -329,11 +198,11 @@ class RequestManager:
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
-    def step_for(self, state: RequestState) -> None:
-        """Run one step of the engine, unless another thread's step has already finished `state`."""
+    def step_for(self, group: RequestGroup) -> None:
+        """Run one step of the engine, unless another thread's step has already finished `group`."""
         with self.lock:
-            engine = self.open() if state.completion is None else None
-            if engine is None or self._end_lost(engine, [state]):
+            engine = self.open() if not group.is_finished else None
+            if engine is None or self._end_lost(engine, [group]):
                 return
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
@@ -344,54 +213,51 @@ class RequestManager:
             if (chunk := ready_chunk(states, interval)) is not None:
                 return chunk
             engine = self.open()
-            if self._end_lost(engine, states):
+            if self._end_lost(engine, (state.group for state in states)):
                 return None
             self._advance_for_caller(engine)
         self._wait_if_starving(engine)
         return None
 
-    def _end_lost(self, engine: Engine, states: Iterable[RequestState]) -> bool:
-        """End `states` with an error if the engine has no work left that could end them. Returns whether it has none.
+    def _end_lost(self, engine: Engine, groups: Iterable[RequestGroup]) -> bool:
+        """End `groups` with an error if the engine has no work left that could end them. Returns whether it has none.
 
         An interrupt between a request's end and its delivery causes this. Call it under the lock.
         """
-        if self.engine is not None and (engine.core.has_work or self._undelivered or self._abandoned):
+        if self.has_work:
             return False
-        for state in states:
-            if state.completion is None:
-                name = state.request.request_id
-                self.states.pop(name, None)
-                self.searches.pop(name, None)
-                what = "the request's end was lost, as a step was interrupted or broke"
-                state.end(Finished(name, "error", NO_TOKENS, 0, what), engine.core.clock())
+        for group in groups:
+            if not group.is_finished:
+                self.delivery.remove(group.request_ids)
+                group.end_lost(engine.core.clock())
         return True
 
-    def settle(self, engine: Engine) -> None:
+    def finish_pending_steps(self, engine: Engine) -> None:
         """Complete the pending steps and deliver all their outputs. Call it under the lock."""
-        while self._undelivered or engine.core.is_ahead:
+        while self.delivery.is_pending or engine.core.is_ahead:
             self._advance(engine, ahead=False)
 
-    def drop(self, states: Iterable[RequestState]) -> None:
-        """Abort the unfinished of `states`, and run steps until they have ended. For callers that are gone."""
+    def abort(self, groups: Iterable[RequestGroup]) -> None:
+        """Abort the unfinished of `groups`, and run steps until they have ended. For callers that are gone."""
         with self.lock:
-            left = [t for t in states if t.completion is None]
+            left = [group for group in groups if not group.is_finished]
             if self.engine is None or not left:
                 return
-            for state in left:
-                self._abort(self.engine, state)
-            while any(t.completion is None for t in left) and not self._end_lost(self.engine, left):
+            for group in left:
+                _abort(self.engine, group)
+            while not all(group.is_finished for group in left) and not self._end_lost(self.engine, left):
                 self._advance(self.engine)
 
-    def abandon(self, states: Iterable[RequestState]) -> None:
-        """Have the next step abort the unfinished of `states`. Never blocks."""
-        self._abandoned.extend(t for t in states if t.completion is None)
+    def abort_later(self, groups: Iterable[RequestGroup]) -> None:
+        """Let the next step abort the unfinished of `groups`. Never blocks."""
+        self._to_abort.extend(group for group in groups if not group.is_finished)
 
-    def forget(self, states: list[RequestState]) -> None:
-        """Abort the unfinished of `states`: now, or by the next step if the lock is held, perhaps by this very thread."""
-        self.abandon(states)
-        if self.is_here and self._abandoned and self.lock.acquire(blocking=False):
+    def abort_nowait(self, groups: Iterable[RequestGroup]) -> None:
+        """Abort the unfinished of `groups`: now, or by the next step if the lock is held, perhaps by this very thread."""
+        self.abort_later(groups)
+        if self.is_here and self._to_abort and self.lock.acquire(blocking=False):
             try:
-                while self.engine is not None and self._abandoned:
+                while self.engine is not None and self._to_abort:
                     self._advance(self.engine)
             finally:
                 self.lock.release()
@@ -403,13 +269,13 @@ class RequestManager:
         finally:
             self._stepped_at = engine.core.clock()
 
-    def _keep_stats(self, engine: Engine) -> float:
+    def _refresh_stats(self, engine: Engine) -> float:
         """Collect the statistics for reads during a step, if they are older than STATS_S. Returns the time."""
         now = engine.core.clock()
         if now - self._stats_at >= STATS_S:
             self._stats_at = now
             try:
-                self._stats = self._counted(engine)
+                self._stats = self._collect_stats(engine)
             except Exception:  # readers get the previous statistics
                 log.exception("the statistics could not be counted")
         return now
@@ -419,92 +285,17 @@ class RequestManager:
 
         Unless `ahead`, no next step is launched before this one's results are in (`EngineCore.catch_up`).
         """
-        while self._abandoned:
-            self._abort(engine, self._abandoned.popleft())
-        events = self._undelivered
-        if not events:
-            self._keep_stats(engine)
+        while self._to_abort:
+            _abort(engine, self._to_abort.popleft())
+        if not self.delivery.is_pending:
+            self._refresh_stats(engine)
             self.lock.barred = threading.get_ident()  # calls from within a step raise: they would deadlock
             try:
-                emissions = engine.core.step() if ahead else engine.core.catch_up()
+                outputs = engine.core.step() if ahead else engine.core.catch_up()
             finally:
                 self.lock.barred = None
-            events.extend(emissions.scores)  # before their tokens
-            events.extend(zip(emissions.request_ids, emissions.tokens, strict=True))
-            events.extend((finished.request_id, finished) for finished in emissions.finished)
-            events.extend(emissions.candidates)  # after the ends: only for beams that are still running
-        now = self._keep_stats(engine)
-        news: list[RequestState] = []
-        try:
-            while events:
-                request_id, event = events.popleft()
-                if (state := self.states.get(request_id)) is not None:
-                    news.append(state)
-                    self._deliver(engine, state, event, now)
-                elif (search := self.searches.get(request_id)) is not None:
-                    news += self._deliver_to_search(engine, search, request_id, event, now)
-        finally:
-            if self.on_news is not None and news:
-                self.on_news(news)
-
-    def _deliver(self, engine: Engine, state: RequestState, event: Event, now: float) -> None:
-        """Deliver an event to its request state. If the state raises, its request ends with that error."""
-        name = state.request.request_id
-        if isinstance(event, Finished):
-            del self.states[name]
-            state.end(event, now)
-            return
-        try:
-            if isinstance(event, ChunkLogprobs):
-                state.score(event)
-            elif isinstance(event, int) and (reason := state.push(event, now)) is not None:
-                engine.core.abort(name, reason)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            log.exception("request %s ends: what a step gave cannot be taken in", name)
-            state.fail(error)
-            engine.core.abort(name, "error")
-
-    def _search_of(self, state: RequestState) -> BeamGroup | None:
-        return next((search for search in self.searches.values() if state in search.states), None)
-
-    def _names(self, state: RequestState) -> list[str]:
-        """The requests behind a request state: its own, or the running ones of its beam search."""
-        search = self._search_of(state)
-        return [state.request.request_id] if search is None else search.running
-
-    def _abort(self, engine: Engine, state: RequestState) -> None:
-        """Abort a state's request, or all left of its beam search: even of one that is over, after an interrupt."""
-        search = self._search_of(state)
-        for name in [state.request.request_id] if search is None else search.left:
-            engine.core.abort(name)
-
-    def _deliver_to_search(
-        self, engine: Engine, search: BeamGroup, request_id: str, event: Event, now: float
-    ) -> Sequence[RequestState]:
-        """Deliver an event of a beam to its search and apply the result. Returns the request states with new output."""
-        if isinstance(event, Finished):
-            del self.searches[request_id]
-            for other in search.end(event, now):
-                engine.core.abort(other)
-            return search.states
-        if isinstance(event, Candidates):
-            others: list[str] = []
-            try:
-                moves, others = search.take(request_id, event)
-                if moves:
-                    engine.core.scheduler.apply_beam_moves(moves, spare=others)
-                    others = []
-            except BaseException as error:  # the moves may be half applied
-                others = search.fail(error)
-                if is_interrupt(error):
-                    raise
-                log.exception("the beams of request %s cannot go on; they end", request_id)
-            finally:
-                for other in others:
-                    engine.core.abort(other, "stop")
-        return ()
+            self.delivery.queue(outputs)
+        self.delivery.deliver(engine.core, self._refresh_stats(engine))
 
     def _wait_if_starving(self, engine: Engine) -> None:
         """If all work waits for the pool to grow, wait for the broker before the next step."""
@@ -526,7 +317,7 @@ class RequestManager:
             if memory.due and not self.paused:
                 if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # a caller's next step does it
                     return KEEPER_BUSY_WAIT_S
-                self.settle(self.engine)
+                self.finish_pending_steps(self.engine)
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
             return KEEPER_WAIT_S
@@ -548,27 +339,6 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     return True
 
 
-def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
-    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
-
-    That state moves to the end of `states`, or is removed after its last chunk.
-    """
-    for i, state in enumerate(states):
-        if state.ready(interval):
-            del states[i]
-            chunk = state.take()
-            if chunk.completion is None:
-                states.append(state)
-            return chunk
-    return None
-
-
-def _check_exportable(state: RequestState) -> None:
-    name = state.request.request_id
-    if state.completion is not None:
-        reason = state.completion.finish_reason
-        raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
-    if state.request.sampling.logits_processors:
-        raise RequestRejected(
-            f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
-        )
+def _abort(engine: Engine, group: RequestGroup) -> None:
+    for request_id in group.request_ids:
+        engine.core.abort(request_id)

@@ -1,39 +1,46 @@
-"""Delivery state of requests: tokens, text and log-probabilities of each continuation as they arrive."""
+"""Delivery state of requests: tokens, text and log-probabilities of each continuation as they arrive.
+
+`RequestGroup` is the interface of all kinds of groups; the kinds are in groups.py.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ...scheduler.errors import RequestRejected
-from ...scheduler.outcome import Finished
-from ...scheduler.plan import ChunkLogprobs
-from ...scheduler.request import Request, SamplingParams
+from ...scheduler.outcome import BeamMove, Finished
+from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
+from ...scheduler.request import Request
 from ...scheduler.sequence import FinishReason
 from ..errors import is_interrupt
 from ..text.detokenizer import TextStream
-from ..text.encoder import PreparedParams
-from .handover import Handover, scores_of, settled
+from .handover import Handover, resolved_params, scores_of
+from .inputs import PromptInput
 from .logprob_table import LogprobTable
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+Event = int | ChunkLogprobs | Finished | Candidates  # a step's output for one request; an int is a token
 
 
 class RequestState:
     """The delivery state of one continuation of a prompt. Mutated under the engine's lock."""
 
     def __init__(
-        self, answer: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
+        self, group: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
     ) -> None:
-        self.answer = answer
+        self.group = group
         self.number = number
         self.request = request
         self.completion: Completion | None = None
         self._num_prompt = len(request.prompt_token_ids)
-        self._of_prompt = None if request.sampling.prompt_logprobs is None else LogprobTable(1)
-        self._of_output = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
+        self._prompt_table = None if request.sampling.prompt_logprobs is None else LogprobTable(1)
+        self._output_table = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
         self._num_taken = 0  # tokens delivered in chunks
@@ -46,7 +53,7 @@ class RequestState:
 
     def score(self, scores: ChunkLogprobs) -> None:
         """Record log-probabilities of prompt tokens, or of the token that is pushed next."""
-        table = self._of_prompt if scores.first < self._num_prompt else self._of_output
+        table = self._prompt_table if scores.first < self._num_prompt else self._output_table
         if table is not None:
             table.put(scores)
 
@@ -56,7 +63,7 @@ class RequestState:
             self._first_token_at = now
         self._new.append(token)
         if self._eager and self._failure is None:
-            self._read([token])
+            self._detokenize([token])
         return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
 
     def fail(self, error: BaseException) -> None:
@@ -85,12 +92,12 @@ class RequestState:
         """Build the completion. If its text or log-probabilities cannot be made, it is an error."""
         tokens = finished.token_ids.tolist()
         logprobs, total = None, None
-        self._admitted_with(finished)
+        self._record_cached_tokens(finished)
         try:
             if self._text is not None and self._failure is None:
-                self._read(tokens if not self._eager else [], last=True)
+                self._detokenize(tokens if not self._eager else [], last=True)
             logprobs = self._logprobs(0, len(tokens))
-            total = None if self._of_output is None else self._of_output.total
+            total = None if self._output_table is None else self._output_table.total
         except Exception as error:
             log.exception("request %s: what it generated cannot be given in full", self.request.request_id)
             self.fail(error)
@@ -107,19 +114,30 @@ class RequestState:
                 cumulative_logprob=total,
             )
 
+    def check_exportable(self) -> None:
+        """Raise RequestRejected if the request has ended, or its settings are no plain data."""
+        name = self.request.request_id
+        if self.completion is not None:
+            reason = self.completion.finish_reason
+            raise RequestRejected(f"request {name} has ended ({reason!r}): there is nothing left to hand over")
+        if self.request.sampling.logits_processors:
+            raise RequestRejected(
+                f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
+            )
+
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:
         """End the request here, for another process to continue.
 
         The completion here has what chunks have delivered; the importing process delivers the rest.
         """
-        answer, told = self.answer, self._num_taken
-        self._admitted_with(withdrawn)
+        group, num_delivered = self.group, self._num_taken
+        self._record_cached_tokens(withdrawn)
         text = None if self._text is None else self._text.text[: self._num_characters]
-        logprobs = self._logprobs(0, told)
+        logprobs = self._logprobs(0, num_delivered)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
         self.completion = Completion(
             text=text,
-            token_ids=withdrawn.token_ids[:told].tolist(),
+            token_ids=withdrawn.token_ids[:num_delivered].tolist(),
             finish_reason="aborted",
             timings=timings,
             num_preemptions=num_preemptions,
@@ -128,49 +146,51 @@ class RequestState:
         )
         self._new, self._new_text = [], []
         salt = self.request.cache_salt
-        of_prompt = answer.states[0].prompt_logprobs  # only the first continuation scores the prompt
+        prompt_logprobs = group.states[0].prompt_logprobs  # only the first continuation scores the prompt
         return Handover(
-            prompt=answer.prompt,
+            prompt=group.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=withdrawn.token_ids,
-            params=settled(answer.params, self.request.sampling),
+            params=resolved_params(group.params, self.request.sampling),
             index=self.request.sampling.index,
             priority=self.request.priority,
             cache_salt=None if salt is None else salt.decode("utf-8", "surrogatepass"),
-            num_told_tokens=told,
+            num_told_tokens=num_delivered,
             num_told_characters=len(text or ""),
             num_preemptions=num_preemptions,
             num_cached_tokens=self.num_cached_tokens,
             first_token_s=timings.first_token_s,
             total_s=timings.total_s,
             logprobs=self._logprobs(0, len(withdrawn.token_ids)),
-            prompt_logprobs=None if of_prompt is None else tuple(entry for entry in of_prompt if entry is not None),
+            prompt_logprobs=None
+            if prompt_logprobs is None
+            else tuple(entry for entry in prompt_logprobs if entry is not None),
         )
 
     def import_request(self, before: Handover) -> None:
         """Restore the state of an exported request. Raises RequestRejected if its text differs here or has a stop string."""
-        tokens, told = before.token_ids.tolist(), before.num_told_tokens
+        tokens, num_delivered = before.token_ids.tolist(), before.num_told_tokens
         self._num_preemptions = before.num_preemptions
         self.num_cached_tokens = before.num_cached_tokens
         if before.first_token_s is not None:
             self._first_token_at = self.request.arrival + before.first_token_s
         if before.prompt_logprobs is not None:
-            self._of_prompt = LogprobTable(1)
-        for table, entries in ((self._of_prompt, before.prompt_logprobs), (self._of_output, before.logprobs)):
+            self._prompt_table = LogprobTable(1)
+        for table, entries in ((self._prompt_table, before.prompt_logprobs), (self._output_table, before.logprobs)):
             if table is not None and entries:
-                table.put(scores_of(entries, 1 if table is self._of_prompt else self._num_prompt))
+                table.put(scores_of(entries, 1 if table is self._prompt_table else self._num_prompt))
         if self._text is not None:
             for token in tokens:  # one by one, as in the other process, so that the same text is held back
-                self._read([token])
+                self._detokenize([token])
             text = self._text.text
             if self._text.stopped:
                 raise RequestRejected("the text of the tokens that were generated has a stop string: it is at its end")
             if self._failure is not None or before.num_told_characters > len(text):
                 raise RequestRejected(f"its tokens have another text here: {self._failure or 'it is shorter'}")
             self._new_text = [text[before.num_told_characters :]]
-        self._num_taken, self._new = told, tokens[told:]
+        self._num_taken, self._new = num_delivered, tokens[num_delivered:]
 
-    def _admitted_with(self, end: Finished) -> None:
+    def _record_cached_tokens(self, end: Finished) -> None:
         """Record `num_cached_tokens` of the first admission."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = end.num_cached_tokens
@@ -187,14 +207,14 @@ class RequestState:
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """One entry for each scored token of the prompt, None for the first; None if not requested."""
-        return None if self._of_prompt is None else (None, *self._of_prompt.told(0, self._num_prompt - 1))
+        return None if self._prompt_table is None else (None, *self._prompt_table.entries(0, self._num_prompt - 1))
 
     def _logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...] | None:
         """Those of generated tokens, if the caller requested them; `best_of` computes them for itself too."""
-        table = None if self.answer.params.logprobs is None else self._of_output
-        return None if table is None else table.told(begin, end)
+        table = None if self.group.params.logprobs is None else self._output_table
+        return None if table is None else table.entries(begin, end)
 
-    def _read(self, tokens: list[int], last: bool = False) -> None:
+    def _detokenize(self, tokens: list[int], last: bool = False) -> None:
         """Detokenize `tokens`. A tokenizer that raises fails this request only; an interrupt propagates."""
         assert self._text is not None
         try:
@@ -205,7 +225,7 @@ class RequestState:
             self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
             if is_interrupt(error):
                 raise
-            log.exception("request %s: the tokenizer cannot say its tokens; it ends", self.request.request_id)
+            log.exception("request %s ends: the tokenizer failed on its tokens", self.request.request_id)
 
     def ready(self, interval: int) -> bool:
         """Whether a chunk is due."""
@@ -213,36 +233,91 @@ class RequestState:
 
     def take(self) -> StreamChunk:
         """Take what is new since the last chunk. The last chunk of the prompt's continuations carries the output."""
-        answer, done = self.answer, self.completion is not None
-        answer.num_taken += done
-        output = answer.output if done and answer.num_taken == len(answer.states) else None
+        group, done = self.group, self.completion is not None
+        group.num_taken += done
+        output = group.output if done and group.num_taken == len(group.states) else None
         begin, end = self._num_taken, self._num_taken + len(self._new)
         chunk = StreamChunk(
-            answer.index, "".join(self._new_text), self._new, self.number, self.completion, output,
+            group.index, "".join(self._new_text), self._new, self.number, self.completion, output,
             self._logprobs(begin, end),
         )  # fmt: skip
         self._num_taken, self._new, self._new_text = end, [], []
         return chunk
 
 
-class RequestGroup:
-    """The request states of one prompt: one for each continuation that is generated. `params` are resolved."""
+class GroupActions(NamedTuple):
+    """What the engine must do for a request group: requests to abort, each with the reason, and beam moves to apply."""
+
+    aborts: Sequence[tuple[str, FinishReason]] = ()
+    moves: Sequence[BeamMove] = ()
+    spare: Sequence[str] = ()  # beams without a move
+
+
+class RequestGroup(ABC):
+    """The continuations of one prompt: their requests in the engine, and a request state for each that the caller receives.
+
+    Mutated under the engine's lock.
+
+    Args:
+        index: Of the prompt in its call.
+        prompt: The prompt, with resolved parameters.
+        requests: Those in the engine. The first `params.num_started` have a request state.
+        text_stream: Makes the text stream of a request state.
+        streams: Whether chunks are read before the end.
+    """
 
     def __init__(
-        self, index: int, prompt: str | None, params: SamplingParams, prepared: PreparedParams | None = None
+        self,
+        index: int,
+        prompt: PromptInput,
+        requests: Sequence[Request],
+        text_stream: Callable[[], TextStream | None] = lambda: None,
+        streams: bool = False,
     ) -> None:
-        self.index = index  # of the prompt in its call
-        self.prompt = prompt
-        self.params = params
-        self.prepared = prepared  # keeps the constraint compiled until the request ends
-        self.states: Sequence[RequestState] = ()
+        self.index = index
+        self.prompt = prompt.prompt
+        self.params = prompt.params
+        self.prepared = prompt.prepared  # keeps the constraint compiled until the group ends
+        self.states = tuple(
+            RequestState(self, number, request, text_stream(), streams)
+            for number, request in enumerate(requests[: self.params.num_started])
+        )
         self.num_taken = 0  # request states that have delivered their last chunk
 
     @property
+    @abstractmethod
+    def request_ids(self) -> list[str]:
+        """The requests whose end has not been delivered."""
+
+    @property
+    @abstractmethod
     def exportable(self) -> list[RequestState]:
-        """The unfinished request states; of a beam search only the first, which represents the search."""
-        states = self.states if (self.params.num_beams or 1) == 1 else self.states[:1]
-        return [state for state in states if state.completion is None]
+        """The unfinished request states that can be handed over one by one."""
+
+    @abstractmethod
+    def deliver(self, request_id: str, event: Event, now: float) -> GroupActions | None:
+        """Apply an event of one request. Returns what the engine must do; None for nothing."""
+
+    @abstractmethod
+    def fail_delivery(self, request_id: str, error: BaseException, now: float) -> GroupActions:
+        """Handle an error, perhaps an interrupt, of `deliver` or of the actions it returned."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Let all unfinished request states end with `error`, once their requests are aborted."""
+
+    @abstractmethod
+    def requests_of(self, state: RequestState) -> list[str]:
+        """The requests to withdraw from the engine, to hand `state` over; none if its end is decided."""
+
+    @abstractmethod
+    def hand_over(self, state: RequestState, withdrawn: Sequence[Finished], now: float) -> Handover:
+        """End `state` here, for another process to continue. `withdrawn` are the ends of its requests."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all request states have ended."""
+        return all(state.completion is not None for state in self.states)
 
     @property
     def output(self) -> RequestOutput:
@@ -256,8 +331,30 @@ class RequestGroup:
             self.states[0].prompt_logprobs, self.states[0].num_cached_tokens or 0,
         )  # fmt: skip
 
+    def end_lost(self, now: float) -> None:
+        """End the unfinished request states with an error: the engine has no work left that could end them."""
+        lost = "the request's end was lost, as a step was interrupted or broke"
+        for state in self.states:
+            if state.completion is None:
+                state.end(Finished(state.request.request_id, "error", NO_TOKENS, 0, lost), now)
+
 
 def _mean_logprob(completion: Completion) -> float:
     """The score for `best_of`: the mean log-probability of a token; -inf unless the reason is "stop" or "length"."""
     total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
     return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf
+
+
+def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
+    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
+
+    That state moves to the end of `states`, or is removed after its last chunk.
+    """
+    for i, state in enumerate(states):
+        if state.ready(interval):
+            del states[i]
+            chunk = state.take()
+            if chunk.completion is None:
+                states.append(state)
+            return chunk
+    return None

@@ -351,7 +351,7 @@ def test_half_of_the_streams_dropped_give_their_blocks_back_within_two_steps(loa
         streams = [llm.stream(prompt, up_to(60)) for prompt in prompts]
         await llm.pause()  # so that all begin together
         first = asyncio.gather(*(anext(stream) for stream in streams))
-        await until(lambda: len(llm._manager.states) == 50)
+        await until(lambda: len(llm._manager.delivery.groups) == 50)
         await go_on_for(llm, 5)
         await first
         survivors = streams[1::2]
@@ -410,8 +410,8 @@ def test_a_slow_reader_piles_nothing_up(llm: AsyncLLM, oracle: LLM) -> None:
     async def main() -> None:
         stream = llm.stream([5, 6], up_to(50))
         first = await anext(stream)
-        await until(lambda: not llm._manager.states)
-        assert not stream._chunks and not llm._engine_thread._outbox
+        await until(lambda: not llm._manager.delivery.groups)
+        assert not stream._chunks and llm._engine_thread._outbox.is_empty
         (last,) = [chunk async for chunk in stream]
         assert first.token_ids + last.token_ids == expected.token_ids
         assert last.finish_reason == "length" and len(first.token_ids) < 50
@@ -436,7 +436,7 @@ def test_one_call_for_each_loop_and_step(llm: AsyncLLM) -> None:
         llm._manager.step = lambda: (steps.append(0), step())[1]  # type: ignore[method-assign]
         await llm.pause()  # so that all begin together
         tasks = [asyncio.create_task(streamed(i)) for i in range(20)]
-        await until(lambda: len(llm._manager.states) == 20)
+        await until(lambda: len(llm._manager.delivery.groups) == 20)
         llm.resume()
         await asyncio.gather(*tasks)
         del llm._manager.step
@@ -489,13 +489,13 @@ def test_calls_wait_for_room_first_come_first_served(load: Callable[..., AsyncLL
         for i in range(12):
             tasks.append(asyncio.create_task(one(i)))
             await asyncio.sleep(0)
-        await until(lambda: len(llm._engine_thread._arrived) == 9)
+        await until(lambda: llm._engine_thread._calls.num_waiting == 9)
         assert (await llm.stats())["waiting"] == 3
         most: list[int] = []
         watch_steps(llm, lambda plan: most.append(llm._manager.open().core.scheduler.num_waiting))
         for i in (5, 11):
             tasks[i].cancel()
-        await until(lambda: len(llm._engine_thread._arrived) == 7)
+        await until(lambda: llm._engine_thread._calls.num_waiting == 7)
         llm.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert done == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
@@ -519,14 +519,14 @@ def test_a_pause_keeps_everything_where_it_is(llm: AsyncLLM, oracle: LLM) -> Non
     async def main() -> None:
         await llm.pause()
         running = [asyncio.create_task(llm.generate(p, up_to(40))) for p in prompts[:3]]
-        await until(lambda: len(llm._manager.states) == 3)
+        await until(lambda: len(llm._manager.delivery.groups) == 3)
         await go_on_for(llm, 5)
         await llm.pause()
         before = await llm.stats()
         assert (before["running"], before["waiting"], before["blocks"]["live"]) == (3, 0, held_blocks(llm))
         assert llm._manager._serve_memory() is not None
         later = asyncio.create_task(llm.generate(prompts[3], up_to(40)))
-        await until(lambda: len(llm._manager.states) == 4)
+        await until(lambda: len(llm._manager.delivery.groups) == 4)
         assert await llm.stats() == before | {"waiting": 1}
         assert not any(task.done() for task in (later, *running))
         hasty = asyncio.create_task(llm.pause())
@@ -558,7 +558,7 @@ def test_a_drain_refuses_who_comes_and_waits_for_who_is_there(load: Callable[...
         await asyncio.sleep(0)
         draining = asyncio.create_task(llm.drain())
         await draining
-        assert not llm._manager.states
+        assert not llm._manager.delivery.groups
         assert [output.finish_reason for task in tasks for output in await task] == ["length"] * 9
         await first
         assert [chunk async for chunk in stream][-1].finish_reason == "length"
@@ -592,7 +592,8 @@ def test_stop_with_fifty_in_flight(load: Callable[..., AsyncLLM], oracle: LLM, t
         waiting = asyncio.create_task(anext(stream))
         await until(
             lambda: (
-                ends.added and len(llm._manager.states) + len(llm._engine_thread._arrived) + len(ends.finished) == 50
+                ends.added
+                and len(llm._manager.delivery.groups) + llm._engine_thread._calls.num_waiting + len(ends.finished) == 50
             )
         )
         await asyncio.gather(llm.stop(timeout_s), llm.stop(timeout_s))
@@ -631,7 +632,7 @@ def test_a_stop_whose_time_is_up_aborts_the_rest(load: Callable[..., AsyncLLM]) 
 
     async def main() -> None:
         task = asyncio.create_task(llm.generate([5], LONG))
-        await until(lambda: llm._manager.states)
+        await until(lambda: llm._manager.delivery.groups)
         stopping = asyncio.create_task(llm.stop(0.01))
         await until(lambda: llm._engine_thread._inbox.qsize() >= 2)  # a drain, and the end
         held.set()
@@ -651,7 +652,7 @@ def test_stop_before_anything_and_in_a_pause(load: Callable[..., AsyncLLM]) -> N
             pass
         await paused.pause()
         task = asyncio.create_task(paused.generate([[5], [6]], LONG))
-        await until(lambda: paused._manager.states)
+        await until(lambda: paused._manager.delivery.groups)
         await paused.stop()
         assert [o.finish_reason for o in await task] == ["aborted"] * 2
 
@@ -717,9 +718,9 @@ def test_an_abort_in_every_state(load: Callable[..., AsyncLLM], oracle: LLM, sta
         loop, cancelled = asyncio.get_running_loop(), threading.Event()
         await llm.pause()
         others = [asyncio.create_task(llm.generate(p, up_to(60))) for p in prompts[:3]]
-        await until(lambda: len(llm._manager.states) == 3)
+        await until(lambda: len(llm._manager.delivery.groups) == 3)
         task = asyncio.create_task(llm.generate(victim, up_to(60), priority=1))
-        await until(lambda: len(llm._manager.states) == 4)
+        await until(lambda: len(llm._manager.delivery.groups) == 4)
 
         def cancel() -> None:
             task.cancel()
@@ -766,7 +767,7 @@ def test_closing_twice_or_what_has_ended_changes_nothing(llm: AsyncLLM) -> None:
         task = asyncio.create_task(llm.generate([5], up_to(1)))
         await task
         task.cancel()
-        llm._engine_thread.forget(stream._submission._call)
+        llm._engine_thread.cancel(stream._submission._call)
         stats = await llm.stats()
         assert (stats["steps"], stats["running"]) == (before["steps"] + 1, 0)
 
@@ -819,10 +820,10 @@ def test_an_error_in_a_step_ends_its_requests_with_it(
         fail_at(llm, 7, error)
         await llm.pause()
         tasks = [asyncio.create_task(llm.generate([5 + i], up_to(20))) for i in range(5)]
-        await until(lambda: len(llm._manager.states) == 5)
+        await until(lambda: len(llm._manager.delivery.groups) == 5)
         stream = llm.stream([10], up_to(20))
         reading = asyncio.create_task(anext(stream))
-        await until(lambda: len(llm._manager.states) == 6)
+        await until(lambda: len(llm._manager.delivery.groups) == 6)
         llm.resume()
         outputs = [output for task in tasks for output in await task]
         await reading

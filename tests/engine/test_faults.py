@@ -122,7 +122,7 @@ def check_clean(llm: LLM, expected: dict[str, RequestOutput]) -> None:
     scheduler.check_invariants()
     counts = scheduler.cache.pool.counts()
     assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
-    assert not llm._manager.states and not llm._manager.searches
+    assert not llm._manager.delivery.groups
     assert check(served(llm, LOAD[1:3]), LOAD[1:3], expected, None) == 0
 
 

@@ -161,7 +161,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """The engine that most tests share; each has to leave it idle."""
     yield shared
     assert is_idle(shared), shared.stats()
-    assert not shared._manager.states
+    assert not shared._manager.delivery.groups
 
 
 @contextmanager
@@ -662,7 +662,7 @@ def test_closing_a_stream_of_continuations_ends_all_of_them(llm):
         for _ in range(steps):
             next(chunks)
         chunks.close()
-        assert is_idle(llm) and not llm._manager.states
+        assert is_idle(llm) and not llm._manager.delivery.groups
 
 
 @pytest.mark.parametrize("n", [0, -1, 4097, 1.0, True, "2"])
@@ -1166,7 +1166,7 @@ def test_an_interrupt_leaves_a_usable_engine(saved, load, place, call):
     assert is_idle(llm), llm.stats()
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._manager.states
+    assert is_idle(llm) and not llm._manager.delivery.groups
 
 
 @pytest.mark.parametrize("place", ["before the step runs", "before tokens are taken in"])
@@ -1192,7 +1192,7 @@ def test_an_error_of_the_engines_own_ends_requests_with_the_reason(saved, load, 
         assert output.token_ids == plain(prompt)[: len(output.token_ids)]
     core.scheduler.check_invariants()
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._manager.states
+    assert is_idle(llm) and not llm._manager.delivery.groups
 
 
 def test_an_interrupt_ends_who_was_in_the_step_and_no_other(saved, load):
@@ -1270,7 +1270,7 @@ def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(saved, load, st
     assert outputs[0].text == (decoded(plain(fourth)[:3]) if stop else "")
     assert tokens_of(outputs[1:]) == [plain(p) for p in others] != []
     assert [o.text for o in outputs[1:]] == [decoded(o.token_ids) for o in outputs[1:]]
-    assert is_idle(llm) and not llm._manager.states
+    assert is_idle(llm) and not llm._manager.delivery.groups
 
 
 def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
@@ -1288,7 +1288,7 @@ def test_an_interrupt_while_text_is_made_leaves_a_usable_engine(saved, load):
     ended = [c.output for c in other if c.output]
     assert [len(o.token_ids) for o in ended] == [4] * len(others)
     assert tokens_of(llm.generate(PROMPTS, up_to(12))) == [plain(p) for p in PROMPTS]
-    assert is_idle(llm) and not llm._manager.states
+    assert is_idle(llm) and not llm._manager.delivery.groups
 
 
 def test_a_model_that_fails_ends_its_request_with_the_reason(saved, load, caplog):

@@ -12,9 +12,12 @@ from engines import TinyEngine
 from families import VOCAB, tiny
 
 from pagetide import LLM, RequestRejected, SamplingParams
-from pagetide.engine.requests.beams import BeamGroup, BeamRules, BeamSearch
+from pagetide.engine.requests.beams import BeamRules, BeamSearch
+from pagetide.engine.requests.groups import BeamGroup
+from pagetide.engine.requests.inputs import PromptInput
 from pagetide.engine.requests.outputs import Completion
-from pagetide.engine.requests.states import RequestGroup, RequestState
+from pagetide.engine.requests.states import GroupActions
+from pagetide.engine.text.encoder import PreparedParams
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Candidates
 from pagetide.scheduler.request import Request
@@ -51,41 +54,40 @@ def ours(
     return searched(engine, {name: ids}, ends, **kwargs)[name]
 
 
+def as_input(ids: list[int], params: SamplingParams) -> PromptInput:
+    return PromptInput(None, np.array(ids, np.int32), params, PreparedParams())
+
+
 def searched(engine: TinyEngine, prompts: dict[str, list[int]], ends, **kwargs) -> dict[str, list[Completion]]:
     """Searches side by side."""
     params = SamplingParams(max_new_tokens=NEW, temperature=0, stop_token_ids=ends, **kwargs)
     rules = BeamRules.resolve(params, ends, NEW)
-    scheduler, searches, answers = engine.core.scheduler, {}, {}
+    scheduler, by_request, groups = engine.core.scheduler, {}, {}
     for name, ids in prompts.items():
         sampling = params.resolve()
         sampling = type(sampling)(
             **{f: getattr(sampling, f) for f in sampling.__slots__} | {"num_candidates": rules.num_candidates}
         )
         requests = Request(name, np.array(ids, np.int32), sampling).forked(rules.num_beams)
-        answer = RequestGroup(0, None, params)
-        answer.states = [RequestState(answer, i, r, None, False) for i, r in enumerate(requests[: params.n or 1])]
-        search = BeamGroup(BeamSearch(rules, [r.request_id for r in requests]), requests, answer.states)
+        groups[name] = BeamGroup(0, as_input(ids, params), requests, rules)
         for request in requests:
             engine.core.add(request)
-            searches[request.request_id] = search
-        answers[name] = answer
+            by_request[request.request_id] = groups[name]
     for _ in range(5000):
         if not engine.core.has_work:
             break
-        emissions = engine.core.step()
+        outputs = engine.core.step()
         scheduler.check_invariants()
-        for end in emissions.finished:
-            for other in searches[end.request_id].finish(end, 0.0):
-                engine.core.abort(other)
-        for request_id, candidates in emissions.candidates:
-            moves, others = searches[request_id].take(request_id, candidates)
-            if moves:
-                scheduler.apply_beam_moves(moves, spare=others)
-            for other in others if not moves else ():
-                engine.core.abort(other, "stop")
+        for request_id, event in [*((end.request_id, end) for end in outputs.finished), *outputs.candidates]:
+            if (actions := by_request[request_id].deliver(request_id, event, 0.0)) is None:
+                continue
+            if actions.moves:
+                scheduler.apply_beam_moves(actions.moves, spare=actions.spare)
+            for other, reason in actions.aborts:
+                engine.core.abort(other, reason)
         scheduler.check_invariants()
     assert scheduler.cache.pool.counts().live == 0, "blocks are left"
-    return {name: list(answer.output.completions) for name, answer in answers.items()}
+    return {name: list(group.output.completions) for name, group in groups.items()}
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -213,7 +215,7 @@ def test_drawn_beams_are_a_function_of_the_seed():
             engine.core.add(request)
         while not search.over:
             for request_id, candidates in engine.core.step().candidates:
-                search.tell(request_id, candidates)
+                search.record(request_id, candidates)
             if search.ready:
                 engine.core.scheduler.apply_beam_moves(search.choose())
         return [h.token_ids for h in search.best], engine.preemptions
@@ -259,7 +261,7 @@ def test_generate_and_stream(llm):
     chunks = list(llm.stream("The sea was", params))
     assert [(c.number, c.token_ids) for c in chunks] == [(0, want[0]), (1, want[1])]
     assert [c.text for c in chunks] == [c.text for c in output.completions]
-    assert not llm._manager.searches
+    assert not llm._manager.delivery.groups
 
 
 def test_beams_beside_others_that_draw(llm):
@@ -291,7 +293,7 @@ def test_a_stream_that_is_closed_ends_its_beams(llm):
     stream.close()
     stats = llm.stats()
     assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
-    assert not llm._manager.searches
+    assert not llm._manager.delivery.groups
 
 
 def test_a_search_whose_first_beam_lost_its_place_can_be_ended(llm):
@@ -314,7 +316,7 @@ def test_a_search_whose_first_beam_lost_its_place_can_be_ended(llm):
     before = llm.stats()["steps"]
     stream.close()
     assert llm.stats()["steps"] <= before + 2
-    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.delivery.groups
 
 
 def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
@@ -329,7 +331,7 @@ def test_a_search_that_breaks_ends_alone(llm, monkeypatch, caplog):
             [SamplingParams(num_beams=3, max_new_tokens=8, temperature=0), SamplingParams(max_new_tokens=8, temperature=0)],
         )  # fmt: skip
     assert bad.finish_reason == "error" and "planted" in bad.error
-    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.delivery.groups
 
 
 @pytest.mark.parametrize("penalty", [300.0, -300.0, 1e308, -1e308])
@@ -339,7 +341,7 @@ def test_a_length_penalty_beyond_what_numbers_hold_ends_nobody(llm, penalty):
     searched, other = llm.generate(["Call me", "Call me"], [beams, SamplingParams(max_new_tokens=20, temperature=0)])
     assert [c.finish_reason for c in searched.completions] == ["length", "length"]
     assert [len(c.token_ids) for c in searched.completions] == [20, 20]
-    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
+    assert other.token_ids == good and llm.stats()["blocks"]["live"] == 0 and not llm._manager.delivery.groups
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_beams_where_few_tokens_are_allowed(llm, given):
     assert {c.finish_reason for c in output.completions} <= {"stop", "length"}, output.error
     if "regex" in given:
         assert all(re.fullmatch("x[0-9]{3}", c.text) for c in output.completions)
-    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.searches
+    assert llm.stats()["blocks"]["live"] == 0 and not llm._manager.delivery.groups
 
 
 @pytest.mark.parametrize(
@@ -372,21 +374,20 @@ def test_what_makes_no_sense_is_refused(given):
 def test_beams_of_a_prompt_that_is_refused(llm):
     with pytest.raises(RequestRejected):
         llm.generate("word " * 10_000, SamplingParams(num_beams=2))
-    assert not llm._manager.searches
+    assert not llm._manager.delivery.groups
 
 
 def test_a_search_hands_on_what_ended_it():
     rules = BeamRules(2, 1.0, False, frozenset(), 5)
     params = SamplingParams(num_beams=2)
     requests = Request("b", np.array([1, 2], np.int32), params.resolve()).forked(2)
-    answer = RequestGroup(0, None, params)
-    answer.states = [RequestState(answer, 0, requests[0], None, False)]
-    search = BeamGroup(BeamSearch(rules, ["b", "b.1"]), requests, answer.states)
+    group = BeamGroup(0, as_input([1, 2], params), requests, rules)
     values = np.array([-0.5, -1.0], np.float32)
-    search.take("b", Candidates(0, np.array([7, 8], np.int32), values, values))
     none = np.empty(0, np.int32)
-    assert search.finish(Finished("b.1", "error", none, 1, "the device is gone", 1), 1.0) == ["b"]
-    assert search.finish(Finished("b", "aborted", none, 0), 1.0) == []
-    completion = answer.output.completions[0]
+    assert group.deliver("b", Candidates(0, np.array([7, 8], np.int32), values, values), 0.0) is not None
+    broken = group.deliver("b.1", Finished("b.1", "error", none, 1, "the device is gone", 1), 1.0)
+    assert broken == GroupActions(aborts=[("b", "aborted")])
+    assert group.deliver("b", Finished("b", "aborted", none, 0), 1.0) == GroupActions(aborts=[])
+    completion = group.output.completions[0]
     assert (completion.finish_reason, completion.error, completion.token_ids) == ("error", "the device is gone", [7])
-    assert (completion.num_preemptions, answer.output.num_cached_tokens) == (1, 1)
+    assert (completion.num_preemptions, group.output.num_cached_tokens) == (1, 1)

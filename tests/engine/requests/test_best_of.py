@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pagetide import LLM, SamplingParams
+from pagetide.engine.requests.groups import ContinuationGroup
+from pagetide.engine.requests.inputs import PromptInput
 from pagetide.engine.requests.outputs import Completion
-from pagetide.engine.requests.states import RequestGroup, RequestState
+from pagetide.engine.text.encoder import PreparedParams
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import ChunkLogprobs
@@ -72,21 +74,20 @@ def test_streams_are_refused_with_the_reason(llm: LLM) -> None:
 def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
     params = SamplingParams(n=4, best_of=7, max_new_tokens=4)
     prompt = np.arange(3, dtype=np.int32)
-    answer = RequestGroup(0, None, params)
     requests = Request("r", prompt, params.resolve()).forked(7)
-    answer.states = states = [RequestState(answer, i, request, None, False) for i, request in enumerate(requests)]
+    group = ContinuationGroup(0, PromptInput(None, prompt, params, PreparedParams()), requests)
     ends = [
         ("error", [-0.1]), ("length", [-2.0, -4.0]), ("aborted", [-0.1]), ("length", []),
         ("stop", [-1.0]), ("length", [-3.0]), ("length", [-3.0, -3.5]),
     ]  # fmt: skip
-    for state, (reason, logprobs) in zip(states, ends, strict=True):
+    for state, (reason, logprobs) in zip(group.states, ends, strict=True):
         for j, logprob in enumerate(logprobs):
             one = np.full((1, 1), 50 + state.number, np.int32)
             state.score(ChunkLogprobs(0, 3 + j, one, np.full((1, 1), logprob, np.float32), np.ones(1, np.int32)))
             state.push(50 + state.number, 1.0)
         tokens = np.full(len(logprobs), 50 + state.number, np.int32)
         state.finish(Finished(state.request.request_id, reason, tokens, 0), 2.0)
-    assert [c.token_ids[:1] for c in answer.output.completions] == [[54], [51], [55], [56]]
-    answer.params = replace(params, n=6)
-    assert [c.finish_reason for c in answer.output.completions[4:]] == ["error", "aborted"]
-    assert answer.output.completions[4].token_ids == [50]
+    assert [c.token_ids[:1] for c in group.output.completions] == [[54], [51], [55], [56]]
+    group.params = replace(params, n=6)
+    assert [c.finish_reason for c in group.output.completions[4:]] == ["error", "aborted"]
+    assert group.output.completions[4].token_ids == [50]

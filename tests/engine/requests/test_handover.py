@@ -195,7 +195,7 @@ def test_what_an_interrupt_left_behind_is_exported_too(engines: list[LLM], monke
         patched.setattr(TextStream, "push", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm._manager.step()
-    assert llm._manager._undelivered, "a token is still to be given out"
+    assert llm._manager.delivery.is_pending, "a token is still to be given out"
     (handle,) = other.requests
     data = handle.export()
     assert data["token_ids"] == undisturbed.token_ids[:2]

@@ -76,12 +76,12 @@ def test_a_table_takes_in_parts_in_any_size_and_again() -> None:
         table.put(
             ChunkLogprobs(0, 5 + begin, ids[begin:end], logprobs[begin:end], np.arange(begin, end, dtype=np.int32))
         )
-    told = table.told(0, 99)
+    told = table.entries(0, 99)
     assert told == tuple(
         TokenLogprobs(i[0], p[0], rank, ((i[1], p[1]), (i[2], p[2])))
         for rank, (i, p) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True))
     )
-    assert table.told(3, 5) == told[3:5]
+    assert table.entries(3, 5) == told[3:5]
     assert table.total == pytest.approx(float(logprobs[:, 0].sum()))
 
 

@@ -1,0 +1,107 @@
+"""Converts what callers pass in to request groups and the engine's requests: encodes, checks and resolves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...scheduler.errors import RequestRejected
+from ...scheduler.request import Request, SamplingParams
+from ..build import Engine
+from .beams import BeamRules
+from .groups import BeamGroup, ContinuationGroup
+from .handover import Handover
+from .inputs import Prompt, PromptInput, checked_priority, conversations, encode_pairs, pair_params
+from .states import RequestGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIntake:
+    """Checks and encodes the inputs of an engine, and builds their requests, without queueing them.
+
+    All methods raise RequestRejected.
+
+    Attributes:
+        numbers: Of the next requests.
+    """
+
+    engine: Engine
+    numbers: Iterator[int]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[PromptInput]:
+        """Check and encode prompts and parameters as callers pass them in."""
+        engine = self.engine
+        return encode_pairs(pair_params(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)
+
+    def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
+        """As `encode`, for a single prompt: a list is token ids."""
+        if not isinstance(prompt, str):
+            try:
+                prompt = list(prompt)
+            except Exception as error:  # not an iterable, or one that raises
+                raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
+        return self.encode([prompt], params)
+
+    def parse_exported(self, data: Any) -> list[PromptInput]:
+        """Parse the data of one or several exported requests (`RequestHandle.export`)."""
+        many = [data] if isinstance(data, Mapping) else data
+        if not isinstance(many, list | tuple) or not many:
+            raise RequestRejected(f"give what export gave, or a list of such, got {data!r:.80}")
+        encoder = self.engine.encoder
+        each = [Handover.from_dict(one, self.engine.plan.model, encoder.vocab_size) for one in many]
+        # Prepared without the engine's EOS ids: their own are among their stop ids.
+        return [
+            PromptInput(one.prompt, one.prompt_token_ids, one.params, encoder.prepare(one.params), one) for one in each
+        ]
+
+    def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
+        """Apply the tokenizer's chat template to conversations. Returns token ids."""
+        return [self.engine.encoder.render(conversation, options) for conversation in conversations(messages)]
+
+    def build(
+        self, index: int, prompt: PromptInput, priority: int | None, cache_salt: str | None, streams: bool
+    ) -> tuple[RequestGroup, list[Request]]:
+        """The group of prompt `index` of a call, and the requests to queue for it. Call it under the engine's lock.
+
+        An imported request keeps its own salt, and with `priority` None its own priority.
+        """
+        params = prompt.params
+        if streams and params.num_started > (params.n or 1):
+            raise RequestRejected(
+                f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
+                "when all have ended; use generate, or leave best_of out"
+            )
+        request = self._request(prompt, priority, cache_salt)
+        self.engine.core.scheduler.check(request)
+        text_stream = partial(self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops)
+        group: RequestGroup
+        if (params.num_beams or 1) == 1:
+            requests = request.forked(params.num_started)
+            group = ContinuationGroup(index, prompt, requests, text_stream, streams)
+        else:
+            longest = self.engine.core.scheduler.limit_of(request) - len(prompt.token_ids)
+            rules = BeamRules.resolve(params, request.sampling.stop_token_ids, longest)
+            sampling = replace(request.sampling, num_candidates=rules.num_candidates)
+            requests = replace(request, sampling=sampling).forked(rules.num_beams)
+            group = BeamGroup(index, prompt, requests, rules, text_stream, streams)
+        if prompt.before is not None:
+            for state in group.states:
+                state.import_request(prompt.before)
+        return group, requests
+
+    def _request(self, prompt: PromptInput, priority: int | None, cache_salt: str | None) -> Request:
+        before = prompt.before
+        salt = cache_salt if before is None else before.cache_salt
+        request = Request(
+            request_id=f"r{next(self.numbers)}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=prompt.params.resolve(self.engine.eos_token_ids, prompt.prepared.bad_words),
+            priority=checked_priority(before.priority if before is not None and priority is None else priority),
+            arrival=self.engine.core.clock(),
+            cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
+        )
+        return request if before is None else before.request(request)
