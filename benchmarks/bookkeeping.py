@@ -151,10 +151,10 @@ def compact(num_extents: int, repeats: int, seed: int) -> list[float]:
 
 def wanted(num_running: int, num_waiting: int, repeats: int) -> list[float]:
     """Seconds to forecast the blocks that `num_running` and `num_waiting` sequences need."""
-    seats = num_running + num_waiting
-    cache = CacheManager(1 + 20 * num_running, BLOCK_SIZE, seats, 2_000)
-    scheduler = Scheduler(cache, Limits(seats, 400 * seats, 2_000, forecast=False))
-    for i in range(seats):
+    num_rows = num_running + num_waiting
+    cache = CacheManager(1 + 20 * num_running, BLOCK_SIZE, num_rows, 2_000)
+    scheduler = Scheduler(cache, Limits(num_rows, 400 * num_rows, 2_000, forecast=False))
+    for i in range(num_rows):
         scheduler.add(Request(f"r{i}", np.full(319, 3, np.int32), Sampling(1_000)))
     plan = scheduler.schedule()
     scheduler.apply(plan, answer(plan, np.random.default_rng(0)))

@@ -76,7 +76,7 @@ class LogprobRecorder:
 
 
 class GreedyAdmissionEngine:
-    """An engine that seats whatever fits now."""
+    """an engine that admits whatever fits now."""
 
     def __init__(self, model: str, device: str, dtype: str, kv_memory: int | str, **options: Any) -> None:
         self.llm = LLM(

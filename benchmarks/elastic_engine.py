@@ -293,7 +293,7 @@ def fix_pool(llm: LLM) -> None:
         core.memory = None
         plan = engine.plan
         core.scheduler = Scheduler(
-            CacheManager(plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len), limits
+            CacheManager(plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len), limits
         )
 
 

@@ -110,7 +110,7 @@ class PressureStub:
         self.computed_tokens = 0
         self.seconds = 0.0
         self._clock = ReplayClock(ROOFLINE, BLOCK_SIZE)
-        self._last = np.zeros(LIMITS.seats, np.int64)  # by row: tokens computed when the stop token is sampled
+        self._last = np.zeros(LIMITS.num_rows, np.int64)  # by row: tokens computed when the stop token is sampled
 
     def execute(self, plan: Plan) -> Result:
         for new in plan.admitted:
@@ -133,7 +133,7 @@ class PressureStub:
 def build(host_slots: int = 0, limits: Limits = LIMITS) -> Scheduler:
     """A scheduler over the test's pool."""
     cache = CacheManager(
-        NUM_BLOCKS, BLOCK_SIZE, limits.seats, limits.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
+        NUM_BLOCKS, BLOCK_SIZE, limits.num_rows, limits.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
         host_slots=host_slots,
     )  # fmt: skip
     return Scheduler(cache, limits, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))

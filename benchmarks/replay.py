@@ -204,7 +204,7 @@ def describe(trace: Trace, runs: dict[str, ReplaySettings], slo: Slo) -> None:
     print(
         f"pool: {settings.pool_blocks:,} blocks of {settings.block_size} tokens ({block_bytes / 2**20:g} MiB each, "
         f"{settings.pool_blocks * block_bytes / 1e9:.1f} GB) in extents of {settings.blocks_per_extent}, prefixes "
-        f"{'cached' if settings.caching else 'not cached'}; {limits.max_seqs:,} seats, {limits.max_step_tokens:,} tokens a "
+        f"{'cached' if settings.caching else 'not cached'}; {limits.max_seqs:,} sequences, {limits.max_step_tokens:,} tokens a "
         f"step; max_new_tokens of every request: {settings.ask_tokens:,}, or its output's length where that is more"
     )
     if settings.host_slots:

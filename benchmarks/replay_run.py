@@ -123,7 +123,7 @@ class ReplaySettings:
 
 
 def settings_for(trace: Trace, roofline: Roofline, block_size: int) -> ReplaySettings:
-    """All of the GPU for a pool; 256 seats, 8,192 tokens a step; every request asks for as much as the longest output."""
+    """All of the GPU for a pool; 256 sequences, 8,192 tokens a step; every request asks for as much as the longest output."""
     ask = max(turn.output_tokens for turn in trace.turns)
     span_s = trace.turns[-1].at_s
     longest = max(turn.prompt_tokens for turn in trace.turns) + ask
@@ -207,7 +207,7 @@ def build(settings: ReplaySettings) -> Scheduler:
     cache = CacheManager(
         settings.pool_blocks,
         settings.block_size,
-        settings.limits.seats,
+        settings.limits.num_rows,
         settings.limits.max_model_len,
         blocks_per_extent=settings.blocks_per_extent,
         hasher=PrefixHasher(settings.block_size, b"replay") if settings.caching else None,
@@ -239,7 +239,7 @@ class Replay:
         self.trace = trace
         self.settings = settings
         self.scheduler = build(settings)
-        self.stub = ReplayStub(trace, settings.limits.seats)
+        self.stub = ReplayStub(trace, settings.limits.num_rows)
         self.clock = ReplayClock(settings.roofline, settings.block_size)
         self.now = self.busy_s = self.copy_s = 0.0
         self.refused = 0

@@ -85,7 +85,7 @@ def _running(roofline: Roofline, num_running: int) -> dict[tuple[str, str], floa
     while run.scheduler.num_waiting:
         run.step()
     run.step()
-    seated = time.process_time()
+    admitted = time.process_time()
     newcomers: list[float] = []
     steps = [_timed(run.step) for _ in range(_STEPS)]
     assert run.scheduler.num_running == num_running, "a sequence ended early"
@@ -93,11 +93,11 @@ def _running(roofline: Roofline, num_running: int) -> dict[tuple[str, str], floa
         run.add(number)
         newcomers.append(_timed(run.step))
         run.step()
-    assert run.scheduler.num_running == num_running + _NEWCOMERS, "a newcomer was not seated"
+    assert run.scheduler.num_running == num_running + _NEWCOMERS, "a newcomer was not admitted"
     return {
         ("a step", "us"): statistics.median(steps) * 1e6,
-        ("a step that seats one more", "us"): statistics.median(newcomers) * 1e6,
-        ("to queue and seat a request, all at once", "us"): (seated - began) / num_running * 1e6,
+        ("a step that admits one more", "us"): statistics.median(newcomers) * 1e6,
+        ("to queue and admit a request, all at once", "us"): (admitted - began) / num_running * 1e6,
     }
 
 

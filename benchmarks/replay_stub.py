@@ -20,12 +20,12 @@ class ReplayStub:
     that ends, and the time between tokens once for all of them.
     """
 
-    def __init__(self, trace: Trace, seats: int) -> None:
+    def __init__(self, trace: Trace, num_rows: int) -> None:
         turns = trace.turns
         self._first = np.cumsum([0] + [turn.output_tokens for turn in turns])  # of each request, in `_outputs`
         self._outputs = np.zeros(self._first[-1], np.int32)
-        self._number = np.zeros(seats, np.int64)  # by row: the number of its request
-        self._next = np.zeros(seats, np.int64)  # by row: its next token in `_outputs`, but for those of `_decoding`
+        self._number = np.zeros(num_rows, np.int64)  # by row: the number of its request
+        self._next = np.zeros(num_rows, np.int64)  # by row: its next token in `_outputs`, but for those of `_decoding`
         self.ttft_s = np.full(len(turns), np.nan)
         self._last_s = np.array(
             [turn.at_s for turn in turns]

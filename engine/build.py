@@ -308,7 +308,7 @@ def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPoo
         raise ConfigError(f"host_kv_memory: {error}") from error
 
 
-def _record(runner: ModelRunner, seats: int) -> None:
+def _record(runner: ModelRunner, num_rows: int) -> None:
     """Capture decode steps in CUDA graphs if kernel and model support it; otherwise log why not."""
     device = runner.storage.device
     if not runner.kernel.captures:
@@ -316,7 +316,7 @@ def _record(runner: ModelRunner, seats: int) -> None:
         return
     began = time.perf_counter()
     try:
-        runner.record(sizes_for(seats), CudaRecorder(device))
+        runner.record(sizes_for(num_rows), CudaRecorder(device))
     except Exception as error:  # of a library, or of a model that synchronizes with the device
         log.warning("decode steps are not captured in CUDA graphs: %s: %s", type(error).__name__, error)
         return
@@ -335,7 +335,7 @@ def _core(
     elastic = not isinstance(arena, TensorArena)  # a TensorArena is one fixed allocation
     kept = config.prefix_cache_memory
     cache = CacheManager(
-        plan.num_blocks, plan.block_size, limits.seats, plan.max_model_len,
+        plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len,
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
         hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
@@ -346,8 +346,8 @@ def _core(
         model,
         storage,
         kernel,
-        Sampler(limits.seats, encoder.vocab_size, storage.device, encoder.constraints),
-        num_rows=limits.seats,
+        Sampler(limits.num_rows, encoder.vocab_size, storage.device, encoder.constraints),
+        num_rows=limits.num_rows,
         max_tokens=cache.max_tokens,
         max_step_tokens=limits.max_step_tokens,
         arena=arena,
@@ -355,7 +355,7 @@ def _core(
         overlaps=storage.device.type == "cuda" if config.overlap is None else config.overlap,
     )
     if config.cuda_graphs and storage.device.type == "cuda":
-        _record(runner, limits.seats)
+        _record(runner, limits.num_rows)
     cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
     if host is not None and (measured := host.measure(storage, cache.pool.usable)) is not None:
         log.info("the host tier: copies at %s a second", format_bytes(int(measured)))

@@ -85,7 +85,7 @@ class Limits:
         return max(self.max_seqs, LEAST_SCORED_TOKENS)
 
     @property
-    def seats(self) -> int:
+    def num_rows(self) -> int:
         """Sequences that may run at the same time."""
         return min(self.max_seqs, self.max_step_tokens)
 
@@ -111,7 +111,7 @@ class Scheduler:
         self.stats = stats or Stats()
         self.forecast = forecast or LengthForecast()
         self.decisions = decisions or Decisions()
-        self.rows = rows = Rows(limits.seats, min(limits.max_model_len, cache.max_tokens))
+        self.rows = rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
         self._plans = plans = PendingPlans()
         self._waiting = waiting = Waiting()
@@ -123,7 +123,7 @@ class Scheduler:
         self._admission = AdmissionController(
             cache, self.pool, rows, waiting, running, expected, lambda: self.limits.forecast
         )
-        self._plan_builder = PlanBuilder(cache, rows, running, cost, limits.seats, self.stats, self.decisions)
+        self._plan_builder = PlanBuilder(cache, rows, running, cost, limits.num_rows, self.stats, self.decisions)
         self._results = ResultProcessor(
             cache, rows, running, waiting, plans, self._sequences, self._preemption, self.pool, cost, self.stats
         )
@@ -300,7 +300,7 @@ class Scheduler:
         self._running.check_invariants()
         self._sequences.check_invariants()
         taken = len(self._running) + len(self._running.finishing)
-        assert self.rows.num_free + taken == self.limits.seats, "a row is lost"
+        assert self.rows.num_free + taken == self.limits.num_rows, "a row is lost"
         self._plans.check_invariants(self._running)
 
     def _extend_decodes(self) -> Index:

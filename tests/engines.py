@@ -64,14 +64,14 @@ class TinyEngine:
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         hasher = PrefixHasher(block_size) if caching else None
         cache = CacheManager(
-            usable + 1, block_size, limits.seats, max_model_len, hasher=hasher, host_slots=host_slots
+            usable + 1, block_size, limits.num_rows, max_model_len, hasher=hasher, host_slots=host_slots
         )  # fmt: skip
-        sampler = Sampler(limits.seats, model.config.get_text_config().vocab_size, device)
+        sampler = Sampler(limits.num_rows, model.config.get_text_config().vocab_size, device)
         # Extents of one block each, so that there are just as many slots as asked for.
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
         runner = ModelRunner(
-            model, storage, TorchKernel(), sampler, num_rows=limits.seats, max_tokens=max_model_len, host=self.host,
+            model, storage, TorchKernel(), sampler, num_rows=limits.num_rows, max_tokens=max_model_len, host=self.host,
             overlaps=overlaps,
         )  # fmt: skip
         cost = cost or AlwaysSwap(geometry.payload_bytes, block_size)

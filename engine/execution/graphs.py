@@ -35,9 +35,9 @@ Work = Callable[[], None]
 Record = Callable[[Work], Work]  # runs the work and returns a callable that repeats it
 
 
-def sizes_for(seats: int) -> tuple[int, ...]:
-    """The sizes that `seats` rows can need. Batches larger than the largest size run without a graph."""
-    below = tuple(size for size in SIZES if size < seats)
+def sizes_for(num_rows: int) -> tuple[int, ...]:
+    """The sizes that `num_rows` rows can need. Batches larger than the largest size run without a graph."""
+    below = tuple(size for size in SIZES if size < num_rows)
     return below + SIZES[len(below) : len(below) + 1]
 
 

@@ -38,10 +38,10 @@ def family(name: str):
 
 
 def engine_for(model, inputs, case, **more) -> TinyEngine:
-    block_size, chunk, seats, share = case
+    block_size, chunk, num_rows, share = case
     just_enough = -(-(max(LENGTHS) + NEW - 1) // block_size)
     usable = max(just_enough, int(share * blocks_needed(inputs, NEW, block_size)))
-    return TinyEngine(model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk, **more)
+    return TinyEngine(model, usable=usable, block_size=block_size, max_seqs=num_rows, max_chunk_tokens=chunk, **more)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -63,10 +63,10 @@ def test_same_tokens_as_plain_transformers(way: str) -> None:
     """L 77, some of all combinations; `make stress` has them all. The second time much of the prompts is found."""
     model, inputs, expected = family("llama")
     preemptions = hit_tokens = promoted = 0
-    for block_size, chunk, seats, share in CASES[way]:
-        engine = engine_for(model, inputs, block_size, share, max_seqs=seats, max_chunk_tokens=chunk, **KEPT[way])
-        assert engine.generate(inputs, GREEDY) == expected, (block_size, chunk, seats, share)
-        assert engine.generate(inputs[::-1], GREEDY) == expected[::-1], (block_size, chunk, seats, share)
+    for block_size, chunk, num_rows, share in CASES[way]:
+        engine = engine_for(model, inputs, block_size, share, max_seqs=num_rows, max_chunk_tokens=chunk, **KEPT[way])
+        assert engine.generate(inputs, GREEDY) == expected, (block_size, chunk, num_rows, share)
+        assert engine.generate(inputs[::-1], GREEDY) == expected[::-1], (block_size, chunk, num_rows, share)
         stats = engine.core.scheduler.stats
         preemptions += stats.preemptions
         hit_tokens += stats.prefix_hit_tokens + stats.resumed_hit_tokens

@@ -33,13 +33,13 @@ def test_same_tokens_as_plain_transformers(name):
     inputs = prompts(LENGTHS, VOCAB)
     expected = plain(model, inputs, NEW)
     preemptions = 0
-    for block_size, chunk, seats, share in [(4, 7, 12, 0.4), (16, None, 12, 0.5), (256, None, 3, 1.0)]:
+    for block_size, chunk, num_rows, share in [(4, 7, 12, 0.4), (16, None, 12, 0.5), (256, None, 3, 1.0)]:
         least = -(-(max(LENGTHS) + NEW - 1) // block_size)
         usable = max(least, int(share * blocks_needed(inputs, NEW, block_size)))
         engine = TinyEngine(
-            model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk, device="cuda"
+            model, usable=usable, block_size=block_size, max_seqs=num_rows, max_chunk_tokens=chunk, device="cuda"
         )
-        assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, seats)
+        assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, num_rows)
         preemptions += engine.preemptions
     assert preemptions > 0
 

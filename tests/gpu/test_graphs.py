@@ -85,12 +85,12 @@ class Elastic(TinyEngine):
         model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, 512, self.max_model_len, None, False)
         cache = CacheManager(
-            storage.num_blocks, 16, limits.seats, self.max_model_len, blocks_per_extent=geometry.blocks_per_extent,
+            storage.num_blocks, 16, limits.num_rows, self.max_model_len, blocks_per_extent=geometry.blocks_per_extent,
             mapped=self.arena.mapped_extents,
         )  # fmt: skip
-        sampler = Sampler(limits.seats, VOCAB, "cuda")
+        sampler = Sampler(limits.num_rows, VOCAB, "cuda")
         runner = ModelRunner(
-            model, storage, TritonKernel(), sampler, num_rows=limits.seats, max_tokens=self.max_model_len, arena=self.arena,
+            model, storage, TritonKernel(), sampler, num_rows=limits.num_rows, max_tokens=self.max_model_len, arena=self.arena,
             overlaps=True,
         )  # fmt: skip
         self.core = EngineCore(Scheduler(cache, limits), runner, clock=itertools.count().__next__)

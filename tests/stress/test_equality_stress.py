@@ -34,14 +34,14 @@ def test_every_combination(name):
     model, inputs, expected = family(name)
     preemptions = 0
     cases = CASES if name == "llama" else CASES[list(FAMILIES).index(name) % 4 :: 4]
-    for number, (block_size, chunk, seats, pool) in enumerate(cases):
+    for number, (block_size, chunk, num_rows, pool) in enumerate(cases):
         need, least = blocks_needed(inputs, NEW, block_size), -(-(max(LENGTHS) + NEW - 1) // block_size)
         usable = {"just enough": least, "half": max(least, need // 2), "plenty": need}[pool]
         overlaps = number % 2 == 1
         engine = TinyEngine(
-            model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk, overlaps=overlaps
+            model, usable=usable, block_size=block_size, max_seqs=num_rows, max_chunk_tokens=chunk, overlaps=overlaps
         )
-        assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, seats, pool, overlaps)
+        assert engine.generate(inputs, Sampling(NEW)) == expected, (block_size, chunk, num_rows, pool, overlaps)
         preemptions += engine.preemptions
     assert preemptions >= 5, "hardly anything was forced out"
 
@@ -71,16 +71,16 @@ def test_every_combination_of_what_is_kept(name):
     model, inputs, expected = kept_family(name)
     cases = KEPT_CASES[::5] if name == "llama" else KEPT_CASES[list(FAMILIES).index(name) :: 17]
     preemptions = hit_tokens = promoted = 0
-    for number, (block_size, chunk, seats, pool, way) in enumerate(cases):
+    for number, (block_size, chunk, num_rows, pool, way) in enumerate(cases):
         need, least = blocks_needed(inputs, NEW, block_size), -(-(max(KEPT_LENGTHS) + NEW - 1) // block_size)
         usable = {"just enough": least, "half": max(least, int(0.4 * need)), "plenty": 2 * need}[pool]
         engine = TinyEngine(
-            model, usable=usable, block_size=block_size, max_seqs=seats, max_chunk_tokens=chunk,
+            model, usable=usable, block_size=block_size, max_seqs=num_rows, max_chunk_tokens=chunk,
             caching=way != "computed again", host_slots=need if way == "swapped" else 0, overlaps=number % 2 == 1,
         )  # fmt: skip
         for order in (1, -1):
             got = engine.generate(inputs[::order], Sampling(NEW))
-            assert got[::order] == expected, (block_size, chunk, seats, pool, way, number % 2)
+            assert got[::order] == expected, (block_size, chunk, num_rows, pool, way, number % 2)
         stats = engine.core.scheduler.stats
         preemptions += stats.preemptions
         hit_tokens += stats.prefix_hit_tokens + stats.resumed_hit_tokens

@@ -77,12 +77,12 @@ class ElasticEngine(TinyEngine):
         model.set_attn_implementation(NAME)
         bounds = Limits(**{"max_seqs": 6, "max_step_tokens": 64, "max_model_len": 200, "forecast": False} | limits)
         cache = CacheManager(
-            NUM_BLOCKS, BLOCK_SIZE, bounds.seats, 200,
+            NUM_BLOCKS, BLOCK_SIZE, bounds.num_rows, 200,
             blocks_per_extent=geometry.blocks_per_extent, mapped=self.arena.mapped_extents,
         )  # fmt: skip
-        sampler = Sampler(bounds.seats, VOCAB, "cpu")
+        sampler = Sampler(bounds.num_rows, VOCAB, "cpu")
         runner = ModelRunner(
-            model, storage, TorchKernel(), sampler, num_rows=bounds.seats, max_tokens=200, arena=self.arena
+            model, storage, TorchKernel(), sampler, num_rows=bounds.num_rows, max_tokens=200, arena=self.arena
         )
         self.core = EngineCore(Scheduler(cache, bounds), runner, clock=itertools.count().__next__)
 

@@ -177,8 +177,8 @@ def test_a_pool_for_one_beam_is_enough_for_all():
     assert tokens(ours(engine, ids, (), num_beams=3, n=3)) == theirs(
         "llama", ids, (), num_beams=3, num_return_sequences=3
     )
-    seats = TinyEngine(family("llama"), usable=100, block_size=4, max_seqs=1)
-    assert tokens(ours(seats, ids, (), num_beams=3, n=3)) == theirs(
+    num_rows = TinyEngine(family("llama"), usable=100, block_size=4, max_seqs=1)
+    assert tokens(ours(num_rows, ids, (), num_beams=3, n=3)) == theirs(
         "llama", ids, (), num_beams=3, num_return_sequences=3
     )
 
