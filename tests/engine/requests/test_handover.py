@@ -22,6 +22,7 @@ from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, SamplingParams
 from pagetide.engine.llm import Stream
 from pagetide.engine.text.detokenizer import TextStream
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
+from pagetide.scheduler.sequence import SequenceStatus
 
 PROMPT = "Once upon a time there was a sea"
 open_demo = functools.partial(LLM, "demo", device="cpu", dtype="float32", share=False)
@@ -291,7 +292,8 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
 
         here._manager.step()
         fork = sequence_of(here, numbered[4, 1].request_id)
-        assert fork.behind and fork.leader is sequence_of(here, numbered[4, 0].request_id)
+        assert fork.status is SequenceStatus.WAITING_FOR_PROMPT
+        assert fork.leader is sequence_of(here, numbered[4, 0].request_id)
         take("behind its leader", (4, 1))
         take("waiting", (3, 0))
         while (middle := sequence_of(here, numbered[2, 0].request_id)).row is None:
