@@ -96,7 +96,7 @@ _PLAIN = TorchKernel()
 
 
 @lru_cache(maxsize=1)
-def _triton_write() -> Callable[..., None] | None:
+def _triton_write() -> Callable[[AttentionCall], None] | None:
     try:
         from .triton_write import write
     except ImportError:

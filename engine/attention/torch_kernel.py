@@ -55,12 +55,12 @@ class _Shape(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall) -> _Shape:
         """The shape of a layer's calls."""
-        (num_heads, head_dim), (num_kv_heads, v_head_dim) = call.query.shape[1:], call.value.shape[1:]
+        (_, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = call.query.shape, call.value.shape
         dtype, softcap = call.cache.key.dtype, call.softcap is not None
-        flags = (softcap, call.sinks is not None and not softcap)
-        stepped = call.query.device.type == "cpu" and dtype.itemsize < 4 and not softcap
-        sizes = (call.cache.group, num_heads, num_kv_heads, head_dim, v_head_dim)
-        return cls(*sizes, dtype, call.window, *flags, stepped)
+        sinks = call.sinks is not None and not softcap
+        stepped = not softcap and dtype.itemsize < 4 and call.query.device.type == "cpu"
+        group, window = call.cache.group, call.window
+        return cls(group, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, window, softcap, sinks, stepped)
 
     @property
     def group_size(self) -> int:
@@ -147,8 +147,9 @@ class TorchKernel:
         if self._plan is None or self._plan.step is not step:
             self._plan = _TorchPlan(step)
         shape = _Shape.of(call)
-        full = int(step.q_lens.sum()) == len(query)  # else padding gets zeros
-        out = (query.new_empty if full else query.new_zeros)(len(query), shape.num_heads, shape.v_head_dim)
+        num_tokens = query.shape[0]
+        full = int(step.q_lens.sum()) == num_tokens  # else padding gets zeros
+        out = (query.new_empty if full else query.new_zeros)(num_tokens, shape.num_heads, shape.v_head_dim)
         if step.num_decodes:
             self._attend_decodes(call, self._plan, shape, out)
         for chunk in range(step.num_decodes, len(step.q_lens)):
