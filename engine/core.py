@@ -96,7 +96,7 @@ class EngineCore:
                 finished = emissions.finished + self.scheduler.apply(plan, result).finished
                 emissions = told = replace(emissions, finished=finished)
             if self.memory is not None:
-                self.memory.settle(waited_for=ahead)
+                self.memory.after_step(waited_for=ahead)
         except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
             trouble = self._wait_for_all() or error
             self.scheduler, emissions = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)

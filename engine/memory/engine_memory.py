@@ -464,7 +464,7 @@ class EngineMemory:
 
     # ---- after a step ---------------------------------------------------------------------------
 
-    def settle(self, waited_for: bool = True) -> None:
+    def after_step(self, waited_for: bool = True) -> None:
         """Account for what a step did to the pool: report it and answer a recall.
 
         A step that no caller has `waited_for` does not count as caller activity (`_alone`).

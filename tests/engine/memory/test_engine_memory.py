@@ -600,7 +600,7 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     def interrupted(waited_for: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.memory, "settle", interrupted)
+    monkeypatch.setattr(engine.memory, "after_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.core.step()
     monkeypatch.undo()
