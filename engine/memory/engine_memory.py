@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +33,13 @@ from ...allocator.errors import DriverError, GrantExceeded
 from ...allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...monitor.units import GIB, MIB, format_bytes
 from ...scheduler.scheduler import Scheduler
+from .step_timer import StepTimer
 
 if TYPE_CHECKING:
     from ..execution.host_pool import HostPool  # imports torch
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 16 * MIB  # initial slice to map, or to move, in a step while requests run; `Slice` adapts it
 UNMAP_SLICE_BYTES = GIB  # unmapped in a step besides; takes milliseconds
 READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
 _LOOK_S = 0.02  # interval of demand forecasts while blocks are short
@@ -49,7 +47,6 @@ _FREE_S = 0.1  # interval of free-memory forecasts while requests run
 _ASK_S = 0.25  # interval of repeated asks; each expires after four intervals
 _BASE_S = 0.5  # interval of process memory measurements
 _REFUSED_S = 0.5  # pause of mapping, or preparing, after the device refused memory
-_ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
 _TRIM_S = 2.0  # minimum interval of emptying caches while the process exceeds its grant
 _TIDY_S = 0.5  # minimum interval of tidying the heap while there is work,
 _TIDY_BYTES = 4 * MIB  # and the growth of the process that triggers it
@@ -65,27 +62,6 @@ class MemoryStats:
     given_back_bytes: int = 0
     refused: int = 0
     lost_brokers: int = 0
-
-
-class Slice:
-    """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
-
-    So such steps take twice as long, and sliced work takes twice as long as unsliced work, on any machine. The size is learned
-    from steps that had at least half a slice to do.
-    """
-
-    SHARE = 1.0  # of the time of a plain step
-
-    def __init__(self, least_bytes: int) -> None:
-        self.num_bytes = SLICE_BYTES
-        self._least_bytes = least_bytes
-
-    def took(self, num_bytes: int, step_s: float, plain_s: float) -> None:
-        """Record that a step with `num_bytes` of work took `step_s`; one without takes `plain_s`."""
-        if num_bytes < self.num_bytes // 2:
-            return
-        aim = num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8, 1e-6)
-        self.num_bytes = int(max(self._least_bytes, num_bytes / 2, min(aim, num_bytes * 2)))
 
 
 class EngineMemory:
@@ -151,16 +127,11 @@ class EngineMemory:
         self._asked = 0  # extents in the last ask; 0 after it was withdrawn
         self._told_free = 0  # extents last reported as free
         self._told_held = arena.held  # as last reported
-        # The last times that all mapped extents were needed, and that a request was here.
-        self._needed_at = self._used_at = clock()
-        self._in_use = False  # a request is here in the step that is being prepared
+        self._needed_at = clock()  # the last time that all mapped extents were needed
         self._relieving = False  # the next plan gives back what no request needs now
-        self._began_at = self._settled_at = -math.inf  # of the last step
-        self._alone = True  # no steps ran recently before the one that is being prepared
-        self._plain_s: deque[float] = deque(maxlen=16)  # durations of the last steps without copies or maps
-        self._moved_blocks = 0  # the scheduler's counter after the last step
-        self._copying = Slice(arena.extent_bytes // scheduler().cache.blocks_per_extent)
-        self._mapping = Slice(arena.extent_bytes)
+        self._timer = StepTimer(
+            arena.extent_bytes, arena.extent_bytes // scheduler().cache.blocks_per_extent, self._needed_at
+        )
         self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
         # Of the running recall: its time, the bytes held then, `_counted`.
         self._recall_from: tuple[float, int, tuple[int, int]] | None = None
@@ -180,13 +151,12 @@ class EngineMemory:
 
     def prepare(self) -> None:
         """Decide what the next plan maps and unmaps. Call it before the step is scheduled."""
-        now = self._began_at = self._clock()
-        self._alone = now - self._settled_at >= _ALONE_S
+        now = self._clock()
         self._listen()
         self._let_go()
         scheduler = self._scheduler()
         self._limit(scheduler)
-        self._in_use = _in_use(scheduler)
+        self._timer.begin(now, in_use=_in_use(scheduler))
         if self._host_idle(scheduler):
             self._rest_host(scheduler)
         if self._relieving:
@@ -357,20 +327,20 @@ class EngineMemory:
 
     def _map_slice(self, scheduler: Scheduler) -> int:
         """Extents that may be mapped in the next step: a slice while requests run, else all."""
-        if self._alone or not scheduler.num_running:
+        if self._timer.alone or not scheduler.num_running:
             return self._arena.num_extents
-        return max(1, self._mapping.num_bytes // self._extent_bytes)
+        return max(1, self._timer.mapping.num_bytes // self._extent_bytes)
 
     def _unmap_slice(self, scheduler: Scheduler) -> int:
         """Unneeded extents that may be given back in the next step: as many as require about a slice of block moves.
 
         Extents are indivisible, so up to half a slice more may move: slices that are never filled would take many more steps.
         """
-        if self._alone or not scheduler.num_running:
+        if self._timer.alone or not scheduler.num_running:
             return self._arena.num_extents
         cache = scheduler.cache
         plan = cache.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = max(1, 3 * self._copying.num_bytes * cache.blocks_per_extent // (2 * self._extent_bytes))
+        most = max(1, 3 * self._timer.copying.num_bytes * cache.blocks_per_extent // (2 * self._extent_bytes))
         if len(plan.moves) <= most:
             return max(1, len(plan.extents))
         too_far = plan.moves[most] // cache.blocks_per_extent  # moves are ordered by extent
@@ -444,7 +414,7 @@ class EngineMemory:
         """Whether the host tier has memory and there has been no request for `idle_s`."""
         if self._host is None or not self._host.mapped_bytes or _in_use(scheduler):
             return False
-        return self._clock() - self._used_at >= self._idle_s
+        return self._clock() - self._timer.used_at >= self._idle_s
 
     def _rest_host(self, scheduler: Scheduler) -> None:
         """Give back a slice of the host tier's memory. The tier's contents are dropped, like cached prefixes on the device."""
@@ -467,18 +437,16 @@ class EngineMemory:
     def after_step(self, waited_for: bool = True) -> None:
         """Account for what a step did to the pool: report it and answer a recall.
 
-        A step that no caller has `waited_for` does not count as caller activity (`_alone`).
+        A step that no caller has `waited_for` does not count as caller activity (`StepTimer.alone`).
         """
         self._let_go()
         mapped = self._arena.mapped_bytes
         now = self._clock()
-        step_s = now - max(self._began_at, self._settled_at)  # a step launched ahead has no `prepare`
-        if waited_for:
-            self._settled_at = now
-        if self._in_use:
-            self._used_at = now
         changed = mapped != self._mapped_bytes
-        self._learn(step_s, max(0, mapped - self._mapped_bytes), changed)
+        self._timer.end(
+            now, waited_for=waited_for, moved_blocks=self._scheduler().stats.moved_blocks,
+            mapped_bytes=mapped - self._mapped_bytes,
+        )  # fmt: skip
         if changed:
             self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
             self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)
@@ -531,22 +499,6 @@ class EngineMemory:
             what, (self._clock() - began) * 1e3, format_bytes(max(0, held - self.lease.held_bytes)),
             format_bytes(self.lease.held_bytes), moved, preemptions,
         )  # fmt: skip
-
-    def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
-        """Learn the sizes of the next slices from the time that the step's copies and maps took."""
-        moved = self._scheduler().stats.moved_blocks - self._moved_blocks
-        self._moved_blocks += moved
-        if self._alone:
-            return
-        if not changed and not moved:
-            self._plain_s.append(step_s)
-        elif self._plain_s:  # else the time of a plain step is not known yet
-            plain_s = statistics.median(self._plain_s)
-            if moved:
-                moved_bytes = moved * self._extent_bytes // self._scheduler().cache.blocks_per_extent
-                self._copying.took(moved_bytes, step_s, plain_s)
-            elif grown_bytes:
-                self._mapping.took(grown_bytes, step_s, plain_s)
 
     def _free_extents(self) -> int:
         """Extents that no request is forecast to need; blocks in use may have to move out of them first."""
@@ -632,7 +584,7 @@ class EngineMemory:
             "base_bytes": self._base_bytes,
             "kv_bytes": self._arena.mapped_bytes,
             "ready_bytes": self._arena.held.upper_bytes - self._arena.mapped_bytes,
-            "map_slice_bytes": self._mapping.num_bytes,  # most that a step maps while requests run
+            "map_slice_bytes": self._timer.mapping.num_bytes,  # most that a step maps while requests run
             "lease": None
             if lease is None
             else {

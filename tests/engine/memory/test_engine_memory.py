@@ -16,7 +16,8 @@ from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena
-from pagetide.engine.memory.engine_memory import SLICE_BYTES, EngineMemory, Slice
+from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.step_timer import SLICE_BYTES
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Request, Sampling
 
@@ -341,7 +342,7 @@ def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> Non
 
 
 def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagetide.engine.memory.engine_memory.SLICE_BYTES", 2 * EXTENT)
+    monkeypatch.setattr("pagetide.engine.memory.step_timer.SLICE_BYTES", 2 * EXTENT)
     monkeypatch.setattr("pagetide.engine.memory.engine_memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
     engine = Engine(mapped=EXTENTS)
     engine.add("a", 100, new=60)
@@ -353,28 +354,6 @@ def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(engine.size)
     assert all(0 <= before - after <= 2 for before, after in itertools.pairwise(sizes)) and sizes[-1] == 4, sizes
     engine.run()
-
-
-@pytest.mark.parametrize("bytes_per_s", [2e8, 3e9, 8e10])
-@pytest.mark.parametrize("plain_s", [0.002, 0.05, 0.4])
-def test_a_slice_comes_to_take_most_of_a_steps_own_time(bytes_per_s: float, plain_s: float) -> None:
-    copying = Slice(1 << 16)
-    for _ in range(40):
-        copying.took(copying.num_bytes, plain_s + copying.num_bytes / bytes_per_s, plain_s)
-    assert copying.num_bytes / bytes_per_s == pytest.approx(Slice.SHARE * plain_s, rel=0.01)
-
-
-def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
-    copying = Slice(1 << 20)
-    copying.took(SLICE_BYTES // 4, 10.0, 0.01)
-    assert copying.num_bytes == SLICE_BYTES
-    copying.took(SLICE_BYTES, 10.0, 0.01)
-    assert copying.num_bytes == SLICE_BYTES // 2, "one slow step is no measurement"
-    copying.took(SLICE_BYTES // 2, 0.0101, 0.01)
-    assert copying.num_bytes == SLICE_BYTES
-    for _ in range(20):
-        copying.took(copying.num_bytes, 10.0, 0.01)
-    assert copying.num_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

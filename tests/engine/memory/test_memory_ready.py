@@ -71,8 +71,8 @@ class Engine:
             lambda: self.core.scheduler, self.arena, min_extents=MINIMUM, base_bytes=lambda: BASE, reserve_bytes=0,
             weights_bytes=GRANULE, trim=lambda: None, lease=self.lease, idle_s=5.0, clock=clock or (lambda: self.now),
         )  # fmt: skip
-        self.memory._mapping.num_bytes = SLICE * GRANULE
-        self.memory._mapping.took = lambda *_: None  # type: ignore[method-assign]
+        self.memory._timer.mapping.num_bytes = SLICE * GRANULE
+        self.memory._timer.mapping.record = lambda *_: None  # type: ignore[method-assign]
         self.requests, self.finished = dict[str, Request](), dict[str, Finished]()
 
     def check(self, call: str) -> None:
