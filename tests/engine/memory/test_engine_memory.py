@@ -270,7 +270,7 @@ def test_a_recall_that_trimming_alone_satisfies_takes_no_extent(monkeypatch: pyt
     engine.base = BASE + 3 * EXTENT
     engine.step(1.0)
     assert engine.lease.held_bytes == total(size + 3)
-    monkeypatch.setattr(engine.memory, "_trim", lambda: setattr(engine, "base", BASE))
+    monkeypatch.setattr(engine.memory._reporter.base, "_trim", lambda: setattr(engine, "base", BASE))
     engine.lease.recall_to(total(size))
     engine.steps(3)
     assert (engine.size, engine.lease.recall, engine.lease.granted_bytes) == (size, None, total(size))
@@ -514,7 +514,7 @@ def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pyte
     engine.add("a", 300)
     engine.steps(4)
     size = engine.size
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.lease.lose()
         engine.add("b", 600)
         engine.steps(30)
@@ -539,14 +539,14 @@ def test_a_recall_of_a_broker_that_died_is_forgotten() -> None:
 def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.lease.deny()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.step()
     assert "an answer crossed a grant" in caplog.text
 
 
 def test_a_recall_is_said_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
     engine = grown()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.lease.recall_to(total(4))
         engine.keep()
     assert "scripted: recalled to 11.00 MiB; " in caplog.text

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ def test_what_is_unmapped_beside_requests_is_released_beside_the_steps(driver: F
     engine = Engine(driver, mapped=EXTENTS)
     busy(engine)
     engine.called.clear()
-    engine.memory._needed_at = -100.0  # nobody has needed them for long
+    engine.memory._state = replace(engine.memory._state, needed_at=-100.0)  # nobody has needed them for long
     engine.steps(20, lambda: engine.size < EXTENTS)
     released = engine.called["cuMemRelease", "pagetide-extents"]
     assert released == min(LIMIT, EXTENTS - engine.size), "beyond the limit they go at the fence"
