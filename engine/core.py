@@ -98,7 +98,7 @@ class EngineCore:
                 finished = outputs.finished + self.scheduler.apply(plan, result).finished
                 outputs = applied = replace(outputs, finished=finished)
             if self.memory is not None:
-                self.memory.settle(waited_for=ahead)
+                self.memory.after_step(waited_for=ahead)
         except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
             step_error = self._discard_pending() or error
             self.scheduler, outputs = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)

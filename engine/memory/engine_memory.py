@@ -1,9 +1,9 @@
 """The engine's memory between steps: grows the pool ahead of need, gives back idle memory and serves the lease's recalls.
 
-    before a step   lease granted? recalled? limited?  ->  scheduler.pool.grow / give_back: the resize part of the next plan
+    before a step   the broker's messages ─► MemoryView ─► decide (decision.py) ─► PoolAction: the resize part of the next plan
     the step        maps, copies, unmaps (runner), each counted in the lease's record (LeasedArena)
     concurrently    the arena prepares extents for the next slice and frees unmapped ones: decision 0027
-    after it        held bytes are reported, recalls are answered
+    after it        slices are learned (StepTimer), held bytes are reported, recalls are answered (LeaseReporter)
 
 The lease's grant covers all bytes of the engine. `base` is what it holds besides KV (weights, libraries, workspaces); the pool
 may use the rest. `base` counts up to the lease's initial max less the largest pool. What the process holds beyond that, such as
@@ -11,7 +11,7 @@ a program's own data, is not the engine's: other engines see it as an external p
 for it.
 
 Memory goes back in this order: prepared extents, caches of libraries, the host tier if it is in the same memory, free extents,
-compaction, and for a recall only, preemption (victims.py). While requests run this happens in slices, one per step, so that
+compaction, and for a recall only, preemption (preemption.py). While requests run this happens in slices, one per step, so that
 steps stay short. The host tier's memory, with its contents, also goes back after a long time without requests.
 
 Without a lease (`share` is off, or there is no broker) the pool does the same between its own bounds.
@@ -20,72 +20,41 @@ Without a lease (`share` is off, or there is no broker) the pool does the same b
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...allocator.arena import Arena
 from ...allocator.errors import DriverError, GrantExceeded
-from ...allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
-from ...monitor.units import GIB, MIB, format_bytes
+from ...allocator.lease import Lease
+from ...allocator.lease_record import HeldBounds
+from ...monitor.units import GIB, format_bytes
 from ...scheduler.scheduler import Scheduler
+from .base_memory import BaseMemory
+from .decision import (
+    ASK_EXPIRES_S,
+    LOOK_S,
+    DecisionState,
+    MemoryView,
+    PoolAction,
+    PoolBounds,
+    decide,
+    needs_step,
+    wants_turn,
+)
+from .lease_reporter import LeaseReporter, MemoryStats
+from .pool_use import SchedulerPoolUse
+from .step_timer import StepTimer
 
 if TYPE_CHECKING:
     from ..execution.host_pool import HostPool  # imports torch
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 16 * MIB  # initial slice to map, or to move, in a step while requests run; `Slice` adapts it
-UNMAP_SLICE_BYTES = GIB  # unmapped in a step besides; takes milliseconds
+UNMAP_SLICE_BYTES = GIB  # unmapped in a step while requests run, if no blocks have to move; takes milliseconds
 READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
-_LOOK_S = 0.02  # interval of demand forecasts while blocks are short
-_FREE_S = 0.1  # interval of free-memory forecasts while requests run
-_ASK_S = 0.25  # interval of repeated asks; each expires after four intervals
-_BASE_S = 0.5  # interval of process memory measurements
-_REFUSED_S = 0.5  # pause of mapping, or preparing, after the device refused memory
-_ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
-_TRIM_S = 2.0  # minimum interval of emptying caches while the process exceeds its grant
-_TIDY_S = 0.5  # minimum interval of tidying the heap while there is work,
-_TIDY_BYTES = 4 * MIB  # and the growth of the process that triggers it
-
-
-@dataclass(slots=True)
-class MemoryStats:
-    """Counters and bytes since the start. Changed by `EngineMemory` only."""
-
-    recalls: int = 0
-    recalled_bytes: int = 0
-    grown_bytes: int = 0
-    given_back_bytes: int = 0
-    refused: int = 0
-    lost_brokers: int = 0
-
-
-class Slice:
-    """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
-
-    So such steps take twice as long, and sliced work takes twice as long as unsliced work, on any machine. The size is learned
-    from steps that had at least half a slice to do.
-    """
-
-    SHARE = 1.0  # of the time of a plain step
-
-    def __init__(self, least_bytes: int) -> None:
-        self.num_bytes = SLICE_BYTES
-        self._least_bytes = least_bytes
-
-    def took(self, num_bytes: int, step_s: float, plain_s: float) -> None:
-        """Record that a step with `num_bytes` of work took `step_s`; one without takes `plain_s`."""
-        if num_bytes < self.num_bytes // 2:
-            return
-        aim = num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8, 1e-6)
-        self.num_bytes = int(max(self._least_bytes, num_bytes / 2, min(aim, num_bytes * 2)))
 
 
 class EngineMemory:
@@ -125,526 +94,242 @@ class EngineMemory:
         host_is_device: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lease = lease
+        now, extent_bytes = clock(), arena.extent_bytes
+        base = BaseMemory(base_bytes, reserve_bytes, trim, tidy)
+        if lease is not None:
+            # The minimum that is guaranteed covered what loading might take.
+            lease.lower_min(min(lease.min_bytes, base.planned_bytes + min_extents * extent_bytes))
+            if lease.max_bytes is not None:
+                base.most_bytes = max(base.planned_bytes, lease.max_bytes - arena.num_extents * extent_bytes)
         self.stats = MemoryStats()
         self._closed = threading.Event()
         self._scheduler = scheduler
         self._arena = arena
-        self._extent_bytes = arena.extent_bytes
-        self._min_extents = min_extents
-        self._base_bytes_now = base_bytes
-        self._weights_bytes = weights_bytes
-        self._trim = partial(_tried, trim)
-        self._tidy = None if tidy is None else partial(_tried, tidy)
-        self._idle_s = idle_s
         self._host = host
-        self._host_is_device = host_is_device
         self._clock = clock
-        self._measured_bytes = base_bytes()
-        self._unmeasured = False  # the last measurement failed
-        self._planned_bytes = self._measured_bytes + reserve_bytes
-        self._base_bytes = self._planned_bytes
-        self._mapped_bytes = arena.mapped_bytes
-        self._look_at = self._ask_at = self._base_at = self._free_at = self._grow_at = self._ready_at = 0.0
-        self._trim_at = self._tidy_at = -math.inf  # earliest times of the next trim and tidy
-        self._least_bytes: float = math.inf  # smallest measurement since the last of these
-        self._asked = 0  # extents in the last ask; 0 after it was withdrawn
-        self._told_free = 0  # extents last reported as free
-        self._told_held = arena.held  # as last reported
-        # The last times that all mapped extents were needed, and that a request was here.
-        self._needed_at = self._used_at = clock()
-        self._in_use = False  # a request is here in the step that is being prepared
-        self._relieving = False  # the next plan gives back what no request needs now
-        self._began_at = self._settled_at = -math.inf  # of the last step
-        self._alone = True  # no steps ran recently before the one that is being prepared
-        self._plain_s: deque[float] = deque(maxlen=16)  # durations of the last steps without copies or maps
-        self._moved_blocks = 0  # the scheduler's counter after the last step
-        self._copying = Slice(arena.extent_bytes // scheduler().cache.pool.blocks_per_extent)
-        self._mapping = Slice(arena.extent_bytes)
-        self._trimmed_for: int | None = None  # target of the recall for which caches were emptied
-        # Of the running recall: its time, the bytes held then, `_counted`.
-        self._recall_from: tuple[float, int, tuple[int, int]] | None = None
-        self._most_base_bytes: float = math.inf
-        if lease is not None:
-            self._begin_lease(lease)
-        self._report()
+        self._bounds = PoolBounds(arena.num_extents, min_extents, extent_bytes, idle_s, host_is_device)
+        self._pool = SchedulerPoolUse(scheduler, min_extents)
+        self._timer = StepTimer(extent_bytes, extent_bytes // scheduler().cache.pool.blocks_per_extent, now)
+        self._state = DecisionState(needed_at=now)
+        self._mapped_bytes = arena.mapped_bytes  # after the last step
+        self._reporter = LeaseReporter(
+            lease, base, scheduler, arena, self._pool, weights_bytes=weights_bytes, stats=self.stats, clock=clock
+        )
+        self._reporter.measure_and_report(now)
 
-    def _begin_lease(self, lease: Lease) -> None:
-        """Lower the guaranteed minimum to what is needed after loading, and bound what is counted beside the pool."""
-        lease.lower_min(min(lease.min_bytes, self._planned_bytes + self._min_extents * self._extent_bytes))
-        if lease.max_bytes is not None:
-            pool_bytes = self._arena.num_extents * self._extent_bytes
-            self._most_base_bytes = max(self._planned_bytes, lease.max_bytes - pool_bytes)
+    @property
+    def lease(self) -> Lease | None:
+        """The engine's lease; None without a broker."""
+        return self._reporter.lease
 
     # ---- before a step --------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Decide what the next plan maps and unmaps. Call it before the step is scheduled."""
-        now = self._began_at = self._clock()
-        self._alone = now - self._settled_at >= _ALONE_S
-        self._listen()
-        self._let_go()
-        scheduler = self._scheduler()
-        self._limit(scheduler)
-        self._in_use = _in_use(scheduler)
-        if self._host_idle(scheduler):
-            self._rest_host(scheduler)
-        if self._relieving:
-            self._relieving = False
-            self._grow_at = self._ready_at = now + _REFUSED_S
-            spare = min(self._spare(scheduler), scheduler.pool.num_extents - self._min_extents)
-            scheduler.pool.give_back(max(0, spare))
-            self._make_ready(0)
-            return
-        if self._recalled(scheduler) or self._shed_excess(scheduler):
-            self._make_ready(0)
-            return
-        if self._short(scheduler) and now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._grow(scheduler, now)
-        elif now - self._needed_at >= self._idle_s and now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._rest(scheduler, now)
+        self._receive()
+        now = self._clock()
+        self._timer.begin(now, in_use=self._pool.has_requests)
+        self._release_prepared()
+        view = self._view()
+        self._limit(view.limit_extents)
+        action = decide(view, now)
+        if action.trim:
+            self._state = action.state
+            self._reporter.base.trim()
+            self._reporter.measure_and_report(now)
+            action = decide(self._view(), now)
+        self._apply(action)
 
     def relieve(self) -> None:
         """Give back with the next plan what no request needs now: a step deferred chunks, perhaps for lack of memory."""
-        self._relieving = True
+        self._state = replace(self._state, relieving=True)
 
     @property
     def wants_turn(self) -> bool:
         """Whether `prepare` must run before another step is planned. Handles the broker's messages."""
-        self._listen()
-        scheduler, now = self._scheduler(), self._clock()
-        self._limit(scheduler)
-        if self._relieving or self._over_recall(scheduler) > 0 or self._host_idle(scheduler):
-            return True
-        if self._excess(scheduler) > 0 and scheduler.pool.idle_extents:
-            return True
-        if now < self._look_at:
-            return False
-        may_grow = scheduler.pool.num_extents < self._arena.num_extents and self._short(scheduler)
-        return may_grow or now - self._needed_at >= self._idle_s
+        self._receive()
+        view = self._view()
+        self._limit(view.limit_extents)
+        return wants_turn(view, self._clock())
 
     @property
     def due(self) -> bool:
         """Whether memory work needs a step although no request does. Handles the broker's messages."""
-        self._listen()
-        scheduler = self._scheduler()
-        self._limit(scheduler)
-        self._let_go()
-        if self._arena.held != self._told_held:
-            self._tell()
-        if self._over_recall(scheduler) > 0:
-            return True
-        self._answer()  # a recall of granted but unmapped memory needs no step
-        if self._excess(scheduler) > 0 and scheduler.pool.idle_extents:
-            return True
-        if self._host_idle(scheduler):
-            return True
-        may_rest = scheduler.pool.num_extents > self._min_extents and self._clock() - self._needed_at >= self._idle_s
-        return may_rest and scheduler.pool.idle_extents > 0
+        now = self._clock()
+        self._receive()
+        self._reporter.report_changes(self._release_prepared())
+        view = self._view()
+        self._limit(view.limit_extents)
+        if view.over_recall <= 0:  # a recall of granted but unmapped memory needs no step
+            self._reporter.answer(idle=self._is_idle(now))
+        return needs_step(view, now)
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a message of the broker. Thread-safe. Raises LeaseClosed."""
         if self.lease is None:
             self._closed.wait(timeout_s)
         else:
-            self._take_in(self.lease.wait(timeout_s))
+            self._reporter.receive(self.lease.wait(timeout_s))
 
     def close(self) -> None:
         """Wake the threads in `wait` if there is no lease. A lease wakes them itself when it is closed."""
         self._closed.set()
 
-    def _listen(self) -> None:
-        if self.lease is not None:
-            self._take_in(self.lease.poll())
+    def _receive(self) -> None:
+        """Handle the broker's messages."""
+        if (lease := self._reporter.lease) is not None and (events := lease.poll()):
+            self._reporter.receive(events)
 
-    def _take_in(self, events: tuple[Event, ...]) -> None:
-        """Log and count the broker's messages. The lease has applied them."""
-        assert self.lease is not None
-        name = self.lease.name
-        for event in events:
-            if isinstance(event, Recalled):
-                self.stats.recalls += 1
-                self._recall_from = self._recall_from or (self._clock(), self.lease.held_bytes, self._counted())
-                self.stats.recalled_bytes += max(0, self.lease.held_bytes - event.target_bytes)
-                log.info(
-                    "%s: recalled to %s; %s were granted, %s are held", name, format_bytes(event.target_bytes),
-                    format_bytes(self.lease.granted_bytes), format_bytes(self.lease.held_bytes),
-                )  # fmt: skip
-            elif isinstance(event, Granted):
-                self._look_at = 0.0  # the next `prepare` may grow the pool
-                log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
-            elif isinstance(event, Withdrawn):
-                log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
-                self._tell_outcome("withdrawn")
-            elif isinstance(event, Limited):
-                log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
-            elif isinstance(event, Lost):
-                self.stats.lost_brokers += not event.refused
-                what = "refuses the lease" if event.refused else "is gone"
-                log.warning("%s: the broker %s (%s); the pool stays as it is", name, what, event.reason)
-            elif isinstance(event, Rejoined):
-                log.info("%s: a broker is back; %s granted", name, format_bytes(event.granted_bytes))
-            elif isinstance(event, Denied):
-                log.info("%s: the broker refused: %s", name, event.error)
+    def _view(self) -> MemoryView:
+        """Everything that a decision depends on."""
+        bounds, timer, reporter = self._bounds, self._timer, self._reporter
+        return MemoryView(
+            bounds,
+            self._state,
+            self._pool,
+            max(1, timer.mapping.num_bytes // bounds.extent_bytes),
+            timer.alone,
+            reporter.base.num_bytes,
+            reporter.snapshot(),
+            0 if self._host is None else self._host.mapped_bytes,
+            timer.used_at,
+        )
 
-    def _allowed_extents(self) -> int:
-        """Extents that the lease allows now; without one, all. At least one, for the null block."""
-        if self.lease is None:
-            return self._arena.num_extents
-        recall = self.lease.recall
-        allowed = self.lease.granted_bytes if recall is None else min(self.lease.granted_bytes, recall.target_bytes)
-        return self._extents_in(allowed)
-
-    def _extents_in(self, total_bytes: int) -> int:
-        """Extents of the largest pool with which the engine holds at most `total_bytes`, at least one."""
-        return min(self._arena.num_extents, max(1, (total_bytes - self._base_bytes) // self._extent_bytes))
-
-    def _limit(self, scheduler: Scheduler) -> None:
-        """Limit the scheduler's admissions to the lease's max."""
-        most = None if self.lease is None else self.lease.max_bytes
-        extents = self._arena.num_extents if most is None else self._extents_in(most)
-        blocks = min(scheduler.cache.pool.capacity, extents * scheduler.cache.pool.blocks_per_extent - 1)
+    def _limit(self, num_extents: int) -> None:
+        """Let the scheduler admit no request beyond `num_extents`."""
+        scheduler = self._scheduler()
+        cache = scheduler.cache
+        blocks = min(cache.pool.capacity, num_extents * cache.pool.blocks_per_extent - 1)
         if blocks != scheduler.pool.limit_blocks:
             scheduler.pool.limit_blocks = blocks
 
-    def _over_recall(self, scheduler: Scheduler) -> int:
-        """Extents to give back for a recall; 0 or less if there is none, or if they are already being given back."""
-        recall = None if self.lease is None else self.lease.recall
-        return 0 if recall is None else scheduler.pool.num_extents - self._extents_in(recall.target_bytes)
+    def _apply(self, action: PoolAction) -> None:
+        """Do what was decided, in the order of `PoolAction`."""
+        scheduler, self._state = self._scheduler(), action.state
+        if action.rest_host:
+            assert self._host is not None
+            scheduler.cache.swapping.rest()  # drops the tier's contents, like cached prefixes on the device
+            self._host.give_back(UNMAP_SLICE_BYTES)
+        if action.make_idle:
+            scheduler.pool.make_idle(action.make_idle)
+        if action.give_back:
+            scheduler.pool.give_back(action.give_back if action.at_once else self._unmap_slice(action.give_back))
+        if action.grow:
+            scheduler.pool.grow(action.grow)
+        if action.prepare is not None:
+            self._prepare_extents(action.prepare)
+        if action.ask is not None:
+            assert self.lease is not None
+            target_bytes = self._reporter.base.num_bytes + action.ask * self._bounds.extent_bytes
+            self.lease.ask(target_bytes, expires_s=ASK_EXPIRES_S)
+        elif action.withdraw_ask:
+            self._withdraw_ask()
 
-    def _recalled(self, scheduler: Scheduler) -> bool:
-        """Serve a recall, one slice while requests run. Returns whether the pool is above its target."""
-        over = self._over_recall(scheduler)
-        if over <= 0:
-            return False
-        assert self.lease is not None and self.lease.recall is not None
-        if self._trimmed_for != self.lease.recall.target_bytes:  # caches first: that costs no request
-            self._trimmed_for = self.lease.recall.target_bytes
-            self._trim()
-            self._report()
-            over = self._over_recall(scheduler)
-            if over <= 0:
-                return False
-        if self._host is not None and self._host_is_device and self._host.mapped_bytes:
-            self._rest_host(scheduler)  # the host tier is in the recalled memory
-        scheduler.pool.make_idle(over)
-        scheduler.pool.give_back(min(over, self._unmap_slice(scheduler)))
-        return True
-
-    def _shed_excess(self, scheduler: Scheduler) -> bool:
-        """Give back idle extents above a limit, without preemption; the rest follows as requests end."""
-        over = self._excess(scheduler)
-        return over > 0 and scheduler.pool.give_back(min(over, self._unmap_slice(scheduler))) > 0
-
-    def _excess(self, scheduler: Scheduler) -> int:
-        """Extents above a limit, or above the grant if the process has outgrown it by whole extents.
-
-        Excludes extents that running requests are forecast to need: without these they would be preempted.
-        """
-        excess = scheduler.pool.excess_extents
-        if self.lease is not None and self.lease.connected:
-            outgrown = (self.lease.held_bytes - self.lease.granted_bytes) // self._extent_bytes
-            excess = max(excess, min(outgrown, scheduler.pool.num_extents - self._min_extents))
-        if excess and scheduler.num_running:
-            excess = min(excess, self._spare(scheduler))
-        return excess
-
-    def _spare(self, scheduler: Scheduler) -> int:
-        """Extents that running requests are not forecast to need; negative if they need more than there are."""
-        return scheduler.pool.num_extents - self._extents_for(scheduler, scheduler.pool.running_blocks())
-
-    def _map_slice(self, scheduler: Scheduler) -> int:
-        """Extents that may be mapped in the next step: a slice while requests run, else all."""
-        if self._alone or not scheduler.num_running:
-            return self._arena.num_extents
-        return max(1, self._mapping.num_bytes // self._extent_bytes)
-
-    def _unmap_slice(self, scheduler: Scheduler) -> int:
-        """Unneeded extents that may be given back in the next step: as many as require about a slice of block moves.
+    def _unmap_slice(self, num_extents: int) -> int:
+        """Of `num_extents`, those to give back in the next step: as many as require about a slice of block moves.
 
         Extents are indivisible, so up to half a slice more may move: slices that are never filled would take many more steps.
         """
-        if self._alone or not scheduler.num_running:
-            return self._arena.num_extents
+        scheduler, extent_bytes = self._scheduler(), self._bounds.extent_bytes
+        if self._timer.alone or not scheduler.num_running:
+            return num_extents
         cache = scheduler.cache
-        plan = cache.resizer.plan_shrink(max(1, UNMAP_SLICE_BYTES // self._extent_bytes))
-        most = max(1, 3 * self._copying.num_bytes * cache.pool.blocks_per_extent // (2 * self._extent_bytes))
+        plan = cache.resizer.plan_shrink(max(1, UNMAP_SLICE_BYTES // extent_bytes))
+        most = max(1, 3 * self._timer.copying.num_bytes * cache.pool.blocks_per_extent // (2 * extent_bytes))
         if len(plan.moves) <= most:
-            return max(1, len(plan.extents))
+            return min(num_extents, max(1, len(plan.extents)))
         too_far = plan.moves[most] // cache.pool.blocks_per_extent  # moves are ordered by extent
-        return max(1, plan.extents.tolist().index(too_far))
+        return min(num_extents, max(1, plan.extents.tolist().index(too_far)))
 
-    def _short(self, scheduler: Scheduler) -> bool:
-        """Whether blocks may soon be short: a request waits, or fewer blocks are free than sequences run."""
-        return bool(scheduler.num_waiting or scheduler.cache.pool.num_free < scheduler.num_running)
-
-    def _grow(self, scheduler: Scheduler, now: float) -> None:
-        """Map what is forecast to be needed, within the grant. Ask the broker for the rest."""
-        wanted = self._wanted_extents(scheduler)
-        missing = wanted - scheduler.pool.num_extents
-        if missing >= 0:
-            self._needed_at = now
-        room = self._allowed_extents() - scheduler.pool.num_extents
-        coming = max(0, min(missing, room)) if now >= self._grow_at else 0
-        mapping = min(coming, self._map_slice(scheduler))
-        grown = scheduler.pool.grow(mapping)
-        following = min(coming - grown, mapping) if grown == mapping else 0  # fewer: a limit applies
-        self._make_ready(grown + following if now >= self._ready_at else 0)
-        if self.lease is None:
-            return
-        if missing > max(0, room):
-            if wanted != self._asked or now >= self._ask_at:
-                self._asked, self._ask_at = wanted, now + _ASK_S
-                self.lease.ask(self._base_bytes + wanted * self._extent_bytes, expires_s=4 * _ASK_S)
-        elif self._asked > wanted:
-            self._take_back_ask()
-
-    def _take_back_ask(self) -> None:
-        """Withdraw the last ask: no request needs more than is held."""
-        assert self.lease is not None
-        self._asked = 0
-        self.lease.ask(self.lease.held_bytes, expires_s=_LOOK_S)
-
-    def _make_ready(self, num_extents: int) -> None:
+    def _prepare_extents(self, num_extents: int) -> None:
         """Have the arena prepare memory for the next `num_extents` to map, in the background; it frees any surplus."""
         if not num_extents and self._arena.held.upper_bytes == self._arena.mapped_bytes:
             return
         try:
             self._arena.prepare(num_extents)
         except (DriverError, GrantExceeded) as error:  # GrantExceeded: the broker has just gone
-            self._ready_at = self._clock() + _REFUSED_S
+            self._pause_preparing()
             log.info("KV pool: nothing is made ready: %s", error)
 
-    def _let_go(self) -> None:
-        """Free prepared extents during a recall, or if blocks are not short. Log the arena's background failures."""
-        if self._arena.held.upper_bytes > self._arena.mapped_bytes:
-            if self.lease is not None and self.lease.recall is not None:
+    def _release_prepared(self) -> HeldBounds:
+        """Free prepared extents during a recall, or if blocks are not short. Returns what the arena holds afterwards.
+
+        Logs the arena's background failures.
+        """
+        held, lease = self._arena.held, self._reporter.lease
+        if held.upper_bytes > self._arena.mapped_bytes:
+            if lease is not None and lease.recall is not None:
                 try:
                     self._arena.trim()
                 except DriverError as error:  # the rest stays counted and is tried again
                     log.warning("KV pool: not all of what was unmapped went back: %s", error)
-            elif not self._short(self._scheduler()):
-                self._make_ready(0)
+            elif not self._pool.is_short:
+                self._prepare_extents(0)
+            held = self._arena.held
         for failure in self._arena.drain_failures():
-            self._ready_at = self._clock() + _REFUSED_S
+            self._pause_preparing()
             log.warning("KV pool: in the background %s", failure)
+        return held
 
-    def _rest(self, scheduler: Scheduler, now: float) -> None:
-        """Give back extents that no request has needed for `idle_s`."""
-        wanted = max(self._min_extents, self._wanted_extents(scheduler))
-        spare = scheduler.pool.num_extents - wanted
-        if spare <= 0:
-            self._needed_at = now
-        elif not scheduler.pool.give_back(min(spare, self._unmap_slice(scheduler))):
-            self._needed_at = now  # none of them is idle: try again after another `idle_s`
+    def _pause_preparing(self) -> None:
+        self._state = replace(self._state, prepare_refused_at=self._clock())
 
-    def _host_idle(self, scheduler: Scheduler) -> bool:
-        """Whether the host tier has memory and there has been no request for `idle_s`."""
-        if self._host is None or not self._host.mapped_bytes or _in_use(scheduler):
-            return False
-        return self._clock() - self._used_at >= self._idle_s
-
-    def _rest_host(self, scheduler: Scheduler) -> None:
-        """Give back a slice of the host tier's memory. The tier's contents are dropped, like cached prefixes on the device."""
-        assert self._host is not None
-        scheduler.cache.swapping.rest()
-        self._host.give_back(UNMAP_SLICE_BYTES)
-
-    def _wanted_extents(self, scheduler: Scheduler) -> int:
-        """Extents for the forecast demand, plus one."""
-        wanted = scheduler.pool.wanted_blocks()
-        extents = self._extents_for(scheduler, wanted) + 1 if wanted else self._min_extents
-        return min(extents, self._arena.num_extents)
-
-    def _extents_for(self, scheduler: Scheduler, blocks: int) -> int:
-        """Extents for `blocks` and the null block."""
-        return -(-(blocks + 1) // scheduler.cache.pool.blocks_per_extent)
+    def _withdraw_ask(self) -> None:
+        """Withdraw the last ask: no request needs more than is held."""
+        assert self.lease is not None
+        self.lease.ask(self.lease.held_bytes, expires_s=LOOK_S)
 
     # ---- after a step ---------------------------------------------------------------------------
 
-    def settle(self, waited_for: bool = True) -> None:
+    def after_step(self, waited_for: bool = True) -> None:
         """Account for what a step did to the pool: report it and answer a recall.
 
-        A step that no caller has `waited_for` does not count as caller activity (`_alone`).
+        A step that no caller has `waited_for` does not count as caller activity (`StepTimer.alone`).
         """
-        self._let_go()
-        mapped = self._arena.mapped_bytes
-        now = self._clock()
-        step_s = now - max(self._began_at, self._settled_at)  # a step launched ahead has no `prepare`
-        if waited_for:
-            self._settled_at = now
-        if self._in_use:
-            self._used_at = now
-        changed = mapped != self._mapped_bytes
-        self._learn(step_s, max(0, mapped - self._mapped_bytes), changed)
-        if changed:
-            self.stats.grown_bytes += max(0, mapped - self._mapped_bytes)
-            self.stats.given_back_bytes += max(0, self._mapped_bytes - mapped)
-            if self._recall_from is None:
-                self._tell_change(mapped)
-            self._mapped_bytes = mapped
-        if (refused := self._scheduler().stats.refused_resizes) != self.stats.refused:
-            self.stats.refused = refused
-            self._grow_at = now + _REFUSED_S
-        if changed or now >= self._base_at or self._rests_untidy():
-            self._base_at = now + _BASE_S
-            self._report()
-        elif self._arena.held != self._told_held:
-            self._tell()
-        elif self.lease is not None and (now >= self._free_at or not self._scheduler().num_running):
-            self._free_at = now + _FREE_S
-            if self._free_extents() != self._told_free:
-                self._tell()
-        if self._asked and self.lease is not None and not self._short(self._scheduler()):
-            self._take_back_ask()
-        self._answer()
+        held = self._release_prepared()
+        now, stats = self._clock(), self._scheduler().stats
+        change = (mapped := self._arena.mapped_bytes) - self._mapped_bytes
+        self._mapped_bytes = mapped
+        self._timer.end(now, waited_for=waited_for, moved_blocks=stats.moved_blocks, mapped_bytes=change)
+        if change:
+            self.stats.grown_bytes += max(0, change)
+            self.stats.given_back_bytes += max(0, -change)
+            if not self._reporter.is_recalled:
+                self._log_change(change, now)
+        if stats.refused_resizes != self.stats.refused:
+            self.stats.refused = stats.refused_resizes
+            self._state = replace(self._state, map_refused_at=now)
+        self._reporter.after_step(now, held, resized=change != 0)
+        if self._state.asked_extents and not self._pool.is_short:
+            self._state = replace(self._state, asked_extents=0)
+            self._withdraw_ask()
+        self._reporter.answer(idle=self._is_idle(now))
 
-    def _tell_change(self, mapped: int) -> None:
+    def _log_change(self, change: int, now: float) -> None:
+        """Log a change of the pool's bytes, outside a recall."""
         scheduler = self._scheduler()
-        if mapped > self._mapped_bytes:
+        if change > 0:
             why = f"for {scheduler.num_running:,} requests that run and {scheduler.num_waiting:,} that wait"
-        elif self._clock() - self._needed_at >= self._idle_s:
-            why = f"which nobody has needed for {self._idle_s:g} s"
+        elif self._is_idle(now):
+            why = f"which no request has needed for {self._bounds.idle_s:g} s"
         else:
             why = "as the lease is limited, or the process has outgrown it"
-        did = "grown" if mapped > self._mapped_bytes else "given back"
-        log.info(
-            "KV pool: %s %s, %s; %s now", format_bytes(abs(mapped - self._mapped_bytes)), did, why, format_bytes(mapped)
-        )  # fmt: skip
+        did = "grown" if change > 0 else "given back"
+        size, now_mapped = format_bytes(abs(change)), format_bytes(self._mapped_bytes)
+        log.info("KV pool: %s %s, %s; %s now", size, did, why, now_mapped)
 
-    def _counted(self) -> tuple[int, int]:
-        """The counters of a recall's costs: preemptions and moved blocks."""
-        stats = self._scheduler().stats
-        return stats.preemptions, stats.moved_blocks
-
-    def _tell_outcome(self, what: str) -> None:
-        """Log the outcome of a recall, or of several consecutive ones."""
-        if self._recall_from is None or self.lease is None:
-            return
-        began, held, before = self._recall_from
-        self._recall_from = None
-        preemptions, moved = (now - then for now, then in zip(self._counted(), before, strict=True))
-        log.info(
-            "%s: recall %s after %.0f ms: %s given back, %s held; %d blocks moved, %d requests preempted", self.lease.name,
-            what, (self._clock() - began) * 1e3, format_bytes(max(0, held - self.lease.held_bytes)),
-            format_bytes(self.lease.held_bytes), moved, preemptions,
-        )  # fmt: skip
-
-    def _learn(self, step_s: float, grown_bytes: int, changed: bool) -> None:
-        """Learn the sizes of the next slices from the time that the step's copies and maps took."""
-        moved = self._scheduler().stats.moved_blocks - self._moved_blocks
-        self._moved_blocks += moved
-        if self._alone:
-            return
-        if not changed and not moved:
-            self._plain_s.append(step_s)
-        elif self._plain_s:  # else the time of a plain step is not known yet
-            plain_s = statistics.median(self._plain_s)
-            if moved:
-                moved_bytes = moved * self._extent_bytes // self._scheduler().cache.pool.blocks_per_extent
-                self._copying.took(moved_bytes, step_s, plain_s)
-            elif grown_bytes:
-                self._mapping.took(grown_bytes, step_s, plain_s)
-
-    def _free_extents(self) -> int:
-        """Extents that no request is forecast to need; blocks in use may have to move out of them first."""
-        scheduler = self._scheduler()
-        needed = max(self._min_extents, self._extents_for(scheduler, scheduler.pool.wanted_blocks()))
-        return max(0, scheduler.pool.num_extents - needed)
-
-    def _report(self) -> None:
-        """Measure what is held and report it to the broker. If it has grown, tidy the heap and empty caches first.
-
-        The heap keeps what steps have freed, and temporaries of varying sizes fragment it.
-        """
-        lease, now = self.lease, self._clock()
-        measured = self._measure()
-        due = now >= self._tidy_at or not self._scheduler().has_work
-        if self._tidy is not None and measured > self._least_bytes + _TIDY_BYTES and due:
-            self._tidy_at = now + _TIDY_S
-            self._tidy()
-            self._least_bytes = measured = self._measure()
-        self._least_bytes = min(self._least_bytes, measured)
-        self._base_bytes = self._counted_base(measured)
-        outgrown = lease is not None and self._base_bytes + self._arena.held.upper_bytes > lease.granted_bytes
-        if outgrown and self._base_bytes > self._planned_bytes and now >= self._trim_at:
-            self._trim_at = now + _TRIM_S
-            self._trim()
-            self._least_bytes = measured = self._measure()
-            self._base_bytes = self._counted_base(measured)
-        self._tell()
-
-    def _measure(self) -> int:
-        """Bytes held besides the pool. If measuring fails, as without a free file descriptor, the last measurement."""
-        try:
-            self._measured_bytes, self._unmeasured = self._base_bytes_now(), False
-        except Exception:
-            if not self._unmeasured:
-                log.warning("the memory of this process cannot be measured", exc_info=True)
-            self._unmeasured = True
-        return self._measured_bytes
-
-    def _rests_untidy(self) -> bool:
-        """Whether there is no work, and the heap has grown by more than _TIDY_BYTES."""
-        if self._tidy is None or self._scheduler().has_work:
-            return False
-        return self._measure() > self._least_bytes + _TIDY_BYTES
-
-    def _counted_base(self, measured_bytes: int) -> int:
-        return int(min(max(self._planned_bytes, measured_bytes), self._most_base_bytes))
-
-    def _tell(self) -> None:
-        """Report to the broker what is held, by class, and how much of it can be freed without touching a request."""
-        held_kv = self._told_held = self._arena.held
-        if self.lease is None:
-            return
-        self._told_free = self._free_extents()
-        free = self._told_free * self._extent_bytes
-        weights = min(self._weights_bytes, self._base_bytes)
-        held = {"weights": weights, "other": self._base_bytes - weights, "kv": held_kv.upper_bytes}
-        self.lease.report(held, free, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
-        if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
-            self.lease.ask(total, expires_s=4 * _ASK_S)
-
-    def _answer(self) -> None:
-        """Return to the broker granted bytes that are not held: for a recall, for a limit, or when idle for `idle_s`."""
-        if self.lease is None:
-            return
-        held, granted = self.lease.held_bytes, self.lease.granted_bytes
-        recall, most = self.lease.recall, self.lease.max_bytes
-        least = max(held, self.lease.min_bytes)  # a grant does not fall below
-        if recall is not None:
-            if held <= recall.target_bytes:
-                self.lease.answer_unmapped(recall.target_bytes)
-                self._tell_outcome("served")
-        elif most is not None and granted > (keep := max(least, most)):
-            self.lease.answer_unmapped(keep)
-        elif granted > least and self._clock() - self._needed_at >= self._idle_s:
-            self.lease.answer_unmapped(held)
+    def _is_idle(self, now: float) -> bool:
+        return self._state.is_idle(now, self._bounds.idle_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `LLM.stats`."""
-        lease = self.lease
-        stats = self.stats
+        stats, mapped_bytes = self.stats, self._arena.mapped_bytes
         return {
-            "base_bytes": self._base_bytes,
-            "kv_bytes": self._arena.mapped_bytes,
-            "ready_bytes": self._arena.held.upper_bytes - self._arena.mapped_bytes,
-            "map_slice_bytes": self._mapping.num_bytes,  # most that a step maps while requests run
-            "lease": None
-            if lease is None
-            else {
-                "name": lease.name,
-                "device": lease.device_uuid,
-                "connected": lease.connected,
-                "granted_bytes": lease.granted_bytes,
-                "held_bytes": lease.held_bytes,
-                "min_bytes": lease.min_bytes,
-                "max_bytes": lease.max_bytes,
-                "recall_target_bytes": None if lease.recall is None else lease.recall.target_bytes,
-            },
+            "base_bytes": self._reporter.base.num_bytes,
+            "kv_bytes": mapped_bytes,
+            "ready_bytes": self._arena.held.upper_bytes - mapped_bytes,
+            "map_slice_bytes": self._timer.mapping.num_bytes,  # most that a step maps while requests run
+            "lease": self._reporter.lease_to_dict(),
             "recalls": stats.recalls,
             "recalled_bytes": stats.recalled_bytes,
             "grown_bytes": stats.grown_bytes,
@@ -652,16 +337,3 @@ class EngineMemory:
             "refused_resizes": stats.refused,
             "lost_brokers": stats.lost_brokers,
         }
-
-
-def _tried(free: Callable[[], None]) -> None:
-    """Call `free`; log an exception instead of raising it."""
-    try:
-        free()
-    except Exception:
-        log.warning("memory that libraries keep could not be freed", exc_info=True)
-
-
-def _in_use(scheduler: Scheduler) -> bool:
-    """Whether any request is running or waiting."""
-    return bool(scheduler.num_running or scheduler.num_waiting)

@@ -440,8 +440,8 @@ def test_an_engines_extents_are_made_ahead_of_need_and_what_is_held_is_what_the_
         lambda: core.scheduler, arena, min_extents=2, base_bytes=lambda: base, reserve_bytes=0, weights_bytes=0,
         trim=lambda: None, lease=lease, idle_s=5.0, clock=lambda: now[0],
     )  # fmt: skip
-    core.memory._mapping.num_bytes = 2 * extent_bytes
-    core.memory._mapping.took = lambda *_: None  # type: ignore[method-assign]
+    core.memory._timer.mapping.num_bytes = 2 * extent_bytes
+    core.memory._timer.mapping.record = lambda *_: None  # type: ignore[method-assign]
 
     def step() -> None:
         now[0] += 0.025

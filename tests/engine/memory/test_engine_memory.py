@@ -16,7 +16,8 @@ from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena
-from pagetide.engine.memory.engine_memory import SLICE_BYTES, EngineMemory, Slice
+from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.step_timer import SLICE_BYTES
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Request, Sampling
 
@@ -269,7 +270,7 @@ def test_a_recall_that_trimming_alone_satisfies_takes_no_extent(monkeypatch: pyt
     engine.base = BASE + 3 * EXTENT
     engine.step(1.0)
     assert engine.lease.held_bytes == total(size + 3)
-    monkeypatch.setattr(engine.memory, "_trim", lambda: setattr(engine, "base", BASE))
+    monkeypatch.setattr(engine.memory._reporter.base, "_trim", lambda: setattr(engine, "base", BASE))
     engine.lease.recall_to(total(size))
     engine.steps(3)
     assert (engine.size, engine.lease.recall, engine.lease.granted_bytes) == (size, None, total(size))
@@ -341,7 +342,7 @@ def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> Non
 
 
 def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagetide.engine.memory.engine_memory.SLICE_BYTES", 2 * EXTENT)
+    monkeypatch.setattr("pagetide.engine.memory.step_timer.SLICE_BYTES", 2 * EXTENT)
     monkeypatch.setattr("pagetide.engine.memory.engine_memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
     engine = Engine(mapped=EXTENTS)
     engine.add("a", 100, new=60)
@@ -353,28 +354,6 @@ def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(engine.size)
     assert all(0 <= before - after <= 2 for before, after in itertools.pairwise(sizes)) and sizes[-1] == 4, sizes
     engine.run()
-
-
-@pytest.mark.parametrize("bytes_per_s", [2e8, 3e9, 8e10])
-@pytest.mark.parametrize("plain_s", [0.002, 0.05, 0.4])
-def test_a_slice_comes_to_take_most_of_a_steps_own_time(bytes_per_s: float, plain_s: float) -> None:
-    copying = Slice(1 << 16)
-    for _ in range(40):
-        copying.took(copying.num_bytes, plain_s + copying.num_bytes / bytes_per_s, plain_s)
-    assert copying.num_bytes / bytes_per_s == pytest.approx(Slice.SHARE * plain_s, rel=0.01)
-
-
-def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
-    copying = Slice(1 << 20)
-    copying.took(SLICE_BYTES // 4, 10.0, 0.01)
-    assert copying.num_bytes == SLICE_BYTES
-    copying.took(SLICE_BYTES, 10.0, 0.01)
-    assert copying.num_bytes == SLICE_BYTES // 2, "one slow step is no measurement"
-    copying.took(SLICE_BYTES // 2, 0.0101, 0.01)
-    assert copying.num_bytes == SLICE_BYTES
-    for _ in range(20):
-        copying.took(copying.num_bytes, 10.0, 0.01)
-    assert copying.num_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -535,7 +514,7 @@ def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pyte
     engine.add("a", 300)
     engine.steps(4)
     size = engine.size
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.lease.lose()
         engine.add("b", 600)
         engine.steps(30)
@@ -560,14 +539,14 @@ def test_a_recall_of_a_broker_that_died_is_forgotten() -> None:
 def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.lease.deny()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.step()
     assert "an answer crossed a grant" in caplog.text
 
 
 def test_a_recall_is_said_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
     engine = grown()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory.engine_memory"):
+    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.lease.recall_to(total(4))
         engine.keep()
     assert "scripted: recalled to 11.00 MiB; " in caplog.text
@@ -600,7 +579,7 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     def interrupted(waited_for: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.memory, "settle", interrupted)
+    monkeypatch.setattr(engine.memory, "after_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.core.step()
     monkeypatch.undo()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class Engine:
             lambda: self.core.scheduler, self.arena, min_extents=MINIMUM, base_bytes=lambda: BASE, reserve_bytes=0,
             weights_bytes=GRANULE, trim=lambda: None, lease=self.lease, idle_s=5.0, clock=clock or (lambda: self.now),
         )  # fmt: skip
-        self.memory._mapping.num_bytes = SLICE * GRANULE
-        self.memory._mapping.took = lambda *_: None  # type: ignore[method-assign]
+        self.memory._timer.mapping.num_bytes = SLICE * GRANULE
+        self.memory._timer.mapping.record = lambda *_: None  # type: ignore[method-assign]
         self.requests, self.finished = dict[str, Request](), dict[str, Finished]()
 
     def check(self, call: str) -> None:
@@ -271,7 +272,7 @@ def test_what_is_unmapped_beside_requests_is_released_beside_the_steps(driver: F
     engine = Engine(driver, mapped=EXTENTS)
     busy(engine)
     engine.called.clear()
-    engine.memory._needed_at = -100.0  # nobody has needed them for long
+    engine.memory._state = replace(engine.memory._state, needed_at=-100.0)  # nobody has needed them for long
     engine.steps(20, lambda: engine.size < EXTENTS)
     released = engine.called["cuMemRelease", "pagetide-extents"]
     assert released == min(LIMIT, EXTENTS - engine.size), "beyond the limit they go at the fence"

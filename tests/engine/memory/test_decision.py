@@ -1,0 +1,413 @@
+"""What is done about the pool in each situation: a table, and random situations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagetide.engine.memory.decision import (
+    ASK_S,
+    LOOK_S,
+    REFUSED_S,
+    DecisionState,
+    LeaseSnapshot,
+    MemoryView,
+    PoolAction,
+    PoolBounds,
+    decide,
+    needs_step,
+    wants_turn,
+)
+
+NOW = 1000.0
+MIN, TOTAL, EXTENT, IDLE_S = 2, 16, 100, 5.0
+BASE = 1000  # bytes besides the pool
+STATE = DecisionState(needed_at=NOW)
+UNNEEDED = replace(STATE, needed_at=NOW - IDLE_S)
+
+
+@dataclass
+class Use:
+    """A pool whose numbers are given; counts how often forecasts were read."""
+
+    num_extents: int = 8
+    has_requests: bool = False
+    has_running: bool = False
+    is_short: bool = False
+    idle_extents: int = 8
+    running: int = 3
+    wanted: int = 4
+    forecasts: int = 0
+
+    @property
+    def running_extents(self) -> int:
+        self.forecasts += 1
+        return self.running
+
+    @property
+    def wanted_extents(self) -> int:
+        self.forecasts += 1
+        return self.wanted
+
+
+def busy(**given: Any) -> Use:
+    """A pool on which a request runs."""
+    return Use(**{"has_requests": True, "has_running": True} | given)
+
+
+def total(extents: int) -> int:
+    """What the process holds with so many extents."""
+    return BASE + extents * EXTENT
+
+
+def lease(granted: int = TOTAL, held: int = 8, **given: Any) -> LeaseSnapshot:
+    """A lease in extents: `limit` and `recall` too."""
+    for name, field in (("limit", "max_bytes"), ("recall", "recall_bytes")):
+        if name in given:
+            given[field] = total(given.pop(name))
+    return LeaseSnapshot(total(granted), total(held), **given)
+
+
+def view(pool: Use, lease: LeaseSnapshot | None = None, state: DecisionState = STATE, **given: Any) -> MemoryView:
+    """A situation: by default callers wait for steps, and four extents are a slice."""
+    bounds = PoolBounds(TOTAL, MIN, EXTENT, IDLE_S, given.pop("host_is_device", False))
+    fields = {"map_slice": 4, "is_alone": False, "base_bytes": BASE, "host_bytes": 0, "used_at": NOW} | given
+    return MemoryView(bounds, state, pool, lease=lease, **fields)
+
+
+def looked(**changes: Any) -> DecisionState:
+    return replace(STATE, looked_at=NOW, **changes)
+
+
+RELIEVED = replace(STATE, map_refused_at=NOW, prepare_refused_at=NOW)
+RECALLED_TO_5 = replace(STATE, trimmed_for=total(5))
+ASKED_12 = replace(STATE, asked_extents=12, asked_at=NOW - ASK_S / 2)
+
+# ---- the table ----------------------------------------------------------------------------------
+
+NOTHING = {
+    "nothing runs, nothing waits": view(Use()),
+    "requests have enough": view(busy()),
+    "enough, with a lease": view(busy(), lease()),
+    "short, but demand was forecast a moment ago": view(
+        busy(is_short=True, wanted=12), state=replace(STATE, looked_at=NOW - LOOK_S / 2)
+    ),
+    "unneeded for less than idle_s": view(Use(), state=replace(STATE, needed_at=NOW - IDLE_S + 0.1)),
+    "unneeded for long, but demand was forecast a moment ago": view(
+        Use(), state=replace(UNNEEDED, looked_at=NOW - LOOK_S / 2)
+    ),
+    "a recall that is met": view(busy(), lease(recall=8)),
+    "a limit above the pool": view(busy(), lease(limit=9)),
+    "a limit below what running requests need": view(busy(running=8), lease(limit=6)),
+    "a limit below the pool, of which nothing is idle": view(busy(idle_extents=0), lease(limit=6)),
+    "the process has outgrown the grant by less than an extent": view(
+        busy(), LeaseSnapshot(total(8), total(8) + EXTENT - 1)
+    ),
+    "the process has outgrown the grant of a broker that is gone": view(
+        busy(), lease(granted=6, connected=False)
+    ),
+    "a host tier that was used lately": view(Use(), host_bytes=1, used_at=NOW - IDLE_S + 0.1),
+    "a host tier while a request waits": view(Use(has_requests=True), host_bytes=1, used_at=0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_is_done(name: str) -> None:
+    assert decide(NOTHING[name], NOW) == PoolAction(NOTHING[name].state)
+
+
+GROWTH = {
+    "alone: all at once, and nothing is left to prepare": (
+        view(busy(is_short=True, wanted=14), is_alone=True),
+        PoolAction(looked(), grow=7, prepare=7),
+    ),
+    "no request runs: all at once": (
+        view(Use(has_requests=True, is_short=True, wanted=14)),
+        PoolAction(looked(), grow=7, prepare=7),
+    ),
+    "while requests run: a slice, and the next is prepared": (
+        view(busy(is_short=True, wanted=14), map_slice=2),
+        PoolAction(looked(), grow=2, prepare=4),
+    ),
+    "a slice and a part of the next": (
+        view(busy(is_short=True, wanted=14), map_slice=4),
+        PoolAction(looked(), grow=4, prepare=7),
+    ),
+    "one more than the forecast": (
+        view(busy(is_short=True, wanted=9)),
+        PoolAction(looked(), grow=2, prepare=2),
+    ),
+    "never more than there is": (
+        view(busy(is_short=True, wanted=TOTAL, num_extents=15)),
+        PoolAction(looked(), grow=1, prepare=1),
+    ),
+    "less is wanted than there is": (
+        view(busy(is_short=True, wanted=4), state=replace(STATE, needed_at=NOW - 1.0)),
+        PoolAction(looked(needed_at=NOW - 1.0), prepare=0),
+    ),
+    "exactly what there is": (
+        view(busy(is_short=True, wanted=7), state=replace(STATE, needed_at=NOW - 1.0)),
+        PoolAction(looked(), prepare=0),
+    ),
+    "short before unneeded": (
+        view(busy(is_short=True, wanted=9), state=UNNEEDED),
+        PoolAction(looked(), grow=2, prepare=2),
+    ),
+    "a limit below the need": (
+        view(busy(is_short=True, wanted=14), lease(limit=9)),
+        PoolAction(looked(), grow=1, prepare=1),
+    ),
+    "the device has refused to map": (
+        view(busy(is_short=True, wanted=14), state=replace(STATE, map_refused_at=NOW - REFUSED_S / 2)),
+        PoolAction(looked(map_refused_at=NOW - REFUSED_S / 2), prepare=0),
+    ),
+    "the device has refused to map, half a second ago": (
+        view(busy(is_short=True, wanted=9), state=replace(STATE, map_refused_at=NOW - REFUSED_S)),
+        PoolAction(looked(map_refused_at=NOW - REFUSED_S), grow=2, prepare=2),
+    ),
+    "the device has refused to prepare": (
+        view(busy(is_short=True, wanted=9), state=replace(STATE, prepare_refused_at=NOW - REFUSED_S / 2)),
+        PoolAction(looked(prepare_refused_at=NOW - REFUSED_S / 2), grow=2, prepare=0),
+    ),
+    "within the grant nothing is asked": (
+        view(busy(is_short=True, wanted=9), lease(granted=10)),
+        PoolAction(looked(), grow=2, prepare=2),
+    ),
+    "beyond the grant: what is granted, and an ask": (
+        view(busy(is_short=True, wanted=11), lease(granted=10)),
+        PoolAction(looked(asked_extents=12, asked_at=NOW), grow=2, prepare=2, ask=12),
+    ),
+    "what the process holds besides counts": (
+        view(busy(is_short=True, wanted=11), lease(granted=10), base_bytes=BASE + EXTENT),
+        PoolAction(looked(asked_extents=12, asked_at=NOW), grow=1, prepare=1, ask=12),
+    ),
+    "the same was asked a moment ago": (
+        view(busy(is_short=True, wanted=11), lease(granted=8), ASKED_12),
+        PoolAction(replace(ASKED_12, looked_at=NOW), prepare=0),
+    ),
+    "the same was asked some time ago": (
+        view(busy(is_short=True, wanted=11), lease(granted=8), replace(ASKED_12, asked_at=NOW - ASK_S)),
+        PoolAction(looked(asked_extents=12, asked_at=NOW), prepare=0, ask=12),
+    ),
+    "more than was asked a moment ago": (
+        view(busy(is_short=True, wanted=13), lease(granted=8), ASKED_12),
+        PoolAction(looked(asked_extents=14, asked_at=NOW), prepare=0, ask=14),
+    ),
+    "less than was asked, and it is granted": (
+        view(busy(is_short=True, wanted=7), lease(granted=8), ASKED_12),
+        PoolAction(replace(ASKED_12, looked_at=NOW, asked_extents=0), prepare=0, withdraw_ask=True),
+    ),
+    "a grant arrived since demand was forecast": (
+        view(busy(is_short=True, wanted=9), lease(granted_at=NOW - 0.001), replace(STATE, looked_at=NOW - 0.002)),
+        PoolAction(looked(), grow=2, prepare=2),
+    ),
+    "during a recall that is met, up to its target": (
+        view(busy(is_short=True, wanted=14), lease(recall=9)),
+        PoolAction(looked(asked_extents=15, asked_at=NOW), grow=1, prepare=1, ask=15),
+    ),
+}  # fmt: skip
+
+RETURN = {
+    "a recall empties caches first": (
+        view(busy(), lease(recall=5)),
+        PoolAction(RECALLED_TO_5, trim=True),
+    ),
+    "the next target empties them again": (
+        view(busy(), lease(recall=4), RECALLED_TO_5),
+        PoolAction(replace(STATE, trimmed_for=total(4)), trim=True),
+    ),
+    "then extents go, used ones too": (
+        view(busy(idle_extents=0), lease(recall=5), RECALLED_TO_5),
+        PoolAction(RECALLED_TO_5, make_idle=3, give_back=3, prepare=0),
+    ),
+    "a recall goes below the minimum, down to one extent": (
+        view(busy(), lease(recall=0), replace(STATE, trimmed_for=total(0))),
+        PoolAction(replace(STATE, trimmed_for=total(0)), make_idle=7, give_back=7, prepare=0),
+    ),
+    "a recall before growth": (
+        view(busy(is_short=True, wanted=14), lease(recall=5), RECALLED_TO_5),
+        PoolAction(RECALLED_TO_5, make_idle=3, give_back=3, prepare=0),
+    ),
+    "the host tier in recalled memory goes with it": (
+        view(busy(), lease(recall=5), RECALLED_TO_5, host_bytes=1, host_is_device=True),
+        PoolAction(RECALLED_TO_5, rest_host=True, make_idle=3, give_back=3, prepare=0),
+    ),
+    "not one in other memory": (
+        view(busy(), lease(recall=5), RECALLED_TO_5, host_bytes=1),
+        PoolAction(RECALLED_TO_5, make_idle=3, give_back=3, prepare=0),
+    ),
+    "above a limit: without a preemption": (
+        view(Use(), lease(limit=5)),
+        PoolAction(STATE, give_back=3, prepare=0),
+    ),
+    "above a limit, as far as running requests do not need it": (
+        view(busy(running=6), lease(limit=5)),
+        PoolAction(STATE, give_back=2, prepare=0),
+    ),
+    "an outgrown grant": (
+        view(busy(), lease(granted=8, held=11)),
+        PoolAction(STATE, give_back=3, prepare=0),
+    ),
+    "an outgrown grant, down to the minimum": (
+        view(Use(), lease(granted=8, held=30)),
+        PoolAction(STATE, give_back=6, prepare=0),
+    ),
+    "above a limit before growth": (
+        view(busy(is_short=True, wanted=14), lease(limit=5)),
+        PoolAction(STATE, give_back=3, prepare=0),
+    ),
+    "unneeded for idle_s": (
+        view(busy(wanted=4), state=UNNEEDED),
+        PoolAction(replace(UNNEEDED, looked_at=NOW), give_back=3),
+    ),
+    "unneeded for idle_s, without requests: down to the minimum": (
+        view(Use(wanted=0), state=UNNEEDED),
+        PoolAction(replace(UNNEEDED, looked_at=NOW), give_back=6),
+    ),
+    "unneeded, but needed again": (
+        view(busy(wanted=7), state=UNNEEDED),
+        PoolAction(looked()),
+    ),
+    "unneeded, but nothing is idle": (
+        view(busy(wanted=4, idle_extents=0), state=UNNEEDED),
+        PoolAction(looked()),
+    ),
+    "a step lacked memory": (
+        view(busy(), state=replace(STATE, relieving=True)),
+        PoolAction(RELIEVED, give_back=5, at_once=True, prepare=0),
+    ),
+    "a step lacked memory: the minimum stays": (
+        view(busy(running=1), state=replace(STATE, relieving=True)),
+        PoolAction(RELIEVED, give_back=6, at_once=True, prepare=0),
+    ),
+    "a step lacked memory, and all is needed": (
+        view(busy(running=9), state=replace(STATE, relieving=True)),
+        PoolAction(RELIEVED, at_once=True, prepare=0),
+    ),
+    "a step lacked memory, before a recall": (
+        view(busy(), lease(recall=2), state=replace(STATE, relieving=True)),
+        PoolAction(RELIEVED, give_back=5, at_once=True, prepare=0),
+    ),
+    "a host tier unused for idle_s": (
+        view(Use(), host_bytes=1, used_at=NOW - IDLE_S),
+        PoolAction(STATE, rest_host=True),
+    ),
+    "a host tier unused for idle_s, with the pool": (
+        view(Use(wanted=0), state=UNNEEDED, host_bytes=1, used_at=NOW - IDLE_S),
+        PoolAction(replace(UNNEEDED, looked_at=NOW), rest_host=True, give_back=6),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_growth(name: str) -> None:
+    situation, action = GROWTH[name]
+    assert decide(situation, NOW) == action
+
+
+@pytest.mark.parametrize("name", RETURN)
+def test_giving_back(name: str) -> None:
+    situation, action = RETURN[name]
+    assert decide(situation, NOW) == action
+
+
+# ---- what needs a turn, and what a step of its own -----------------------------------------------
+
+TURNS = {name: (situation, True) for name, (situation, _) in (GROWTH | RETURN).items()}
+TURNS |= {name: (situation, False) for name, situation in NOTHING.items()}
+TURNS["short, and all of the pool is mapped"] = view(busy(is_short=True, num_extents=TOTAL)), False
+TURNS["short, all of it mapped, and unneeded"] = view(busy(is_short=True, num_extents=TOTAL), state=UNNEEDED), True
+
+OWN_STEPS = {name for name in RETURN if not name.startswith("a step lacked memory")}
+OWN_STEPS -= {"unneeded, but nothing is idle"}
+OWN_STEPS |= {"short before unneeded", "unneeded for long, but demand was forecast a moment ago"}
+OWN_STEPS |= {"a step lacked memory, before a recall"}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn_is_wanted_for_each_action(name: str) -> None:
+    situation, wanted = TURNS[name]
+    assert wants_turn(situation, NOW) is wanted
+
+
+@pytest.mark.parametrize("name", [*NOTHING, *GROWTH, *RETURN])
+def test_without_requests_a_step_is_made_only_to_give_back(name: str) -> None:
+    situation = NOTHING[name] if name in NOTHING else (GROWTH | RETURN)[name][0]
+    assert needs_step(situation, NOW) is (name in OWN_STEPS)
+
+
+def test_the_minimum_needs_no_step() -> None:
+    assert not needs_step(view(Use(num_extents=MIN), state=UNNEEDED), NOW)
+
+
+def test_forecasts_are_made_for_the_task_at_hand_only() -> None:
+    for name, situation in NOTHING.items():
+        assert isinstance(situation.pool, Use)
+        situation.pool.forecasts = 0
+        decide(situation, NOW)
+        assert situation.pool.forecasts == ("a limit below" in name), name
+    for situation, _ in (GROWTH | RETURN).values():
+        assert isinstance(situation.pool, Use)
+        situation.pool.forecasts = 0
+        decide(situation, NOW)
+        assert situation.pool.forecasts <= 1
+    for situation, _ in GROWTH.values():
+        assert isinstance(situation.pool, Use)
+        situation.pool.forecasts = 0
+        wants_turn(situation, NOW)
+        needs_step(situation, NOW)
+        assert situation.pool.forecasts == 0, "a look at demand is for the decision"
+
+
+# ---- any situation ------------------------------------------------------------------------------
+
+times = st.sampled_from([-math.inf, 0.0, NOW - IDLE_S, NOW - REFUSED_S, NOW - ASK_S, NOW - LOOK_S, NOW - 0.01, NOW])
+counts = st.integers(0, TOTAL)
+amounts = st.integers(0, total(2 * TOTAL))
+pools = st.builds(
+    Use, num_extents=st.integers(1, TOTAL), has_requests=st.booleans(), has_running=st.booleans(),
+    is_short=st.booleans(), idle_extents=counts, running=counts, wanted=counts,
+)  # fmt: skip
+leases = st.builds(LeaseSnapshot, amounts, amounts, times, st.none() | amounts, st.none() | amounts, st.booleans())
+states = st.builds(DecisionState, times, times, times, times, counts, times, st.none() | amounts, st.booleans())
+views = st.builds(
+    MemoryView, st.builds(PoolBounds, st.just(TOTAL), st.integers(1, TOTAL), st.just(EXTENT), st.just(IDLE_S), st.booleans()),
+    states, pools, st.integers(1, TOTAL), st.booleans(), st.integers(0, total(1)), st.none() | leases,
+    st.integers(0, 1), times,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(views)
+def test_any_action_keeps_its_bounds(view: MemoryView) -> None:
+    action, size = decide(view, NOW), view.pool.num_extents
+    assert action == decide(view, NOW)
+    after = size + action.grow - action.give_back
+    recalled = view.lease is not None and view.lease.recall_bytes is not None
+    if action.grow:
+        assert not action.give_back
+        assert after <= min(view.allowed_extents, view.limit_extents, TOTAL)
+    if action.prepare:
+        assert size + action.prepare <= min(view.allowed_extents, view.limit_extents)
+        assert action.prepare >= action.grow
+    if action.give_back:
+        least = 1 if action.make_idle else min(view.bounds.min_extents, view.limit_extents)
+        assert 1 <= least <= after
+    if action.make_idle or action.trim:
+        assert recalled
+        assert after >= view.allowed_extents
+    if view.pool.has_running and action.give_back and not action.make_idle and not view.state.is_idle(NOW, IDLE_S):
+        assert view.pool.running_extents <= after, "what running requests need stays"
+    assert action.rest_host <= bool(view.host_bytes)
+    assert not (action.ask or action.withdraw_ask) or view.lease is not None
+    if action.state != view.state or action != PoolAction(view.state):
+        assert wants_turn(view, NOW) or view.pool.is_short
+    if needs_step(view, NOW) and not view.state.relieving:
+        later = NOW + LOOK_S
+        acted = decide(view, later)
+        assert acted != PoolAction(view.state)

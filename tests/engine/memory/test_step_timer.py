@@ -1,0 +1,131 @@
+"""How much one step may copy or map, learned from the steps before it, on a made-up clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagetide.engine.memory.step_timer import SLICE_BYTES, Slice, StepTimer
+
+EXTENT, BLOCK = 1 << 20, 1 << 18
+PLAIN_S = 0.01
+
+
+@pytest.mark.parametrize("bytes_per_s", [2e8, 3e9, 8e10])
+@pytest.mark.parametrize("plain_s", [0.002, 0.05, 0.4])
+def test_a_slice_comes_to_take_most_of_a_steps_own_time(bytes_per_s: float, plain_s: float) -> None:
+    copying = Slice(1 << 16)
+    for _ in range(40):
+        copying.record(copying.num_bytes, plain_s + copying.num_bytes / bytes_per_s, plain_s)
+    assert copying.num_bytes / bytes_per_s == pytest.approx(Slice.SHARE * plain_s, rel=0.01)
+
+
+def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
+    copying = Slice(1 << 20)
+    copying.record(SLICE_BYTES // 4, 10.0, 0.01)
+    assert copying.num_bytes == SLICE_BYTES
+    copying.record(SLICE_BYTES, 10.0, 0.01)
+    assert copying.num_bytes == SLICE_BYTES // 2, "one slow step is no measurement"
+    copying.record(SLICE_BYTES // 2, 0.0101, 0.01)
+    assert copying.num_bytes == SLICE_BYTES
+    for _ in range(20):
+        copying.record(copying.num_bytes, 10.0, 0.01)
+    assert copying.num_bytes == 1 << 20
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A timer, with the steps that it sees."""
+
+    def __init__(self) -> None:
+        self.now, self.moved_blocks = 100.0, 0
+        self.timer = StepTimer(EXTENT, BLOCK, self.now)
+
+    def step(
+        self, seconds: float = PLAIN_S, *, after: float = 0.0, in_use: bool = True, waited_for: bool = True,
+        moved: int = 0, mapped: int = 0, ahead: bool = False,
+    ) -> None:  # fmt: skip
+        self.now += after
+        if not ahead:
+            self.timer.begin(self.now, in_use=in_use)
+        self.now += seconds
+        self.moved_blocks += moved
+        self.timer.end(self.now, waited_for=waited_for, moved_blocks=self.moved_blocks, mapped_bytes=mapped)
+
+
+def test_the_first_step_and_one_after_a_pause_are_alone() -> None:
+    steps = Steps()
+    assert steps.timer.alone
+    steps.step()
+    assert steps.timer.alone
+    steps.step()
+    assert not steps.timer.alone
+    steps.step(after=0.04)
+    assert not steps.timer.alone
+    steps.step(after=0.06)
+    assert steps.timer.alone
+
+
+def test_a_step_that_no_caller_waits_for_is_not_recent() -> None:
+    steps = Steps()
+    steps.step()
+    steps.step(waited_for=False, after=0.03)
+    assert not steps.timer.alone
+    steps.step(after=0.03)
+    assert steps.timer.alone
+
+
+def test_the_last_use_is_the_end_of_the_last_step_with_a_request() -> None:
+    steps = Steps()
+    assert steps.timer.used_at == 100.0
+    steps.step(seconds=3.0)
+    assert steps.timer.used_at == steps.now == 103.0
+    steps.step(in_use=False, seconds=1.0)
+    assert steps.timer.used_at == 103.0
+
+
+def plain_steps() -> Steps:
+    steps = Steps()
+    for _ in range(5):
+        steps.step()
+    return steps
+
+
+def test_copies_and_maps_have_slices_of_their_own() -> None:
+    steps = plain_steps()
+    steps.step(2 * PLAIN_S, moved=SLICE_BYTES // BLOCK)
+    assert (steps.timer.copying.num_bytes, steps.timer.mapping.num_bytes) == (pytest.approx(SLICE_BYTES), SLICE_BYTES)
+    steps.step(10 * PLAIN_S, mapped=SLICE_BYTES)
+    assert (steps.timer.copying.num_bytes, steps.timer.mapping.num_bytes) == (
+        pytest.approx(SLICE_BYTES),
+        SLICE_BYTES // 2,
+    )
+    steps.step(10 * PLAIN_S, moved=SLICE_BYTES // BLOCK, mapped=SLICE_BYTES // 2)
+    assert steps.timer.copying.num_bytes == SLICE_BYTES // 2, "a step that does both counts for the copies"
+
+
+def test_a_step_that_only_unmaps_says_nothing_about_maps() -> None:
+    steps = plain_steps()
+    steps.step(10 * PLAIN_S, mapped=-SLICE_BYTES)
+    assert steps.timer.mapping.num_bytes == SLICE_BYTES
+    steps.step(3 * PLAIN_S, mapped=SLICE_BYTES)
+    assert steps.timer.mapping.num_bytes == SLICE_BYTES // 2, "nor does it count as a plain step"
+
+
+def test_steps_alone_and_steps_before_a_plain_one_teach_nothing() -> None:
+    steps = Steps()
+    steps.step(moved=SLICE_BYTES // BLOCK, seconds=1.0)
+    steps.step(moved=SLICE_BYTES // BLOCK, seconds=1.0)
+    assert steps.timer.copying.num_bytes == SLICE_BYTES
+    steps = plain_steps()
+    steps.step(1.0, after=1.0, moved=SLICE_BYTES // BLOCK)
+    assert steps.timer.copying.num_bytes == SLICE_BYTES
+    steps.step(1.0, moved=SLICE_BYTES // BLOCK)
+    assert steps.timer.copying.num_bytes == SLICE_BYTES // 2, "the blocks before count once"
+
+
+def test_a_step_launched_ahead_is_timed_from_the_end_of_the_one_before() -> None:
+    steps = plain_steps()
+    steps.step(2 * PLAIN_S, moved=SLICE_BYTES // BLOCK, ahead=True)
+    assert steps.timer.copying.num_bytes == pytest.approx(SLICE_BYTES)
