@@ -62,7 +62,7 @@ class Engine:
     encoder: Encoder
     plan: MemoryPlan
     arena: Arena
-    occupant: LeaseHolder
+    holder: LeaseHolder
     sharing: Sharing | None
     sampling: SamplingParams  # defaults: the models file's over the generation config's
     eos_token_ids: tuple[int, ...]
@@ -140,7 +140,7 @@ class Engine:
                 last.callback(self.core.memory.close)
             if self.sharing is not None:
                 last.callback(self.sharing.close)
-            last.callback(self.occupant.close)
+            last.callback(self.holder.close)
             last.callback(self.arena.close)
 
 
@@ -161,12 +161,12 @@ def build(config: EngineConfig) -> Engine:
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
         check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
-        occupant, sharing = LeaseHolder(device, plan.weights_bytes), None
+        holder, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
-            sharing = acquire_lease(config, plan, occupant)
-            return _build(config, checkpoint, dtype, plan, occupant, sharing, checked, began)
+            sharing = acquire_lease(config, plan, holder)
+            return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began)
         except BaseException:
-            occupant.close()
+            holder.close()
             if sharing is not None:
                 sharing.close()
             raise
@@ -187,12 +187,12 @@ def _build(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     plan: MemoryPlan,
-    occupant: LeaseHolder,
+    holder: LeaseHolder,
     sharing: Sharing | None,
     checked: CheckReport | None,
     began: float,
 ) -> Engine:
-    device = occupant.device
+    device = holder.device
     faults = {} if checked is None else checked.faults
     if device.type == "cpu":
         bound_primitives()
@@ -206,8 +206,8 @@ def _build(
     model.set_attn_implementation(NAME)
     kernel = choose(config.attention, Site.of(device, plan.geometry), watched.specs, faults=faults)
     host = _host_pool(plan, config, pins="swaps" not in faults)
-    arena, first = _open_pool(plan, occupant, None if sharing is None else sharing.lease, elastic="pool" not in faults)
-    occupant.arena, occupant.host = arena, host
+    arena, first = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
+    holder.arena, holder.host = arena, host
     encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
     config = replace(config, cuda_graphs=config.cuda_graphs and "graphs" not in faults)
     core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host, kernel)
@@ -216,7 +216,7 @@ def _build(
             lambda: core.scheduler,
             arena,
             min_extents=plan.min_extents,
-            base_bytes=lambda: occupant.base_bytes,
+            base_bytes=lambda: holder.base_bytes,
             reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             weights_bytes=plan.weights_bytes,
             trim=lambda: _trim(core, device),
@@ -232,7 +232,7 @@ def _build(
         plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
     sampling, eos_token_ids = checkpoint.default_sampling, checkpoint.eos_token_ids
-    return Engine(core, encoder, plan, arena, occupant, sharing, sampling, eos_token_ids, checked)
+    return Engine(core, encoder, plan, arena, holder, sharing, sampling, eos_token_ids, checked)
 
 
 def _trim(core: EngineCore, device: torch.device) -> None:
@@ -254,17 +254,17 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _open_pool(plan: MemoryPlan, occupant: LeaseHolder, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
+def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
     """Open an arena of the plan's size with the minimum extents mapped. Returns it and its mapped bytes.
 
     The arena does not work in the background until there is an `EngineMemory`: CUDA graphs are captured before that.
     """
     try:
-        arena = _arena(plan, occupant.device, elastic)
+        arena = _arena(plan, holder.device, elastic)
         if isinstance(arena, TensorArena):  # one fixed allocation
             return arena, arena.mapped_bytes
         if lease is not None:
-            held = occupant.base_bytes
+            held = holder.base_bytes
             weights = min(held, plan.weights_bytes)
             lease.report({"weights": weights, "other": held - weights}, 0)
             arena = LeasedArena(arena, lease)

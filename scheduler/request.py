@@ -136,7 +136,7 @@ class SamplingParams:
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
         _check_choice(self)
-        _check_treatments(self)
+        _check_logits_settings(self)
         for name in ("ignore_eos", "add_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
@@ -245,9 +245,9 @@ class Sampling:
         host keeps state of the tokens or returns data of the logits.
         """
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
-        treated = penalties or self.bad_words or self.logit_bias or self.logits_processors or self.constraint
+        processed = penalties or self.bad_words or self.logit_bias or self.logits_processors or self.constraint
         told = self.logprobs is not None or self.prompt_logprobs is not None or self.num_candidates
-        if treated or told:
+        if processed or told:
             return None
         return self.min_new_tokens if self.stop_token_ids else 0
 
@@ -333,7 +333,7 @@ def _check_choice(params: SamplingParams) -> None:
             raise ValueError(f"{name} cannot be given with num_beams {params.num_beams}")
 
 
-def _check_treatments(params: SamplingParams) -> None:
+def _check_logits_settings(params: SamplingParams) -> None:
     """Raise ValueError for invalid logits processing, log-probability, constraint and `start_id` parameters."""
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")

@@ -189,7 +189,7 @@ def _refusal(change: Callable[[Sequence[int]], None], extents: Index) -> str | N
     except BlockMisuse:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        log.warning("the device refused to %s %d extents: %s", change.__name__, len(extents), told)
-        return told
+        message = f"{type(error).__name__}: {error}"
+        log.warning("the device refused to %s %d extents: %s", change.__name__, len(extents), message)
+        return message
     return None

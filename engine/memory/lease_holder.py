@@ -87,7 +87,7 @@ class Sharing:
         self.watched.close()
 
 
-def acquire_lease(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder) -> Sharing | None:
+def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -> Sharing | None:
     """Acquire a lease with the plan's minimum granted. None without `config.share` or without a broker (logged).
 
     Raises NotEnoughMemory if the minimum does not fit beside those of other leases, or is not granted within 30 s.
@@ -99,10 +99,10 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, occupant: LeaseHolder)
     except (MonitorError, OSError) as error:
         log.warning("memory is not shared with other engines: %s", error)
         return None
-    held = occupant.base_bytes
+    held = holder.base_bytes
     base = held + plan.weights_bytes + plan.primitives_bytes + plan.reserve_bytes + HEAP_BYTES + _LIBRARIES_BYTES
     try:
-        return Sharing(watched, _lease(config, plan, watched, _device(watched, occupant.device), base, held))
+        return Sharing(watched, _lease(config, plan, watched, _device(watched, holder.device), base, held))
     except LeaseRefused as error:
         watched.close()
         needed = base + plan.min_kv_bytes

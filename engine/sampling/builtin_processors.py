@@ -31,7 +31,7 @@ class BuiltinLogitsProcessor(Protocol):
     def release(self, rows: Rows) -> None:
         """Forget `rows`. Rows without a request are fine."""
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         """bool[n]: which of `rows` request it for the next tokens, at `positions`."""
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
@@ -59,7 +59,7 @@ class LogitBias:
     def release(self, rows: Rows) -> None:
         _forget(self._asked, self._bias, rows)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         return self._asked[rows]
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
@@ -92,7 +92,7 @@ class RepetitionPenalty:
     def release(self, rows: Rows) -> None:
         self.seen.drop(rows)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         return self.seen.held(rows)
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
@@ -126,7 +126,7 @@ class FrequencyPenalty:
     def release(self, rows: Rows) -> None:
         self._counts.drop(rows)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         return self._counts.held(rows)
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
@@ -169,7 +169,7 @@ class BadWords:
         if not self._words:
             self._newest = None
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         return self._asked[rows]
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:
@@ -249,7 +249,7 @@ class MinLength:
     def release(self, rows: Rows) -> None:
         _forget(self._until, self._ends, rows)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         return positions < self._until[rows]
 
     def apply(self, x: Tensor, places: Int64, rows: Rows) -> None:

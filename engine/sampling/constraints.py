@@ -182,7 +182,7 @@ class Constrained:
             self._ends.pop(row, None)
             self._matchers.pop(row, None)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         """bool[n]: which of `rows` have a constraint."""
         return self._asked[rows]
 

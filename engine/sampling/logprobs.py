@@ -51,25 +51,25 @@ class LogprobRequests:
     """The rows that request log-probabilities. Not safe for concurrent use."""
 
     def __init__(self, num_rows: int) -> None:
-        self._asks = np.zeros(num_rows, np.bool_)
+        self._has_builtin = np.zeros(num_rows, np.bool_)
         self._asked: dict[int, tuple[Sampling, int]] = {}  # with the prompt's length
 
     def admit(self, row: int, sampling: Sampling, num_prompt: int) -> None:
         """(Re)start `row`."""
-        self._asks[row] = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        if self._asks[row]:
+        self._has_builtin[row] = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        if self._has_builtin[row]:
             self._asked[row] = sampling, num_prompt
 
     def release(self, rows: npt.NDArray[np.integer]) -> None:
         """Forget `rows`. Rows that were never admitted are fine."""
-        for row in rows[self._asks[rows]].tolist():
+        for row in rows[self._has_builtin[rows]].tolist():
             del self._asked[row]
-        self._asks[rows] = False
+        self._has_builtin[rows] = False
 
     def of_prompts(self, rows: Int64, starts: Int64, lengths: Int64) -> list[TokenSpan]:
         """Prompt tokens to score with the logits of positions `starts .. starts + lengths`."""
         found = []
-        for place in np.flatnonzero(self._asks[rows]).tolist():
+        for place in np.flatnonzero(self._has_builtin[rows]).tolist():
             sampling, num_prompt = self._asked[int(rows[place])]
             first, last = int(starts[place]) + 1, min(int(starts[place] + lengths[place]), num_prompt - 1)
             if sampling.prompt_logprobs is not None and first <= last:
@@ -79,7 +79,7 @@ class LogprobRequests:
     def of_samples(self, rows: Int64, positions: Int64) -> list[TokenSpan]:
         """Tokens to be sampled at `positions` of `rows` that need log-probabilities."""
         found = []
-        for place in np.flatnonzero(self._asks[rows]).tolist():
+        for place in np.flatnonzero(self._has_builtin[rows]).tolist():
             sampling, _ = self._asked[int(rows[place])]
             if sampling.logprobs is not None:
                 found.append(TokenSpan(place, int(positions[place]), 1, sampling.logprobs))
@@ -100,8 +100,8 @@ def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Logprob
     ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(logits.device)
     size = max(1, limit // vocab_size)
     lines = [_score(x.float(), own, k) for x, own in zip(logits.split(size), ids.split(size), strict=True)]
-    told = torch.cat(lines).cpu().numpy()  # one transfer
-    all_ids, logprobs, ranks, sums = np.split(told, [1 + k, 2 * (1 + k), 2 * (1 + k) + 1], axis=1)
+    packed = torch.cat(lines).cpu().numpy()  # one transfer
+    all_ids, logprobs, ranks, sums = np.split(packed, [1 + k, 2 * (1 + k), 2 * (1 + k) + 1], axis=1)
     return Logprobs(
         all_ids.astype(np.int32), logprobs.astype(np.float32), ranks[:, 0].astype(np.int32), ~np.isfinite(sums[:, 0])
     )

@@ -43,7 +43,7 @@ class Processors:
         for row in rows.tolist() if self._processors else ():
             self._processors.pop(row, None)
 
-    def asked(self, rows: Rows, positions: Int64) -> Bool:
+    def requested(self, rows: Rows, positions: Int64) -> Bool:
         """bool[n]: which of `rows` have processors."""
         return self._asked[rows]
 

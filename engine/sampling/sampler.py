@@ -89,11 +89,11 @@ class Sampler:
         self._index = np.zeros(num_rows, np.uint64)
         self._num_candidates = np.zeros(num_rows, np.int64)
         self._least_kept = np.ones(num_rows, np.int64)  # candidates that the filters always keep
-        self._asks = np.zeros(num_rows, np.bool_)  # rows that request a processor
+        self._has_builtin = np.zeros(num_rows, np.bool_)  # rows that request a processor
         self._histories = Histories()
         self._troubles: Troubles = {}
         self._constrained = Constrained(num_rows, constraints or Constraints(None, vocab_size), self._troubles)
-        self._treatments: tuple[BuiltinLogitsProcessor, ...] = (
+        self._builtin: tuple[BuiltinLogitsProcessor, ...] = (
             LogitBias(num_rows, vocab_size),
             RepetitionPenalty(num_rows, vocab_size, device),
             FrequencyPenalty(num_rows, vocab_size, device),
@@ -112,16 +112,16 @@ class Sampler:
         self._num_candidates[row] = sampling.num_candidates
         self._least_kept[row] = max(2, 1 + len(sampling.stop_token_ids))
         self._transforms.admit(row, sampling)
-        asked = [treatment.admit(row, sampling, token_ids, num_prompt) for treatment in self._treatments]
-        self._asks[row] = any(asked)
+        requests = [processor.admit(row, sampling, token_ids, num_prompt) for processor in self._builtin]
+        self._has_builtin[row] = any(requests)
 
     def release(self, rows: Rows) -> None:
         """Reset `rows` to plain greedy. Rows that were never admitted are fine."""
-        self._asks[rows] = False
+        self._has_builtin[rows] = False
         self._transforms.release(rows)
         self._histories.drop(rows)
-        for treatment in self._treatments:
-            treatment.release(rows)
+        for processor in self._builtin:
+            processor.release(rows)
         for row in rows.tolist() if self._troubles else ():
             self._troubles.pop(row, None)
 
@@ -138,12 +138,12 @@ class Sampler:
                 has none if its logits hold a NaN, a +inf or only -inf, or for the reason that `trouble` gives. Other rows are
                 unaffected.
         """
-        treated = self._treated(rows, positions)
-        tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~treated)
+        processed = self._processed_rows(rows, positions)
+        tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~processed)
         bad = ~np.isfinite(top)
-        plain = ~(treated | bad)
+        plain = ~(processed | bad)
         bad[plain] = ~self._well(top[plain], rows[plain])
-        for part, x in chunks(logits, np.flatnonzero(treated & ~bad)):
+        for part, x in chunks(logits, np.flatnonzero(processed & ~bad)):
             part_rows, at = rows[part], positions[part]
             self._treat(x, part_rows, at)
             tokens[part], top = self._drawn(part_rows, at, x, self._transforms.draws(part_rows))
@@ -156,7 +156,7 @@ class Sampler:
 
     def plain(self, rows: Rows, positions: Int64) -> bool:
         """Whether all of `rows` request at most temperature, top-k, top-p and min-p for the tokens at `positions`."""
-        return not self._treated(rows, positions).any()
+        return not self._processed_rows(rows, positions).any()
 
     def settings(self, rows: Rows, positions: Int64) -> DrawSettings:
         """The settings that `draw` needs for `rows`, which are `plain` at `positions`."""
@@ -179,12 +179,12 @@ class Sampler:
         tokens = tokens.masked_fill((warmed - warmed).isnan(), 0)  # not finite, in the fewest operations
         return DrawnTokens(tokens, packed(tokens, top))
 
-    def collect_samples(self, rows: Rows, told: Float64) -> tuple[Int32, Bool]:
+    def collect_samples(self, rows: Rows, packed: Float64) -> tuple[Int32, Bool]:
         """(tokens int32[n], bool[n] marking rows without one) as of `sample`, for plain `rows` not released since the draw.
 
-        `told` is the `DrawnTokens.packed` of their draw, on the host.
+        `packed` is the `DrawnTokens.packed` of their draw, on the host.
         """
-        tokens, top = unpacked(told)
+        tokens, top = unpacked(packed)
         bad = ~np.isfinite(top)
         bad[~bad] = ~self._well(top[~bad], rows[~bad])
         return tokens.astype(np.int32), bad
@@ -215,12 +215,12 @@ class Sampler:
 
     def record_tokens(self, rows: Rows, tokens: Int32 | Int64) -> None:
         """Append the chosen `tokens`, int[n], to the histories of `rows`."""
-        if not self._asks[rows].any():
+        if not self._has_builtin[rows].any():
             return
         tokens = tokens.astype(np.int64, copy=False)
         self._histories.record_tokens(rows, tokens)
-        for treatment in self._treatments:
-            treatment.record_tokens(rows, tokens)
+        for processor in self._builtin:
+            processor.record_tokens(rows, tokens)
 
     def trouble(self, row: int) -> str | None:
         """Why `row` has no token, in a sentence, unless its logits are the reason. Valid until the row is released."""
@@ -248,19 +248,19 @@ class Sampler:
             result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
         return result
 
-    def _treated(self, rows: Rows, positions: Int64) -> Bool:
+    def _processed_rows(self, rows: Rows, positions: Int64) -> Bool:
         """bool[n]: which of `rows` request any processor."""
-        treated = np.zeros(len(rows), np.bool_)
-        for treatment in self._treatments if self._asks[rows].any() else ():
-            treated |= treatment.asked(rows, positions)
-        return treated
+        processed = np.zeros(len(rows), np.bool_)
+        for processor in self._builtin if self._has_builtin[rows].any() else ():
+            processed |= processor.requested(rows, positions)
+        return processed
 
     def _treat(self, x: Tensor, rows: Rows, positions: Int64) -> None:
         """Apply all processors in place to `x` [m, vocab]."""
-        for treatment in self._treatments if self._asks[rows].any() else ():
-            places = np.flatnonzero(treatment.asked(rows, positions))
+        for processor in self._builtin if self._has_builtin[rows].any() else ():
+            places = np.flatnonzero(processor.requested(rows, positions))
             if places.size:
-                treatment.apply(x, places, rows[places])
+                processor.apply(x, places, rows[places])
 
     def _settings(self, rows: Rows, positions: Int64, drawing: Bool) -> DrawSettings:
         """The settings of `rows`; those with `drawing` draw."""

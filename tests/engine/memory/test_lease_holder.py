@@ -215,8 +215,8 @@ def test_engines_of_one_process_do_not_count_each_others_memory(monkeypatch: pyt
         second.close()
         assert first.base_bytes == 1000 * MIB
     finally:
-        for occupant in (first, second, elsewhere):
-            occupant.close()
+        for holder in (first, second, elsewhere):
+            holder.close()
         arena.close()
 
 

@@ -406,7 +406,7 @@ def test_histories_are_kept_only_where_asked_for() -> None:
     sampler = Sampler(64, 1000)
 
     def held() -> int:
-        return sum(t.seen.data.numel() for t in sampler._treatments if isinstance(t, RepetitionPenalty))
+        return sum(t.seen.data.numel() for t in sampler._builtin if isinstance(t, RepetitionPenalty))
 
     for row in range(60):
         sampler.admit(row, _sampling(temperature=1.0, top_k=5), _ids([1]), 1)
