@@ -60,7 +60,7 @@ def one_prompt(index: PrefixIndex, tokens: Int32, blocks: Int32, samples: Sample
     index.lookup(chain, TOKENS)
     hit = samples.time("again", lambda: index.lookup(chain, TOKENS))
     samples.time("park", lambda: index.mark_evictable(blocks))
-    samples.time("take", lambda: (index.accept(hit), index.take(hit.blocks)))
+    samples.time("take", lambda: (index.accept(hit), index.mark_used(hit.blocks)))
     index.mark_evictable(blocks)
 
 

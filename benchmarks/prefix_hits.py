@@ -111,7 +111,7 @@ class ByScore:
         self._parked[nodes] = True
         self._score[nodes] = self.scores(nodes)
 
-    def take(self, nodes: Nodes) -> None:
+    def mark_used(self, nodes: Nodes) -> None:
         self._parked[nodes] = False
 
     def victims(self, n: int) -> Nodes:

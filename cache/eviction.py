@@ -44,7 +44,7 @@ class EvictionPolicy(Protocol):
     def mark_evictable(self, nodes: Nodes) -> None:
         """`nodes` lost their last reference: they may be evicted from now on."""
 
-    def take(self, nodes: Nodes) -> None:
+    def mark_used(self, nodes: Nodes) -> None:
         """The parked `nodes` are referenced again."""
 
     def victims(self, n: int) -> Nodes:
@@ -81,7 +81,7 @@ class Lru:
         self._parked_at[nodes] = self._num_calls
         self._queue.append(deepest_first(self._tree, nodes), self._parked_at)
 
-    def take(self, nodes: Nodes) -> None:
+    def mark_used(self, nodes: Nodes) -> None:
         self._parked_at[nodes] = 0
 
     def victims(self, n: int) -> Nodes:

@@ -244,7 +244,7 @@ class CacheManager:
         if num_blocks:
             taken = self._allocator.retain(hit.blocks)
             if len(taken):
-                self.index.take(taken)
+                self.index.mark_used(taken)
             found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
         extension = self.extend(one, np.array([upto]), hit)
         assert extension is not None, "enough blocks were available"
@@ -279,7 +279,7 @@ class CacheManager:
         theirs, slots = found[known], first + known
         taken = self._allocator.retain(theirs)
         if len(taken):
-            self.index.take(taken)
+            self.index.mark_used(taken)
         self._allocator.release(own[known])
         table.blocks[row, slots] = theirs
         return (TableUpdate(np.full(len(known), row), slots, theirs),)

@@ -6,7 +6,7 @@ device and the rest on the host. The parent of a findable node is findable.
 
     lookup                 register                mark_evictable               evict
     (read-only)   nothing ─────────► findable, in use ─────────► findable, parked ─────────► nothing
-                                            ▲          take              │ │                  ▲
+                                            ▲        mark_used           │ │                  ▲
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
@@ -117,7 +117,7 @@ class PrefixIndex:
 
         `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
         findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
-        the caller puts the returned block into the table, with a reference (`take` it if it had none), and releases its
+        the caller puts the returned block into the table, with a reference (`mark_used` it if it had none), and releases its
         own. If fewer are returned, the others stay unregistered: their parent is not findable, their digest is that of
         other tokens, or there is no room for more nodes. The returned `slots` are free: their contents are in blocks of
         this sequence now.
@@ -166,12 +166,12 @@ class PrefixIndex:
         self._parked[nodes] = True
         self._policy.mark_evictable(nodes)
 
-    def take(self, blocks: Ids) -> None:
+    def mark_used(self, blocks: Ids) -> None:
         """Mark `blocks`, findable and parked, as referenced again. They are the first part of a chain, in its order."""
         nodes = self.blocks.nodes_in(blocks)
         self._check_parked(nodes)
         self._parked[nodes] = False
-        self._policy.take(nodes)
+        self._policy.mark_used(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
         """Which of `blocks` are findable. Read-only."""

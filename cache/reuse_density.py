@@ -105,7 +105,7 @@ class ReuseDensity:
             self._merge_old()
             self._sort_queues()
 
-    def take(self, nodes: Nodes) -> None:
+    def mark_used(self, nodes: Nodes) -> None:
         ages = self._times.now - self._slice[nodes]
         recent = ages < self._times.horizon
         self._times.reused(self._class[nodes[recent]], ages[recent])

@@ -20,7 +20,7 @@ class LogThrottle:
         self._changes = 0  # not logged yet
         self._quiet_until_ns: int | None = None
 
-    def take(self, state: str | None, now_ns: int) -> int:
+    def record(self, state: str | None, now_ns: int) -> int:
         """Record the current state. Returns the number of changes to log now; 0: log nothing."""
         if state != self.state:
             self.state = state
@@ -43,7 +43,7 @@ class Occurrences:
     def __init__(self) -> None:
         self._causes: dict[str, tuple[int, int]] = {}  # (when it was last logged, occurrences since)
 
-    def take(self, cause: str, now_ns: int) -> int:
+    def record(self, cause: str, now_ns: int) -> int:
         """Record an occurrence. Returns the occurrences since the last log line, including this one; 0: log nothing."""
         told_ns, times = self._causes.get(cause, (now_ns - QUIET_CAUSE_NS, 0))
         if now_ns - told_ns < QUIET_CAUSE_NS:

@@ -243,7 +243,7 @@ class _Server(socketserver.ThreadingTCPServer):
             return
         last = traceback.extract_tb(error.__traceback__)[-1]  # the client may choose the message, but not the location
         with self._lock:
-            times = self._faults.take(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
+            times = self._faults.record(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
         if times:
             again = f" ({times} times since the last message)" if times > 1 else ""
             log.error("the metrics page could not be made%s", again, exc_info=error)

@@ -84,7 +84,7 @@ class PollWorkers(Generic[Member]):
             else:
                 self._open(common)
 
-    def check(self) -> None:
+    def separate_slow(self) -> None:
         """If the common worker waits for an answer longer than an interval, move its other members to a new worker."""
         late = None
         with self._lock:
@@ -140,7 +140,7 @@ class PollWorkers(Generic[Member]):
 
     def _log_fault(self, fault: Exception) -> None:
         with self._lock:
-            is_new = self._faults.take(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
+            is_new = self._faults.record(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
         if is_new and not self._stopping:
             log.error("asking for %s failed, and goes on", self._name, exc_info=fault)
 

@@ -48,8 +48,8 @@ class _Watched:
     polls: int = 0
     failures: int = 0
     used_bytes: int | None = None
-    memory_news: LogThrottle = field(default_factory=LogThrottle)  # why it cannot be read; None: it can
-    detail_news: LogThrottle = field(default_factory=LogThrottle)
+    memory_throttle: LogThrottle = field(default_factory=LogThrottle)  # why it cannot be read; None: it can
+    detail_throttle: LogThrottle = field(default_factory=LogThrottle)
     told_late_ns: int | None = None  # when its slowness was last logged
     history: deque[int | None] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES))
 
@@ -81,7 +81,7 @@ class Poller:
         self._stopping = threading.Event()
         self._rebeat = threading.Event()  # wakes the supervisor before its interval ends
         self._scan_error: Exception | None = None
-        self._record_news = LogThrottle()  # what happened to the record's file; None: it is intact
+        self._record_throttle = LogThrottle()  # what happened to the record's file; None: it is intact
         self._threads: list[threading.Thread] = []
 
     def start(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -135,7 +135,7 @@ class Poller:
             state = None if harm is None else f"the file of the record {harm}; another was laid in its place"
         except RecordError as error:
             state = str(error)
-        if self._record_news.take(state, self._clock()):
+        if self._record_throttle.record(state, self._clock()):
             if state is None:
                 log.info("the file of the record is as it was written again")
             else:
@@ -215,8 +215,8 @@ class Poller:
                 return
             self._mend()
             self._beat()
-            self._memory.check()
-            self._detail.check()
+            self._memory.separate_slow()
+            self._detail.separate_slow()
 
     # ---- asking ---------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Poller:
         except Exception as error:  # the record cannot hold the numbers, or the trend failed
             failure = error
             self._publish_memory(watched, asked_ns, MemoryReading(None, None), failure)
-        if changes := watched.memory_news.take(_reason(failure), asked_ns):
+        if changes := watched.memory_throttle.record(_reason(failure), asked_ns):
             self._log_changes(watched, failure, changes)
 
     def _publish_memory(
@@ -268,7 +268,7 @@ class Poller:
             self._publish_detail(watched, asked_ns, DetailReading(), failure)
         # The memory thread logs unreadable devices.
         is_fault = failure is not None and not isinstance(failure, DeviceUnreadable)
-        if watched.detail_news.take(_reason(failure) if is_fault else None, asked_ns) and is_fault:
+        if watched.detail_throttle.record(_reason(failure) if is_fault else None, asked_ns) and is_fault:
             log.error("the processes of device %s could not be read", watched.info.index, exc_info=failure)
 
     def _publish_detail(

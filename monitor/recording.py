@@ -254,7 +254,7 @@ def read_recording(path: str | Path) -> Recording:
             first = file.readline(_LONGEST_HEADER_BYTES)
             content = _Content(path, first)
             for number, line in enumerate(file, 2):
-                content.take(number, line)
+                content.read_line(number, line)
     except OSError as error:
         raise ConfigInvalid(f"the recording {path} cannot be read: {error.strerror}") from error
     return content.recording()
@@ -278,7 +278,7 @@ class _Content:
             devices=tuple(self.devices.values()), _presence=self.presence, _states=self.states,
         )  # fmt: skip
 
-    def take(self, number: int, line: bytes) -> None:
+    def read_line(self, number: int, line: bytes) -> None:
         """Process one line. Raises ConfigInvalid."""
         try:
             content = json.loads(line, parse_constant=_no_number)

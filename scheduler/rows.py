@@ -39,7 +39,7 @@ class Rows:
         """Number of free rows."""
         return len(self._free)
 
-    def take(self, request_id: str, token_ids: Int32, num_prompt: int, sampling: Sampling) -> int:
+    def assign(self, request_id: str, token_ids: Int32, num_prompt: int, sampling: Sampling) -> int:
         """Put a sequence with no computed tokens into a free row. Returns the row."""
         row = self._free.pop()
         known = len(token_ids)

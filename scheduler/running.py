@@ -84,7 +84,7 @@ class Running:
         """Give `sequence` a row and the blocks that `start` allows. Returns the extension of its block tables."""
         request, tokens = sequence.request, sequence.tokens
         num_prompt = len(request.prompt_token_ids)
-        row = self._rows.take(request.request_id, tokens, num_prompt, request.sampling)
+        row = self._rows.assign(request.request_id, tokens, num_prompt, request.sampling)
         if start.leader_row is None:
             extension = self._cache.admit(row, len(tokens), start.hit, request.request_id)
         else:

@@ -44,7 +44,7 @@ class OldestFirst:
             assert node in self.depth and node not in self.parked
             self.parked[node] = self.calls
 
-    def take(self, nodes: Nodes) -> None:
+    def mark_used(self, nodes: Nodes) -> None:
         for node in nodes.tolist():
             del self.parked[node]
 
@@ -80,9 +80,9 @@ class Watched(OldestFirst):
         super().mark_evictable(nodes)
         self.real.mark_evictable(nodes)
 
-    def take(self, nodes: Nodes) -> None:
-        super().take(nodes)
-        self.real.take(nodes)
+    def mark_used(self, nodes: Nodes) -> None:
+        super().mark_used(nodes)
+        self.real.mark_used(nodes)
 
     def victims(self, n: int) -> Nodes:
         return self.real.victims(n)

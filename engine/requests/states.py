@@ -231,7 +231,7 @@ class RequestState:
         """Whether a chunk is due."""
         return self.completion is not None or len(self._new) >= interval
 
-    def take(self) -> StreamChunk:
+    def take_chunk(self) -> StreamChunk:
         """Take what is new since the last chunk. The last chunk of the prompt's continuations carries the output."""
         group, done = self.group, self.completion is not None
         group.num_taken += done
@@ -353,7 +353,7 @@ def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None
     for i, state in enumerate(states):
         if state.ready(interval):
             del states[i]
-            chunk = state.take()
+            chunk = state.take_chunk()
             if chunk.completion is None:
                 states.append(state)
             return chunk

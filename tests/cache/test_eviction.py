@@ -52,7 +52,7 @@ def test_a_prefix_used_again_goes_last(make):
     add_chain(policy, 3, 4, 5)
     policy.mark_evictable(ids(3, 4, 5))
     policy.hit(ids(0, 1, 2))
-    policy.take(ids(0, 1, 2))
+    policy.mark_used(ids(0, 1, 2))
     policy.mark_evictable(ids(0, 1, 2))
     assert policy.victims(2).tolist() == [5, 4]
 
@@ -64,7 +64,7 @@ def test_only_parked_nodes_go(make):
     assert policy.victims(4).tolist() == []
     policy.mark_evictable(ids(2, 3))
     assert policy.victims(4).tolist() == [3, 2]
-    policy.take(ids(2))
+    policy.mark_used(ids(2))
     remove(policy, 3)
     assert policy.victims(4).tolist() == []
     assert policy.ranks(ids(0, 2)).tolist() == [np.inf, np.inf]
@@ -85,7 +85,7 @@ def test_reuse_density_gives_up_once_used_nodes_before_older_ones_used_twice():
     add_chain(policy, 0, 1)
     policy.mark_evictable(ids(0, 1))
     policy.hit(ids(0))
-    policy.take(ids(0))
+    policy.mark_used(ids(0))
     policy.mark_evictable(ids(0))
     add_chain(policy, 2, 3)
     policy.mark_evictable(ids(2, 3))
@@ -111,12 +111,12 @@ def test_a_node_waits_for_the_last_that_stands_behind_it_and_follows_at_once():
     policy.mark_evictable(ids(0, 1))
     for _ in range(4):
         policy.hit(ids(0, 1))
-        policy.take(ids(0, 1))
+        policy.mark_used(ids(0, 1))
         policy.mark_evictable(ids(0, 1))
     add_chain(policy, 2)
     policy.mark_evictable(ids(2))
     policy._uses[0] = 1  # plant what the order of uses forbids: a parent worth less than its child
-    policy.take(ids(0))
+    policy.mark_used(ids(0))
     policy.mark_evictable(ids(0))
     assert policy.victims(1).tolist() == [2]
     assert policy.victims(3).tolist() == [2, 1, 0]
@@ -136,7 +136,7 @@ def test_a_parent_that_comes_after_its_child_goes_after_all_its_children(make):
     policy.remove(ids(1))
     assert policy.victims(3).tolist() == [2, 0]
     policy.hit(ids(2))
-    policy.take(ids(2))
+    policy.mark_used(ids(2))
     policy.mark_evictable(ids(2))
     if make is ReuseDensity:
         assert policy.victims(3).tolist() == [2, 0], "worth more than its parent, which waits for it"
@@ -156,7 +156,7 @@ def test_what_lies_longer_than_ages_count_goes_in_the_order_of_time():
     add_chain(policy, 9)
     for _ in range(16 * SLICES * (HORIZON + 1)):
         policy.mark_evictable(ids(9))
-        policy.take(ids(9))
+        policy.mark_used(ids(9))
     policy.mark_evictable(ids(9))
     assert policy.victims(9).tolist() == [0, 1, 2, 9]
     assert policy.ranks(ids(0, 1, 2)).tolist() == [0, 0, 0]
@@ -174,7 +174,7 @@ def hits_in_a_loop(policy: EvictionPolicy) -> int:
             found += 1
         nodes = [where[block] for block in chain[:found]]
         policy.hit(ids(*nodes))
-        policy.take(ids(*nodes))
+        policy.mark_used(ids(*nodes))
         hits += found if turn >= 128 * 20 else 0
         if len(free) < 4 - found:
             for node in policy.victims(4 - found - len(free)).tolist():
@@ -317,7 +317,7 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
             nodes = [node_of[p] for p in prefixes if p in node_of]
             policy.hit(ids(*nodes))
             parked = [node for node in nodes if node in naive.parked]
-            policy.take(ids(*parked))
+            policy.mark_used(ids(*parked))
             for node in nodes:
                 naive.uses[node] = min(naive.uses[node] + 1, 16)
                 naive.parked.pop(node, None)

@@ -97,7 +97,7 @@ class Pool:
         return taken
 
     def retain(self, blocks: list[int]) -> None:
-        self.index.take([block for block in blocks if self.references[block] == 0])
+        self.index.mark_used([block for block in blocks if self.references[block] == 0])
         for block in blocks:
             self.references[block] += 1
 
@@ -267,7 +267,7 @@ def test_nothing_in_use_is_evicted_nor_what_it_stands_behind() -> None:
     with pytest.raises(BlockMisuse, match="in use"):
         pool.index.evict([1])
     with pytest.raises(BlockMisuse, match="in use"):
-        pool.index.take([1])
+        pool.index.mark_used([1])
     assert pool.index.evict([2]).blocks.tolist() == [2]
     pool.free.append(2)
     pool.end(a)
@@ -287,7 +287,7 @@ def test_a_parked_block_before_one_in_use_is_not_evicted() -> None:
     pool.index.mark_evictable([1])  # a caller's mistake: block 2 was left out
     with pytest.raises(BlockMisuse, match="in use"):
         pool.index.evict([1])
-    pool.index.take([1])
+    pool.index.mark_used([1])
     pool.check()
 
 
@@ -368,7 +368,7 @@ def test_an_index_of_capacity_0_allows_every_call_that_names_nothing() -> None:
         assert (len(places.blocks), len(places.slots)) == (0, 0)
     index.blocks.move(np.array([1, 2]), np.array([3, 4]))
     index.mark_evictable(none)
-    index.take(none)
+    index.mark_used(none)
     index.check_invariants()
 
 

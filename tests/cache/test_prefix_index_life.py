@@ -97,7 +97,7 @@ class Life(RuleBasedStateMachine):
         return taken
 
     def retain(self, blocks: list[int]) -> None:
-        self.index.take([block for block in blocks if not self.references[block]])
+        self.index.mark_used([block for block in blocks if not self.references[block]])
         for block in blocks:
             self.references[block] += 1
 
@@ -267,7 +267,7 @@ class Life(RuleBasedStateMachine):
             with pytest.raises(BlockMisuse):
                 self.index.evict([block])
             with pytest.raises(BlockMisuse):
-                self.index.take([block])
+                self.index.mark_used([block])
         if parked or prefix is None:
             with pytest.raises(BlockMisuse):
                 self.index.mark_evictable([block])

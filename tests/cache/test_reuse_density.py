@@ -46,7 +46,7 @@ class Life:
         prefixes = [path[: i + 1] for i in range(len(path))]
         held = [self.node_of[prefix] for prefix in prefixes if prefix in self.node_of]
         self.policy.hit(np.array(held, np.int64))
-        self.policy.take(np.array([node for node in held if not self.holders[node]], np.int64))
+        self.policy.mark_used(np.array([node for node in held if not self.holders[node]], np.int64))
         for node in held:
             self.holders[node] += 1
         lacking = len(path) - len(held) - len(self.free)

@@ -47,11 +47,11 @@ class PromptInput:
 @contextmanager
 def lanes_of(asked: Callable[[str], None], interval_ms: float = 1) -> Iterator[tuple[PollWorkers[str], list[str]]]:
     late: list[str] = []
-    lanes = PollWorkers("test", asked, int(interval_ms * MS), late=late.append)
+    workers = PollWorkers("test", asked, int(interval_ms * MS), late=late.append)
     try:
-        yield lanes, late
+        yield workers, late
     finally:
-        lanes.stop(10)
+        workers.stop(10)
 
 
 def threads() -> int:
@@ -60,8 +60,8 @@ def threads() -> int:
 
 def test_every_member_is_asked_again_and_again_by_one_thread() -> None:
     asked = PromptInput()
-    with lanes_of(asked) as (lanes, late):
-        lanes.set_members(["a", "b", "c"])
+    with lanes_of(asked) as (workers, late):
+        workers.set_members(["a", "b", "c"])
         wait_until(lambda: all(asked.counts[name] >= 20 for name in "abc"))
         assert threads() == 1
         assert max(asked.counts.values()) - min(asked.counts.values()) <= 1
@@ -70,14 +70,14 @@ def test_every_member_is_asked_again_and_again_by_one_thread() -> None:
 
 def test_one_that_hangs_goes_on_alone_and_comes_back() -> None:
     asked = PromptInput()
-    with lanes_of(asked) as (lanes, late):
+    with lanes_of(asked) as (workers, late):
         gate = asked.gates["b"] = threading.Event()
-        lanes.set_members(["a", "b", "c"])
-        wait_until(lambda: (lanes.check(), late == ["b"])[1])
+        workers.set_members(["a", "b", "c"])
+        wait_until(lambda: (workers.separate_slow(), late == ["b"])[1])
         before = asked.counts.copy()
         wait_until(lambda: all(asked.counts[name] > before[name] + 50 for name in "ac"))
         assert asked.counts["b"] == before["b"]
-        lanes.check()
+        workers.separate_slow()
         assert late == ["b"], "told once"
         del asked.gates["b"]
         gate.set()
@@ -90,10 +90,10 @@ def test_one_that_hangs_goes_on_alone_and_comes_back() -> None:
 
 def test_several_that_hang_each_have_a_lane() -> None:
     asked = PromptInput()
-    with lanes_of(asked) as (lanes, late):
+    with lanes_of(asked) as (workers, late):
         asked.gates |= {name: threading.Event() for name in "ac"}
-        lanes.set_members(["a", "b", "c"])
-        wait_until(lambda: (lanes.check(), sorted(late) == ["a", "c"])[1])
+        workers.set_members(["a", "b", "c"])
+        wait_until(lambda: (workers.separate_slow(), sorted(late) == ["a", "c"])[1])
         at = asked.counts["b"]
         wait_until(lambda: asked.counts["b"] > at + 20)
         assert threads() == 3
@@ -104,11 +104,11 @@ def test_several_that_hang_each_have_a_lane() -> None:
 
 def test_who_left_is_asked_no_more_even_after_it_hung() -> None:
     asked = PromptInput()
-    with lanes_of(asked) as (lanes, late):
+    with lanes_of(asked) as (workers, late):
         gate = asked.gates["a"] = threading.Event()
-        lanes.set_members(["a", "b"])
-        wait_until(lambda: (lanes.check(), late == ["a"])[1])
-        lanes.set_members(["b", "c"])
+        workers.set_members(["a", "b"])
+        wait_until(lambda: (workers.separate_slow(), late == ["a"])[1])
+        workers.set_members(["b", "c"])
         wait_until(lambda: asked.counts["c"] > 5)
         gate.set()
         wait_until(lambda: threads() == 1)
@@ -124,11 +124,11 @@ def test_no_member_is_asked_twice_at_once_whatever_hangs() -> None:
         if rng.random() < 0.05:
             time.sleep(0.004)
 
-    with lanes_of(sometimes_slow) as (lanes, _):
-        lanes.set_members(["a", "b", "c", "d"])
+    with lanes_of(sometimes_slow) as (workers, _):
+        workers.set_members(["a", "b", "c", "d"])
         for _ in range(300):
-            lanes.check()
-            lanes.set_members(rng.sample(["a", "b", "c", "d"], rng.randint(1, 4)))
+            workers.separate_slow()
+            workers.set_members(rng.sample(["a", "b", "c", "d"], rng.randint(1, 4)))
             time.sleep(0.001)
     assert asked.twice == []
 
@@ -141,8 +141,8 @@ def test_what_asking_raises_ends_no_lane_and_is_told_once(caplog: pytest.LogCapt
         if member == "a":
             raise ZeroDivisionError("oops")
 
-    with lanes_of(fail_for_a) as (lanes, late):
-        lanes.set_members(["a", "b"])
+    with lanes_of(fail_for_a) as (workers, late):
+        workers.set_members(["a", "b"])
         wait_until(lambda: all(asked.counts[name] > 20 for name in "ab"))
         assert threads() == 1
     assert late == []
@@ -152,31 +152,31 @@ def test_what_asking_raises_ends_no_lane_and_is_told_once(caplog: pytest.LogCapt
 
 def test_a_shorter_interval_wakes_every_lane_and_stopping_too() -> None:
     asked = PromptInput()
-    with lanes_of(asked) as (lanes, late):
+    with lanes_of(asked) as (workers, late):
         gate = asked.gates["b"] = threading.Event()
-        lanes.set_members(["a", "b"])
-        wait_until(lambda: (lanes.check(), late == ["b"])[1])
-        lanes.set_interval(3600 * 1000 * MS)
-        assert lanes.interval_ns == 3600 * 1000 * MS
+        workers.set_members(["a", "b"])
+        wait_until(lambda: (workers.separate_slow(), late == ["b"])[1])
+        workers.set_interval(3600 * 1000 * MS)
+        assert workers.interval_ns == 3600 * 1000 * MS
         gate.set()
         del asked.gates["b"]
         wait_until(lambda: not asked.at_once)
         before = asked.counts.copy()
-        lanes.set_interval(MS)
+        workers.set_interval(MS)
         wait_until(lambda: all(asked.counts[name] > before[name] + 5 for name in "ab"))
-        lanes.set_interval(3600 * 1000 * MS)
+        workers.set_interval(3600 * 1000 * MS)
     assert threads() == 0
 
 
 def test_stop_says_whether_a_thread_is_left_in_a_driver() -> None:
     asked = PromptInput()
     gate = asked.gates["a"] = threading.Event()
-    lanes = PollWorkers("test", asked, MS, late=lambda _: None)
-    lanes.set_members(["a"])
+    workers = PollWorkers("test", asked, MS, late=lambda _: None)
+    workers.set_members(["a"])
     wait_until(lambda: "a" in asked.at_once)
-    assert lanes.stop(0.01) is False
+    assert workers.stop(0.01) is False
     gate.set()
-    assert lanes.stop(30) is True
+    assert workers.stop(30) is True
 
 
 @given(due=st.integers(0, 10**12), took=st.integers(0, 10**10), interval=st.integers(1, 10**9))
