@@ -1,4 +1,4 @@
-"""The account of one device: its leases, updated by engines' messages and by measurements.
+"""The account of one device: grants and recalls of its leases, and the memory of external processes, by measurement.
 
     register ─► lives ── end: released, died, or its socket was cut ─► reaping ── its memory is back, or is foreign ─► gone
                  │ ▲

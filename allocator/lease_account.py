@@ -1,4 +1,4 @@
-"""What the broker keeps of one lease and of one leased device."""
+"""The entries of the lease table: a lease with its terms and connection, and a leased device with its account."""
 
 from __future__ import annotations
 

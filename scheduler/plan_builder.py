@@ -1,4 +1,4 @@
-"""Plan building, pending plans, and planning a step before the result of the previous one.
+"""Plan building: the order of a step's chunks, pending plans, and planning a step before the result of the previous one.
 
     schedule ──► A ── schedule_ahead ──► A, B ── apply(A) ──► B ── schedule_ahead ──► B, C ── apply(B) ──► C ──► ...
 

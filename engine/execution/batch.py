@@ -1,4 +1,4 @@
-"""A step's chunks as one batch: its host-side description, the arrays to upload, and the attention inputs.
+"""A step's chunks, in the plan's order, as one batch: its host-side description, the arrays to upload, the attention inputs.
 
 The device keeps, per row, the block tables and the newest sampled token. A decode therefore uploads only its row, length and
 token, and a table only its changes. A sampled token can be the next step's input before it reaches the host.

@@ -1,4 +1,4 @@
-"""Decides before a step how the pool's size changes: what to map, to give back and to ask the broker for. Pure.
+"""Decides before a step what to map, what to give back, and what and how often to ask the broker for. Pure.
 
 The first of these tasks that is due determines the action:
 

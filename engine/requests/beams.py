@@ -1,4 +1,4 @@
-"""Beam search: chooses which candidate tokens the beams of a prompt continue with.
+"""Beam search: chooses the tokens that the beams of a prompt continue with, and scores finished beams.
 
 The algorithm is that of transformers 5.23 (`_beam_search`), with its float32 numbers and its stopping rules. The scheduler
 decides when beams are computed: docs/decisions/0024-beams.md.

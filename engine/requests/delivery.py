@@ -1,4 +1,4 @@
-"""Delivers the outputs of steps to the request groups they belong to."""
+"""Delivers the outputs and errors of steps to the request groups they belong to; an error in a group ends this group alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental detokenization: emits only text that no later token can change, cut before the first stop string."""
+"""Incremental detokenization: turns token ids into text that no later token can change, cut where `stop_strings.py` says."""
 
 from __future__ import annotations
 

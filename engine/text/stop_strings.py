@@ -1,4 +1,6 @@
-"""Incremental search for stop strings, at a cost per character that does not depend on their number.
+"""Incremental search for stop strings: whether one is complete, and how much text is held back because one may have begun.
+
+The cost per character does not depend on the number of stop strings.
 
 The stop strings form an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes. After
 each character the state is the longest prefix that the text ends with. It gives whether a stop string is complete, and how much
