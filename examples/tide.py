@@ -43,11 +43,14 @@ KV_MIN, KV_MAX = 16 * MIB, 512 * MIB
 COMPARED_MIN, COMPARED_MAX = 16 * MIB, 512 * MIB
 SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
 HEADROOM = 48 * MIB
-GROWTH = 512 * MIB  # what leases and stranger contend for, above the engines' minimums
+GROWTH = 512 * MIB  # what leases and external process contend for, above the engines' minimums
 IDLE_S = 0.5
 MAX_STEP_TOKENS = 512
-STAYS = ((0.15, 0.34, 0.6), (0.60, 0.82, 0.8))  # of the stranger: from, until (shares of the time), share of GROWTH
-PIECE, PIECE_S = 40 * MIB, 0.25  # of the stranger, less than the headroom; and the time between two
+STAYS = (
+    (0.15, 0.34, 0.6),
+    (0.60, 0.82, 0.8),
+)  # of the external process: from, until (shares of the time), share of GROWTH
+PIECE, PIECE_S = 40 * MIB, 0.25  # of the external process, less than the headroom; and the time between two
 SAMPLE_S = 0.05
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
 STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}  # large tensors go back when freed (glibc)
@@ -70,7 +73,7 @@ class Sample:
     at_s: float
     other: tuple[int, ...]  # programs and weights
     kv: tuple[int, ...]
-    stranger: int
+    external: int
     granted: int
 
 
@@ -83,13 +86,13 @@ class Tide:
     headroom: int
     samples: list[Sample] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)  # what each engine told at its end
-    pieces: int = 0  # that the stranger took
+    pieces: int = 0  # that the external process took
     refused: int = 0  # that did not fit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, draw, print. Returns 0 when every request was served and unchanged."""
-    parser = argparse.ArgumentParser(description="Two engines and a stranger share one device's memory.")
+    parser = argparse.ArgumentParser(description="Two engines and a external process share one device's memory.")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with the trace")
     parser.add_argument("--seconds", type=float, default=60.0, help="that the trace is compressed to (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default 0)")
@@ -279,10 +282,10 @@ class TideEngine:
 
 
 def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
-    """Both engines and the stranger on one device, until the last request is done."""
+    """Both engines and the external process on one device, until the last request is done."""
     capacity = len(traces) * _minimum_bytes(seed) + GROWTH + HEADROOM
     engines: list[TideEngine] = []
-    with ExternalProcess() as stranger, PrivateDevice(capacity, HEADROOM, stranger) as device:
+    with ExternalProcess() as external, PrivateDevice(capacity, HEADROOM, external) as device:
         try:
             for number, trace in enumerate(traces):
                 engines.append(TideEngine(trace, seed + 100_000 * number, device.environ))
@@ -290,7 +293,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
                 engine.hear()
             tide = Tide(seconds, capacity, HEADROOM)
             time.sleep(SETTLE_S)
-            _watch(tide, engines, device, stranger)
+            _watch(tide, engines, device, external)
             for engine in engines:
                 engine.hear()
             print("comparing with the same requests and room for all ...", flush=True)
@@ -313,28 +316,28 @@ def _minimum_bytes(seed: int) -> int:
             engine.close()
 
 
-def _watch(tide: Tide, engines: Sequence[TideEngine], device: PrivateDevice, stranger: ExternalProcess) -> None:
-    """Start the trace; sample and move the stranger until the engines are done."""
+def _watch(tide: Tide, engines: Sequence[TideEngine], device: PrivateDevice, external: ExternalProcess) -> None:
+    """Start the trace; sample and move the external process until the engines are done."""
     began = time.monotonic() + 0.2
     for engine in engines:
         engine.tell(began)
-    visits, due = Visits(tide, device, stranger), began
+    visits, due = Visits(tide, device, external), began
     while not all(engine.has_spoken for engine in engines) or time.monotonic() - began < tide.seconds:
         at_s = time.monotonic() - began
         visits.advance(at_s)
-        tide.samples.append(_sample(at_s, engines, device, stranger))
+        tide.samples.append(_sample(at_s, engines, device, external))
         due = max(due + SAMPLE_S, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-    stranger.hold(0)
+    external.hold(0)
 
 
-def _sample(at_s: float, engines: Sequence[TideEngine], device: PrivateDevice, stranger: ExternalProcess) -> Sample:
+def _sample(at_s: float, engines: Sequence[TideEngine], device: PrivateDevice, external: ExternalProcess) -> Sample:
     leases = {lease.pid: lease for lease in device.leases()}
     kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
     for _ in range(10):  # until no piece came between the readings: memory that moves would be counted twice
-        strange = _resident(stranger.pid)
+        strange = _resident(external.pid)
         other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
-        if _resident(stranger.pid) == strange:
+        if _resident(external.pid) == strange:
             break
     return Sample(at_s, other, kv, strange, sum(lease.granted_bytes for lease in leases.values()))
 
@@ -346,24 +349,24 @@ def _resident(pid: int) -> int:
 
 
 class Visits:
-    """The stranger's: piece by piece up to what it wants, and in pieces down again."""
+    """The external process's: piece by piece up to what it wants, and in pieces down again."""
 
-    def __init__(self, tide: Tide, device: PrivateDevice, stranger: ExternalProcess) -> None:
-        self._tide, self._device, self._stranger = tide, device, stranger
+    def __init__(self, tide: Tide, device: PrivateDevice, external: ExternalProcess) -> None:
+        self._tide, self._device, self._external = tide, device, external
         self._next_s = 0.0
 
     def advance(self, at_s: float) -> None:
         """Do what is due."""
         share = at_s / self._tide.seconds
         wanted = int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0))
-        held = self._stranger.held_bytes
+        held = self._external.held_bytes
         if at_s < self._next_s or abs(wanted - held) < MIB:
             return
         self._next_s = at_s + PIECE_S
         if wanted < held:
-            self._stranger.hold(max(wanted, held - PIECE))
+            self._external.hold(max(wanted, held - PIECE))
         elif self._device.free_bytes() >= (piece := min(PIECE, wanted - held)):
-            self._stranger.hold(held + piece)
+            self._external.hold(held + piece)
             self._tide.pieces += 1
         else:
             self._tide.refused += 1  # what a driver would answer
@@ -391,8 +394,10 @@ def report(tide: Tide) -> int:
     print()
     for title, cells in rows:
         print(f"  {title:<36}" + "".join(f"{cell:>14}" for cell in cells))
-    most = max(sum(sample.other) + sum(sample.kv) + sample.stranger for sample in tide.samples)
-    print(f"\n  the stranger took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit")
+    most = max(sum(sample.other) + sum(sample.kv) + sample.external for sample in tide.samples)
+    print(
+        f"\n  the external process took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit"
+    )
     print(f"  held at most {most / MIB:,.0f} of {tide.capacity / MIB:,.0f} MiB")
     whole = all(told["failed"] == 0 and told["equal"] == told["requests"] for told in tide.engines)
     return 0 if whole and not tide.refused and most <= tide.capacity else 1
@@ -423,12 +428,12 @@ def draw(tide: Tide, prefix: Path) -> None:
     measured = [sum(sample.other) / MIB for sample in samples]
     other = [min(both) for both in zip(_calm(measured), measured, strict=True)]  # no sum is above what was held
     kv = [[sample.kv[number] / MIB for sample in samples] for number in range(len(NAMES))]
-    stranger = [sample.stranger / MIB for sample in samples]
+    external = [sample.external / MIB for sample in samples]
     top = tide.capacity / MIB
     figure, (sea, beach) = pyplot.subplots(
         2, 1, figsize=(9.2, 6.4), sharex=True, height_ratios=(1, 0.13), gridspec_kw={"hspace": 0.06}
     )
-    bands = [other, *kv, stranger]
+    bands = [other, *kv, external]
     areas = sea.stackplot(times, *bands, colors=COLOURS, step="post", linewidth=0)
     for area in areas[1:]:
         area.set_edgecolor("white")
@@ -444,7 +449,7 @@ def draw(tide: Tide, prefix: Path) -> None:
     _draw_arrivals(beach, tide)
     sea.set_ylabel("MiB held")
     sea.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    sea.set_title("Two engines and a stranger on one device", loc="left", fontsize=12, color=INK, pad=10)
+    sea.set_title("Two engines and a external process on one device", loc="left", fontsize=12, color=INK, pad=10)
     for axes in (sea, beach):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0, colors=INK)
@@ -457,13 +462,13 @@ def draw(tide: Tide, prefix: Path) -> None:
 
 MOST_POINTS = 600
 INK = "#3b4654"
-COLOURS = ("#dfe4ea", "#3f7cac", "#7fb7a6", "#e3a368")  # programs, engine A, engine B, the stranger
+COLOURS = ("#dfe4ea", "#3f7cac", "#7fb7a6", "#e3a368")  # programs, engine A, engine B, the external process
 DARK = ("#6b7683", "#ffffff", "#12362e", "#5a3410")  # words on them
 
 
 def _label(sea: Any, times: list[float], bands: list[list[float]]) -> None:
     """Each band's name where the band is thickest."""
-    names = ("programs and weights of both engines", "KV of engine A", "KV of engine B", "stranger")
+    names = ("programs and weights of both engines", "KV of engine A", "KV of engine B", "external")
     for number, name in enumerate(names):
         upper = [sum(sums) for sums in zip(*bands[: number + 1], strict=True)]
         lower = [top - band for top, band in zip(upper, bands[number], strict=True)]

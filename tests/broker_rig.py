@@ -1,9 +1,9 @@
 """Brokers under test: one on a made-up clock, one in a thread, one in a process; engines that hold real memory.
 
 Run as a program it is such a process: `broker SOCKET CAPACITY HEADROOM [PID,...]` serves a test device of host memory whose
-strangers are named; `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and does what it is told, by the broker and on
-its standard input; `racer SOCKET NAME` does so with numbers alone; `user SOCKET DEVICE UID GID` is another user's, and takes a
-lease of each minimum that it is told; `stranger` holds memory and knows no broker.
+external processes are named; `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and obeys the broker and its
+standard input; `racer SOCKET NAME` does so with numbers alone; `user SOCKET DEVICE UID GID` is another user's, and takes a
+lease of each minimum that it is told; `external` holds memory and knows no broker.
 """
 
 from __future__ import annotations
@@ -214,11 +214,11 @@ test_device.__test__ = False  # type: ignore[attr-defined]
 
 
 class HostNumbers:
-    """A test device of host memory, measured every 5 ms by a thread; its strangers are named, engines come and go."""
+    """A test device of host memory, measured every 5 ms by a thread; its external processes are named, engines come and go."""
 
-    def __init__(self, capacity: int, strangers: Sequence[int]) -> None:
-        self._source = HostSource(capacity, strangers)
-        self._strangers = tuple(strangers)
+    def __init__(self, capacity: int, externals: Sequence[int]) -> None:
+        self._source = HostSource(capacity, externals)
+        self._externals = tuple(externals)
         (self._info,) = self._source.scan()
         self._memory = self._ask()
         threading.Thread(target=self._poll, daemon=True).start()
@@ -230,7 +230,7 @@ class HostNumbers:
         return self._memory
 
     def set_engines(self, uuid: str, pids: frozenset[int]) -> None:
-        self._source.set_members([*self._strangers, *sorted(pids)])
+        self._source.set_members([*self._externals, *sorted(pids)])
 
     def _poll(self) -> None:
         while True:
@@ -314,8 +314,8 @@ def _say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _serve(path: str, capacity: str, headroom: str, strangers: str = "") -> None:
-    numbers = HostNumbers(int(capacity), [int(pid) for pid in strangers.split(",") if pid])
+def _serve(path: str, capacity: str, headroom: str, externals: str = "") -> None:
+    numbers = HostNumbers(int(capacity), [int(pid) for pid in externals.split(",") if pid])
     rules = Rules(int(headroom), int(headroom) // 4, cooldown_s=0.3, recall_deadline_s=0.5)
     broker = Broker(
         numbers, Path(path), rules=lambda info, capacity: rules, set_engines=numbers.set_engines,
@@ -438,7 +438,7 @@ def _be_user(path: str, device: str, uid: str, gid: str) -> None:
 
 
 def _take() -> None:
-    """A stranger: knows nothing of a broker, holds what it is told."""
+    """An external process: knows nothing of a broker, holds what it is told."""
     arena = HostArena(4096, 1 << 20)
     _say("is strange")
     for line in sys.stdin:
@@ -460,5 +460,5 @@ if __name__ == "__main__":
             _run(_Racer(*rest))
         case ["user", *rest]:
             _be_user(*rest)
-        case ["stranger"]:
+        case ["external"]:
             _take()

@@ -201,7 +201,7 @@ async def test_what_an_engine_unmaps_is_granted_without_a_new_measurement(bench:
 
 @on_a_bench
 async def test_a_measurement_from_before_a_lease_says_nothing_about_it(bench: Bench) -> None:
-    """What is used may all be a stranger's: on a test device the engine is counted from now on."""
+    """What is used may all be an external process's: on a test device the engine is counted from now on."""
     a = await bench.engine("a")
     bench.numbers.used = 300
     await bench.tick()
@@ -224,7 +224,7 @@ async def test_the_source_of_numbers_is_told_whose_memory_is_an_engines(bench: B
 
 
 @on_a_bench
-async def test_a_map_during_a_measurement_is_no_stranger(bench: Bench) -> None:
+async def test_a_map_during_a_measurement_is_no_external(bench: Bench) -> None:
     a = await bench.engine("a")
     await a.say(wire.AskMessage(880, 600_000))
     writer = LeaseRecordWriter(os.dup(a.fd))
@@ -431,7 +431,7 @@ def test_a_successor_grants_nothing_until_engines_had_time_to_come_back(folder: 
 
     async def within() -> None:
         async with Bench(path, grace_s=2.0) as bench:
-            bench.numbers.used = 400  # two engines that are not back yet, or strangers: nobody knows
+            bench.numbers.used = 400  # two engines that are not back yet, or external processes: nobody knows
             late = await bench.engine("new", 100)
             await late.say(wire.AskMessage(800, 600_000))
             await bench.tick()

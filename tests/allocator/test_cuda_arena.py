@@ -163,16 +163,16 @@ def test_a_map_that_the_device_has_not_the_bytes_for_takes_none(driver: FakeCuda
     arena.map([2, 3, 4])
 
 
-def test_a_stranger_who_comes_between_budget_and_creation(driver: FakeCudaDriver) -> None:
+def test_a_external_who_comes_between_budget_and_creation(driver: FakeCudaDriver) -> None:
     driver.total_bytes = 5 * GRANULE
     arena = make(driver, budget=lambda: driver.free_bytes)
     arena.map([0])
 
-    def stranger(name: str) -> None:
+    def external(name: str) -> None:
         if name == "cuMemCreate":
             driver.foreign_bytes = 2 * GRANULE
 
-    driver.before = stranger
+    driver.before = external
     with pytest.raises(OutOfDeviceMemory) as refusal:
         arena.map([1, 2, 3])
     assert (refusal.value.asked_bytes, refusal.value.free_bytes) == (3 * GRANULE, 2 * GRANULE)
@@ -391,7 +391,7 @@ def test_what_is_unmapped_beyond_the_limit_is_released_at_once(driver: FakeCudaD
 
 def test_memory_that_cannot_be_prepared_is_a_failure_to_be_read_and_no_more(driver: FakeCudaDriver) -> None:
     driver.total_bytes = 3 * GRANULE
-    arena = make(driver, ready=8, budget=lambda: 1 << 30)  # a stranger comes behind it
+    arena = make(driver, ready=8, budget=lambda: 1 << 30)  # an external process comes behind it
     arena.prepare(5)
     settle(arena)
     assert (arena.held.upper_bytes, driver.taken_bytes) == (3 * GRANULE, 3 * GRANULE)

@@ -600,8 +600,8 @@ CAPACITY, HEADROOM = 512 * MIB, 64 * MIB
 UUID = test_device(CAPACITY).uuid if sys.platform == "linux" else ""
 
 
-def broker_process(start: Any, path: Path, strangers: str = "") -> Process:
-    process: Process = start("broker", path, CAPACITY, HEADROOM, strangers)
+def broker_process(start: Any, path: Path, externals: str = "") -> Process:
+    process: Process = start("broker", path, CAPACITY, HEADROOM, externals)
     return process.start()
 
 
@@ -654,20 +654,20 @@ def test_processes_that_ask_at_once_for_the_last_extents_get_them_all_and_no_mor
             wait_until(given_back, "everything to be given back")
 
 
-def test_a_stranger_is_made_room_for_and_a_killed_engines_memory_goes_to_the_others(folder: Path) -> None:
+def test_a_external_is_made_room_for_and_a_killed_engines_memory_goes_to_the_others(folder: Path) -> None:
     path = folder / "broker"
     with processes() as start:
-        stranger = start("stranger").start()
-        broker_process(start, path, str(stranger.pid))
+        external = start("external").start()
+        broker_process(start, path, str(external.pid))
         a, b = (engine_process(start, path, name) for name in "ab")
         for engine in (a, b):
             engine.start().tell(f"ask {480 * MIB}")
         wait_until(lambda: min(e.tell("state")["held"] for e in (a, b)) > 100 * MIB, "both to fill the device")
         before = a.tell("state")["held"] + b.tell("state")["held"]
         for taken in (40, 80, 120, 160):
-            stranger.tell(str(taken * MIB))
+            external.tell(str(taken * MIB))
             wait_until(
-                lambda taken=taken: sum(resident_bytes(e.pid) for e in (a, b, stranger)) <= CAPACITY - HEADROOM,
+                lambda taken=taken: sum(resident_bytes(e.pid) for e in (a, b, external)) <= CAPACITY - HEADROOM,
                 f"room after {taken} MiB",
             )
         assert sum(engine.tell("state")["held"] for engine in (a, b)) <= before - 130 * MIB

@@ -29,7 +29,7 @@ class Device:
     rules: Rules = RULES
     capacity: int = CAPACITY
     now_ns: int = 0
-    stranger: int = 0
+    external: int = 0
     held: dict[int, int] = field(default_factory=dict)  # what each process holds, dead ones too
     told: list[Order] = field(default_factory=list)  # every order there was
 
@@ -49,7 +49,7 @@ class Device:
 
     def measure(self) -> None:
         """A measurement with no map under way."""
-        used = self.stranger + sum(self.held.values())
+        used = self.external + sum(self.held.values())
         bounds = {lease_id: HeldBounds(held, held) for lease_id, held in self.held.items()}
         self.account.measured(self.capacity, self.capacity - used, bounds, self.now_ns)
 
@@ -345,7 +345,7 @@ def test_nobody_grows_past_a_minimum_that_is_waited_for() -> None:
     device = Device()
     device.lease(1, low=300, priority=5, granule=64)
     device.lease(2, priority=0)
-    device.stranger = 610
+    device.external = 610
     device.run(1)
     assert device.grants() == {1: 256, 2: 0}  # 44 are missing, 34 are left: less than a granule
     device.ask(2, 10)
@@ -370,10 +370,10 @@ def test_the_lower_priority_gives_first() -> None:
     device.lease(2, priority=5)
     device.ask(1, 150)
     device.ask(2, 5000)
-    device.stranger = 600
+    device.external = 600
     device.run(3)
     assert device.grants() == {1: 150, 2: 130}
-    device.stranger = 300
+    device.external = 300
     device.run(3)
     device.lease(3, low=400)
     (_, recall) = device.tick()
@@ -385,11 +385,11 @@ def test_recalls_are_cumulative_and_the_grant_falls_by_answers_alone() -> None:
     device.lease(1)
     device.ask(1, 5000)
     device.run(2)
-    device.stranger = 150
+    device.external = 150
     assert device.run(0) == [] and device.tick() == []  # one sample proves nothing
     assert device.tick() == [Recall(1, 730, 1.0)]
     assert device.tick() == []  # told already
-    device.stranger = 250
+    device.external = 250
     device.tick()
     assert device.tick() == [Recall(1, 630, 1.0)]
     assert device.granted(1) == 880
@@ -453,13 +453,13 @@ def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> 
     assert {lease_id: device.granted(lease_id) // 10 for lease_id in (2, 3)} == {2: 28, 3: 30}
 
 
-def overdue_for_a_stranger() -> Device:
-    """Engine 1 has kept 600 of which a stranger of 400 wanted some."""
+def overdue_for_a_external() -> Device:
+    """Engine 1 has kept 600 of which an external process of 400 wanted some."""
     device = Device()
     device.lease(1, low=50)
     device.ask(1, 600)
     device.obey(device.settle())
-    device.stranger = 400
+    device.external = 400
     assert [type(order) for order in [*device.tick(), *device.tick()]] == [Recall]
     device.tick(ms=1001)
     assert device.account.state.leases[1].overdue(device.now_ns)
@@ -467,12 +467,12 @@ def overdue_for_a_stranger() -> Device:
 
 
 def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
-    device = overdue_for_a_stranger()
-    device.stranger = 300
+    device = overdue_for_a_external()
+    device.external = 300
     device.tick(ms=3000)
     assert device.tick() == [], "within the band it is better kept"
-    device.stranger = 0
-    assert device.run(5) == [], "the stranger may be back"
+    device.external = 0
+    assert device.run(5) == [], "the external process may be back"
     assert device.tick(ms=3000) == [Withdraw(1)]
     assert (device.granted(1), device.account.state.leases[1].recalls) == (600, ())
     device.ask(1, 800)
@@ -480,8 +480,8 @@ def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
 
 
 def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
-    device = overdue_for_a_stranger()
-    device.stranger = 0
+    device = overdue_for_a_external()
+    device.external = 0
     device.lease(2, low=50)
     device.ask(2, 900)
     device.run(200)
@@ -492,8 +492,8 @@ def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
 
 
 def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
-    device = overdue_for_a_stranger()
-    device.stranger = 0
+    device = overdue_for_a_external()
+    device.external = 0
     device.account.reserve(7, 500)
     assert not [order for order in device.run(200) if isinstance(order, Withdraw | Ready)]
     device.account.unreserve(7)
@@ -575,21 +575,21 @@ def test_what_lies_idle_goes_without_a_rest() -> None:
         assert device.granted(2) >= 10 * step
 
 
-# ---- strangers ----------------------------------------------------------------------------------
+# ---- external processes ----------------------------------------------------------------------------------
 
 
-def test_a_stranger_is_served_within_two_samples_and_what_it_leaves_comes_back_after_the_cooldown() -> None:
+def test_a_external_is_served_within_two_samples_and_what_it_leaves_comes_back_after_the_cooldown() -> None:
     device = Device()
     device.lease(1, low=50)
     device.ask(1, 5000)
     device.run(3)
     assert device.granted(1) == 880
-    device.stranger = 400
+    device.external = 400
     assert device.tick() == []
     assert device.tick() == [Recall(1, 480, 1.0)]
     device.obey(device.told[-1:])
     device.run(5)
-    device.stranger = 0
+    device.external = 0
     orders = device.run(90)  # 1.8 s
     assert orders == []
     assert device.run(20) == [Grant(1, 880, 400)]
@@ -601,9 +601,9 @@ def test_a_short_spike_recalls_nothing() -> None:
     device.ask(1, 5000)
     device.run(3)
     for _ in range(50):
-        device.stranger = 300
+        device.external = 300
         assert device.tick() == []
-        device.stranger = 0
+        device.external = 0
         assert device.tick() == []
 
 
@@ -612,12 +612,12 @@ def test_a_load_that_swings_by_one_percent_around_the_mark_moves_nothing() -> No
     device = Device(rules=Rules.of(CAPACITY), capacity=CAPACITY)
     device.lease(1)
     device.ask(1, 5000)
-    device.stranger = 300
+    device.external = 300
     device.run(200)
     changes = 0
     for period in (2, 5, 33, 150, 400):
         for step in range(1000):
-            device.stranger = 300 + (10 if step // period % 2 else -10)
+            device.external = 300 + (10 if step // period % 2 else -10)
             changes += len(device.run(1))
     assert changes <= 1
 
@@ -627,16 +627,16 @@ def test_a_larger_swing_moves_the_pool_at_most_once_a_cooldown(period: int) -> N
     device = Device()
     device.lease(1)
     device.ask(1, 5000)
-    device.stranger = 300
+    device.external = 300
     device.run(200)
     changes = 0
     for step in range(2000):  # 40 s, 20 cool-downs
-        device.stranger = 300 + (40 if step // period % 2 else -40)
+        device.external = 300 + (40 if step // period % 2 else -40)
         changes += len(device.run(1))
     assert changes <= 20
 
 
-def test_an_ordinary_map_does_not_look_like_a_stranger() -> None:
+def test_an_ordinary_map_does_not_look_like_a_external() -> None:
     device = Device()
     device.lease(1)
     device.ask(1, 5000)
@@ -655,7 +655,9 @@ def test_while_an_engine_maps_the_rest_is_granted_by_the_worst_view() -> None:
     device.ask(1, 500)
     device.settle()
     device.ask(2, 380)
-    device.account.measured(CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0)  # it may be 200 of a stranger's
+    device.account.measured(
+        CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0
+    )  # it may be 200 of an external process's
     assert device.settle() == [Grant(2, 180, 180)]
     device.account.measured(CAPACITY, CAPACITY - 500, {1: HeldBounds(500, 500)}, 0)
     assert device.settle() == [Grant(2, 380, 200)]
@@ -717,7 +719,7 @@ def test_memory_that_does_not_come_back_is_foreign_in_the_end(may_return: bool, 
     assert device.account.reaped(device.now_ns) == (1,)
     device.account.drop(1)
     del device.held[1]
-    device.stranger = 200
+    device.external = 200
     device.run(2)
     assert device.account.state.foreign_bytes == 200
 
@@ -751,7 +753,7 @@ def test_memory_that_comes_back_slowly_is_waited_for() -> None:
 def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() -> None:
     """The kernel gives a killed process' memory back before it closes its sockets."""
     device = Device()
-    device.stranger = 200
+    device.external = 200
     device.lease(1)
     device.lease(2)
     device.ask(1, 400)
@@ -768,7 +770,7 @@ def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() ->
 
 def test_a_death_recalls_nothing_from_those_who_live() -> None:
     device = Device()
-    device.stranger = 200
+    device.external = 200
     device.lease(1)
     device.lease(2)
     device.ask(1, 340)
@@ -780,15 +782,15 @@ def test_a_death_recalls_nothing_from_those_who_live() -> None:
         assert not [order for order in device.tick() if isinstance(order, Recall)]
 
 
-def test_a_lease_that_comes_with_memory_is_no_stranger_any_more() -> None:
+def test_a_lease_that_comes_with_memory_is_no_external_any_more() -> None:
     """After a restart of the broker, or a cut of the socket."""
     device = Device()
-    device.stranger = 400  # which is really an engine
+    device.external = 400  # which is really an engine
     device.lease(1)
     device.ask(1, 5000)
     device.run(3)
     assert device.granted(1) == 480
-    device.stranger = 0
+    device.external = 0
     device.lease(2, held=400)
     assert device.settle() == []  # before the next measurement too
     assert device.run(3) == []
@@ -861,7 +863,7 @@ def test_a_recall_by_hand_is_not_undone_at_once() -> None:
 
 def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() -> None:
     device = Device()
-    device.stranger = 100
+    device.external = 100
     device.lease(1, low=50)
     device.ask(1, 5000)
     device.run(3)
@@ -872,21 +874,21 @@ def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() ->
     device.obey([Recall(1, 480, 1.0)])
     assert device.settle() == [Ready(7)]
     for taken in range(0, 301, 20):
-        device.stranger = 100 + taken
+        device.external = 100 + taken
         assert device.run(5) == []
     device.account.unreserve(7)
     assert device.run(200) == []
-    device.stranger = 100
+    device.external = 100
     assert device.run(200) == [Grant(1, 780, 300)]
 
 
-def test_a_reservation_is_not_for_strangers_who_have_left() -> None:
+def test_a_reservation_is_not_for_externals_who_have_left() -> None:
     device = Device()
-    device.stranger = 100
+    device.external = 100
     device.lease(1)
     device.run(3)
     device.account.reserve(7, 300)
-    device.stranger = 0
+    device.external = 0
     device.ask(1, 5000)
     device.run(200)
     assert device.granted(1) == 580
@@ -930,7 +932,7 @@ class Engine:
 
 
 class World:
-    """Engines that keep to their grants, a stranger who takes what is free, and a broker that is late with everything."""
+    """Engines that keep to their grants, an external process that takes what is free, and a late broker."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -938,7 +940,7 @@ class World:
         self.account = DeviceAccount(self.rules, CAPACITY)
         self.now_ns = 0
         self.engines: dict[int, Engine] = {}
-        self.stranger = self.dead = 0
+        self.external = self.dead = 0
         self.ids = iter(range(1, 10**6))
         self.window: set[int] | None = None  # leases whose record was read before the next measurement
         self.sample: tuple[int, dict[int, int]] | None = None  # used, and what each engine held then
@@ -946,7 +948,7 @@ class World:
         self.grants = self.recalls = 0
 
     def free(self) -> int:
-        return CAPACITY - self.stranger - self.dead - sum(engine.held for engine in self.engines.values())
+        return CAPACITY - self.external - self.dead - sum(engine.held for engine in self.engines.values())
 
     def step(self) -> None:
         self.now_ns += self.random.randrange(1, 8) * MS
@@ -978,7 +980,7 @@ class World:
     def strange(self) -> None:
         self.dead -= self.random.randint(0, self.dead)
         change = self.random.randrange(-100, 61)
-        self.stranger = max(0, min(self.stranger + change, self.stranger + self.free()))
+        self.external = max(0, min(self.external + change, self.external + self.free()))
 
     def act(self) -> None:
         if not self.engines:
@@ -1058,7 +1060,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_grants_foreign_memory_and_headroom_never_exceed_the_capacity(seed: int) -> None:
-    """Though maps run while the device is measured, measurements are late, engines die and strangers come and go."""
+    """Though maps run while the device is measured, measurements are late, engines die and external processes come and go."""
     world = World(seed)
     for _ in range(1500):
         world.step()
@@ -1068,7 +1070,7 @@ def test_grants_foreign_memory_and_headroom_never_exceed_the_capacity(seed: int)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_minimums_are_always_reachable(seed: int) -> None:
-    """Whatever the others took before: without strangers everybody comes to his minimum, and keeps it."""
+    """Whatever the others took before: without external processes everybody comes to his minimum, and keeps it."""
     r = random.Random(seed)
     device = Device()
     lows = [r.randrange(0, 900 // 5) for _ in range(5)]

@@ -133,14 +133,14 @@ def test_recalls(bench: Bench, overlap: bool) -> None:
 
 
 @pytest.mark.stress
-def test_an_engine_beside_a_stranger(bench: Bench) -> None:
+def test_an_engine_beside_a_external(bench: Bench) -> None:
     items = of_part("memory", dataclasses.replace(bench, overlap=True))
     assert measured(items, "failures", "held")
     failures = items[BOUNDS["failures"].name]
     assert isinstance(failures, Figure) and failures.value == 0
 
 
-def test_a_stranger_returns_what_it_took() -> None:
+def test_a_external_returns_what_it_took() -> None:
     external = AllocatingProcess(False, 32 << 20, seed=1)
     try:
         external.begin(8 << 20, 0.001)

@@ -1,4 +1,4 @@
-"""The tide: on the synthetic trace for a few seconds, with real engines, a real broker and a real stranger."""
+"""The tide: on the synthetic trace for a few seconds, with real engines, a real broker and a real external process."""
 
 from __future__ import annotations
 

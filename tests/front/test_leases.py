@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
+from device_users import MIB, DeviceUser, Light, device_users
 from monitors import MonitorProcess, command, run, wait_until
-from tenants import MIB, Light, Tenant, tenants
 
 from pagetide.allocator import wire
 from pagetide.allocator.broker_socket import listen
@@ -34,7 +34,7 @@ class Device:
     """A test device with one engine on it, whose pool has grown and is idle."""
 
     directory: Path
-    engine: Tenant
+    engine: DeviceUser
     min_bytes: int
 
     def run(self, *arguments: str) -> Any:
@@ -59,7 +59,7 @@ class Device:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     directory = tmp_path_factory.mktemp("device") / "run"
-    with tenants() as start, MonitorProcess(directory, "--capacity", str(CAPACITY)) as monitor:
+    with device_users() as start, MonitorProcess(directory, "--capacity", str(CAPACITY)) as monitor:
         with RecordReader.open(monitor.record) as reader:
             uuid = reader.devices()[0].uuid
         light = Light(str(directory), uuid, "tide", 7, kv_max=512 * MIB, token_bytes=131072, idle_s=600.0, most_new=20)

@@ -1,4 +1,4 @@
-"""A device of our own and a stranger on it: real processes, a real broker."""
+"""A device of our own and an external process on it: real processes, a real broker."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pagetide.monitor.watching import watch
 from pagetide.pressure import ExternalProcess, PrivateDevice
 
 
-def test_the_stranger_holds_what_it_is_told() -> None:
-    with ExternalProcess() as stranger:
-        process = psutil.Process(stranger.pid)
+def test_the_external_holds_what_it_is_told() -> None:
+    with ExternalProcess() as external:
+        process = psutil.Process(external.pid)
         before = process.memory_info().rss
         for wanted, held in ((8, 8), (24, 24), (12, 24), (8, 8), (0, 0)):  # whole pieces: of 8 and 16 MiB
-            stranger.hold(wanted * MIB)
-            assert stranger.held_bytes == held * MIB
+            external.hold(wanted * MIB)
+            assert external.held_bytes == held * MIB
             assert abs(process.memory_info().rss - before - held * MIB) < MIB
     assert not process.is_running()
 
 
-def test_a_stranger_that_was_killed_is_told() -> None:
-    with ExternalProcess() as stranger:
-        psutil.Process(stranger.pid).kill()
+def test_a_external_that_was_killed_is_told() -> None:
+    with ExternalProcess() as external:
+        psutil.Process(external.pid).kill()
         with pytest.raises((ChildProcessError, BrokenPipeError)):
-            stranger.hold(MIB)
+            external.hold(MIB)
 
 
 def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/somewhere/else")
     capacity, headroom = 4096 * MIB, 64 * MIB
-    with ExternalProcess() as stranger, PrivateDevice(capacity, headroom, stranger) as device:
+    with ExternalProcess() as external, PrivateDevice(capacity, headroom, external) as device:
         folder = Path(device.environ[VARIABLE])
         assert own_dir(os.environ | device.environ).path == folder
         with device.here(), watch() as watched:
@@ -53,8 +53,10 @@ def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.M
             try:
                 assert lease.wait_granted(mine + 64 * MIB, 30)
                 assert [(view.name, view.pid) for view in device.leases()] == [("mine", os.getpid())]
-                stranger.hold(32 * MIB)
-                wait_until(lambda: device.free_bytes() < capacity - mine - 16 * MIB, "the stranger was measured")
+                external.hold(32 * MIB)
+                wait_until(
+                    lambda: device.free_bytes() < capacity - mine - 16 * MIB, "the external process was measured"
+                )
             finally:
                 lease.close()
         assert os.environ[VARIABLE] == "/somewhere/else"
@@ -64,5 +66,5 @@ def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.M
 
 
 def test_a_device_that_cannot_be_says_why() -> None:
-    with ExternalProcess() as stranger, pytest.raises(MonitorFailed, match="at least 1 byte"):
-        PrivateDevice(0, 0, stranger)
+    with ExternalProcess() as external, pytest.raises(MonitorFailed, match="at least 1 byte"):
+        PrivateDevice(0, 0, external)

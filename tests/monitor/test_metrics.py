@@ -200,7 +200,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(serve: Serve) -> None:
     gpu, mig, host = {"uuid": "GPU-a"}, {"uuid": "MIG-b"}, {"uuid": "HOST-c"}
     info = {"name": "", "pci_id": "", "parent_uuid": ""}
     chat = {"pid": "100", "engine": "chat", "user": "ann", "command": "python3"}
-    stranger = {"pid": "200", "engine": "", "user": "", "command": ""}
+    external = {"pid": "200", "engine": "", "user": "", "command": ""}
     lease = gpu | {"pid": "100", "engine": "chat"}
     assert page == {
         series("vram_monitor_info", version=__version__, source="nvml+host"): 1,
@@ -229,7 +229,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(serve: Serve) -> None:
         series("vram_memory_trend_bytes_per_second", **host): -4096.5,
         series("vram_memory_time_to_exhaustion_seconds", **gpu): 10,
         series("vram_process_used_bytes", **gpu | chat): 40 * GIB,
-        series("vram_process_used_bytes", **gpu | stranger): 8 * GIB,
+        series("vram_process_used_bytes", **gpu | external): 8 * GIB,
         series("vram_lease_info", **lease, user="ann"): 1,
         series("vram_lease_min_bytes", **lease): 10 * GIB,
         series("vram_lease_max_bytes", **lease): 60 * GIB,

@@ -109,16 +109,16 @@ class Harassment:
 
 
 def test_nobody_holds_more_than_the_device_has_whatever_dies() -> None:
-    """Three engines, a stranger in pieces of up to the headroom, and every fault there is."""
+    """Three engines, an external process in pieces of up to the headroom, and every fault there is."""
     print("seed", SEED)
     chance = random.Random(SEED)
     uuid = test_device(CAPACITY).uuid
     with short_folder() as folder, processes() as start:
         path = folder / "broker"
-        stranger: Process = start("stranger").start()
+        external: Process = start("external").start()
 
         def new_broker() -> Process:
-            process: Process = start("broker", path, CAPACITY, HEADROOM, stranger.pid)
+            process: Process = start("broker", path, CAPACITY, HEADROOM, external.pid)
             return process.start()
 
         def new_engine(name: str) -> Process:
@@ -126,10 +126,10 @@ def test_nobody_holds_more_than_the_device_has_whatever_dies() -> None:
             return process.start()
 
         def used() -> int:
-            return sum(resident_bytes(process.pid) for process in (*engines.values(), stranger))
+            return sum(resident_bytes(process.pid) for process in (*engines.values(), external))
 
         def settled() -> bool:
-            """Room for the next piece: what the stranger's promise rests on."""
+            """Room for the next piece: what the external process's promise rests on."""
             return used() <= CAPACITY - HEADROOM
 
         broker = new_broker()
@@ -144,10 +144,10 @@ def test_nobody_holds_more_than_the_device_has_whatever_dies() -> None:
                     case "ask":
                         engines[name].tell(f"ask {chance.choice([0, 100, 400, 700]) * MIB}")
                     case "take":
-                        wait_until(settled, "room for the stranger's next piece")
+                        wait_until(settled, "room for the external process's next piece")
                         change = chance.choice([-1, 1]) * chance.randrange(HEADROOM // MIB // 2)
                         taken = max(0, min(taken + change, CAPACITY // MIB * 6 // 10))
-                        assert stranger.tell(str(taken * MIB)) == taken * MIB
+                        assert external.tell(str(taken * MIB)) == taken * MIB
                     case "kill":
                         engines[name].kill()
                         engines[name] = new_engine(name)

@@ -1,4 +1,4 @@
-"""Engines, a broker and strangers on one device, for minutes: nobody loses, whatever is killed, stopped or cut meanwhile.
+"""Engines, a broker and external processes on one device, for minutes: none loses, whatever is killed, stopped or cut.
 
 PAGETIDE_STRESS_SECONDS (default 300) is how long the first scene lasts, the others last shares of that.
 PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+from device_users import MIB, DeviceUser, Light, device_users, resident_bytes, resident_within
 from monitors import MonitorProcess, wait_until
-from tenants import MIB, Light, Tenant, resident_bytes, resident_within, tenants
 
 from pagetide.allocator.broker_client import BrokerClient
 from pagetide.allocator.errors import LeaseError
@@ -54,24 +54,24 @@ def the_seed_is_known(say: Callable[[str], None]) -> None:
 
 @dataclass
 class Scene:
-    """A test device with what is on it. `engines` and `strangers` are those that are alive."""
+    """A test device with what is on it. `engines` and `external processes` are those that are alive."""
 
     directory: Path
     capacity: int
-    start: Callable[..., Tenant]
+    start: Callable[..., DeviceUser]
     rng: random.Random
-    strangers: list[Tenant] = field(default_factory=list)
-    held_mib: dict[int, int] = field(default_factory=dict)  # by strangers
-    engines: dict[str, tuple[Tenant, dict[str, Any]]] = field(default_factory=dict)
+    externals: list[DeviceUser] = field(default_factory=list)
+    held_mib: dict[int, int] = field(default_factory=dict)  # by external processes
+    engines: dict[str, tuple[DeviceUser, dict[str, Any]]] = field(default_factory=dict)
     monitor: MonitorProcess | None = None
     allocations: int = 0
-    failures: list[str] = field(default_factory=list)  # of strangers
+    failures: list[str] = field(default_factory=list)  # of external processes
     overdrafts: list[str] = field(default_factory=list)  # where a driver would have refused an engine
     peak: int = 0
 
     @property
     def headroom_mib(self) -> int:
-        """What the broker keeps free for strangers."""
+        """What the broker keeps free for external processes."""
         return self.capacity // 16 >> 20
 
     @property
@@ -80,35 +80,35 @@ class Scene:
 
     def open(self) -> str:
         """Start the monitor. Returns the device's uuid."""
-        members = ",".join(str(stranger.pid) for stranger in self.strangers)
+        members = ",".join(str(external.pid) for external in self.externals)
         self.monitor = MonitorProcess(self.directory, "--capacity", str(self.capacity), "--members", members)
         self.monitor.start()
         with RecordReader.open(self.monitor.record) as reader:
             return reader.devices()[0].uuid
 
-    def add(self, name: str, tenant: Tenant) -> None:
-        self.engines[name] = tenant, tenant.read()
+    def add(self, name: str, user: DeviceUser) -> None:
+        self.engines[name] = user, user.read()
 
     def free_bytes(self) -> int:
         """As a driver would know it."""
-        pids = [stranger.pid for stranger in self.strangers] + [tenant.pid for tenant, _ in self.engines.values()]
+        pids = [external.pid for external in self.externals] + [user.pid for user, _ in self.engines.values()]
         return self.capacity - sum(resident_bytes(pid) for pid in pids)
 
-    def take(self, stranger: Tenant, mib: int) -> bool:
-        """The stranger takes a piece, or, where the device has not so much, fails."""
+    def take(self, external: DeviceUser, mib: int) -> bool:
+        """The external process takes a piece, or, where the device has not so much, fails."""
         self.allocations += 1
         if (free := self.free_bytes()) < mib * MIB:
-            self.failures.append(f"a stranger's {mib} MiB beside {self.held_mib}: {free >> 20} MiB were free")
+            self.failures.append(f"a external process's {mib} MiB beside {self.held_mib}: {free >> 20} MiB were free")
             return False
-        self.hold(stranger, self.held_mib[stranger.pid] + mib)
+        self.hold(external, self.held_mib[external.pid] + mib)
         if (free := self.free_bytes()) < 0:
-            self.overdrafts.append(f"the device is {-free >> 20} MiB over after a stranger's {mib} MiB")
+            self.overdrafts.append(f"the device is {-free >> 20} MiB over after a external process's {mib} MiB")
         self.peak = max(self.peak, sum(self.held_mib.values()))
         return True
 
-    def hold(self, stranger: Tenant, mib: int) -> None:
-        stranger.tell(str(mib))
-        self.held_mib[stranger.pid] = mib
+    def hold(self, external: DeviceUser, mib: int) -> None:
+        external.tell(str(mib))
+        self.held_mib[external.pid] = mib
 
     def swing(self, until: float, share: float = 0.8) -> None:
         """Take memory in pieces of no more than the headroom up to `share` of the device, and give it back, until then."""
@@ -116,45 +116,45 @@ class Scene:
         here = top = int(self.capacity * share) >> 20
         while time.monotonic() < until:
             while (held := sum(self.held_mib.values())) < here and time.monotonic() < until:
-                self.take(self.rng.choice(self.strangers), min(self.rng.randint(piece // 2, piece), top - held))
+                self.take(self.rng.choice(self.externals), min(self.rng.randint(piece // 2, piece), top - held))
                 time.sleep(RECALL_S)
             time.sleep(self.rng.random())
             while sum(self.held_mib.values()) > 0 and time.monotonic() < until:
-                stranger = self.rng.choice(self.strangers)
-                self.hold(stranger, max(0, self.held_mib[stranger.pid] - self.rng.randint(piece, 4 * piece)))
+                external = self.rng.choice(self.externals)
+                self.hold(external, max(0, self.held_mib[external.pid] - self.rng.randint(piece, 4 * piece)))
                 time.sleep(self.rng.random() / 2)
             time.sleep(self.rng.random())
             here = self.rng.randint(top // 2, top)
 
     def climb(self, mib: int, until: float) -> float | None:
-        """One stranger takes pieces of so much up to 80 % of the device; what it does not get it asks for by halves.
+        """One external process takes pieces of so much up to 80 % of the device; what it does not get it asks for by halves.
 
         Returns the seconds it took; None where it was not there by then.
         """
-        (stranger,) = self.strangers
+        (external,) = self.externals
         began, top = time.monotonic(), int(self.capacity * 0.8) >> 20
-        while (held := self.held_mib[stranger.pid]) < top:
+        while (held := self.held_mib[external.pid]) < top:
             if time.monotonic() > until:
                 return None
             piece = min(mib, top - held)
-            while not self.take(stranger, piece) and piece > self.headroom_mib:
+            while not self.take(external, piece) and piece > self.headroom_mib:
                 piece = -(-piece // 2)
             time.sleep(RECALL_S)
         return time.monotonic() - began - RECALL_S
 
     def let_go(self) -> None:
-        """The strangers give all back."""
-        for stranger in self.strangers:
-            self.hold(stranger, 0)
+        """The external processes give all back."""
+        for external in self.externals:
+            self.hold(external, 0)
 
     def drain(self) -> dict[str, Any]:
         """Let every request end. Returns what became of them by engine."""
-        for tenant, _ in self.engines.values():
-            tenant.write("quiet")
+        for user, _ in self.engines.values():
+            user.write("quiet")
         ends = {}
-        for name, (tenant, _) in self.engines.items():
-            wait_until(lambda t=tenant: not busy(t.tell("state")), f"the end of {name}'s requests", 120)
-            ends[name] = tenant.tell("state")
+        for name, (user, _) in self.engines.items():
+            wait_until(lambda t=user: not busy(t.tell("state")), f"the end of {name}'s requests", 120)
+            ends[name] = user.tell("state")
         return ends
 
 
@@ -242,16 +242,16 @@ class Watcher:
 
 
 @contextmanager
-def scene(path: Path, capacity: int, num_strangers: int = 1) -> Iterator[Scene]:
+def scene(path: Path, capacity: int, num_externals: int = 1) -> Iterator[Scene]:
     if psutil.virtual_memory().available < capacity * 1.25:
         pytest.skip(f"a test device of {capacity >> 30} GiB needs as much real memory")
-    with tenants() as start:
+    with device_users() as start:
         made = Scene(path / "run", capacity, start, random.Random(SEED))
-        for _ in range(num_strangers):
-            stranger = start("stranger")
-            stranger.read()
-            made.strangers.append(stranger)
-            made.held_mib[stranger.pid] = 0
+        for _ in range(num_externals):
+            external = start("external")
+            external.read()
+            made.externals.append(external)
+            made.held_mib[external.pid] = 0
         try:
             yield made
         finally:
@@ -259,7 +259,7 @@ def scene(path: Path, capacity: int, num_strangers: int = 1) -> Iterator[Scene]:
                 made.monitor.__exit__(None, None, None)
 
 
-def light(made: Scene, uuid: str, name: str, **more: Any) -> Tenant:
+def light(made: Scene, uuid: str, name: str, **more: Any) -> DeviceUser:
     options = {"kv_max": made.capacity, "token_bytes": 32768, "idle_s": made.rng.choice([0.5, 3.0, 60.0])} | more
     return Light(str(made.directory), uuid, name, made.rng.randrange(2**32), **options).start(made.start)
 
@@ -275,7 +275,7 @@ def check(made: Scene, watcher: Watcher, ends: dict[str, Any]) -> None:
         assert end["failed"] == 0, end["first_failure"]
         assert end["finished"] == end["requests"] > 0, end
     print(
-        f"{made.allocations} allocations of strangers, {len(made.failures)} failures, {len(made.overdrafts)} overdrafts, "
+        f"{made.allocations} allocations outside, {len(made.failures)} failures, {len(made.overdrafts)} overdrafts, "
         f"up to {made.peak} MiB; {watcher.looks} looks, {watcher.worst >> 10} KiB above a grant at most, "
         f"{len(watcher.recalls)} recalls seen, {len(watcher.overdue)} overdue, the oldest {watcher.oldest_ms} ms old"
     )
@@ -286,14 +286,14 @@ def check(made: Scene, watcher: Watcher, ends: dict[str, Any]) -> None:
 
 def check_nothing_stays(made: Scene) -> None:
     """Every light engine's arena has no byte, and no lease is left."""
-    for tenant, info in made.engines.values():
-        assert tenant.tell("end").get("mapped", 0) == 0
+    for user, info in made.engines.values():
+        assert user.tell("end").get("mapped", 0) == 0
         if "start" in info:
-            assert resident_within(tenant.pid, info["start"], info["length"]) == 0
-    for tenant, _ in made.engines.values():
-        assert tenant.process.stdin is not None
-        tenant.process.stdin.close()
-        assert tenant.process.wait(60) == 0
+            assert resident_within(user.pid, info["start"], info["length"]) == 0
+    for user, _ in made.engines.values():
+        assert user.process.stdin is not None
+        user.process.stdin.close()
+        assert user.process.wait(60) == 0
     wait_until(lambda: made.client.leases() == (), "the end of the leases")
     assert made.monitor is not None
     assert "Traceback" not in made.monitor.said(), made.monitor.said()
@@ -301,8 +301,8 @@ def check_nothing_stays(made: Scene) -> None:
 
 def play(made: Scene, act: Callable[[float], None], seconds: float) -> None:
     with Watcher(made) as watcher:
-        for tenant, _ in made.engines.values():
-            tenant.write("bursts")
+        for user, _ in made.engines.values():
+            user.write("bursts")
         act(time.monotonic() + seconds)
         ends = made.drain()
     check(made, watcher, ends)
@@ -323,11 +323,11 @@ def test_nobody_loses(tmp_path: Path) -> None:
         def act(until: float) -> None:
             made.swing(until - SECONDS * 2 / 3)
             for more in (1 / 3, 0):
-                made.let_go()  # beside strangers at 80 % there is no room for another minimum
+                made.let_go()  # beside external processes at 80 % there is no room for another minimum
                 time.sleep(RECALL_S)
                 arrive()
                 made.engines[f"e{len(made.engines) - 1}"][0].write("bursts")
-                time.sleep(RECALL_S)  # until it has a lease it is a stranger too
+                time.sleep(RECALL_S)  # until it has a lease it is an external process too
                 made.swing(until - SECONDS * more)
 
         arrive()
@@ -337,7 +337,7 @@ def test_nobody_loses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [2, 4])
-def test_a_stranger_in_pieces_beyond_the_headroom(tmp_path: Path, times: int, say: Callable[[str], None]) -> None:
+def test_a_external_in_pieces_beyond_the_headroom(tmp_path: Path, times: int, say: Callable[[str], None]) -> None:
     """It is not promised these, so how often it fails is told; nobody else may notice."""
     with scene(tmp_path, 2 * GIB) as made:
         uuid = made.open()
@@ -375,7 +375,7 @@ def test_nobody_loses_with_a_real_model(tmp_path: Path) -> None:
 
 def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
     """Every engine is refused one map in twenty; a killed engine's own requests are lost with it, and no others."""
-    with scene(tmp_path, 2 * GIB, num_strangers=3) as made:
+    with scene(tmp_path, 2 * GIB, num_externals=3) as made:
         uuid = made.open()
         for i in range(3):
             made.add(f"e{i}", light(made, uuid, f"e{i}", refused_maps=0.05))
@@ -383,7 +383,7 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
         def act(until: float) -> None:
             began = -time.monotonic()
             faults = [
-                kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_a_stranger, stop_an_engine, cut_a_socket
+                kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_a_external, stop_an_engine, cut_a_socket
             ]  # fmt: skip
             while True:
                 for fault in made.rng.sample(faults, len(faults)):
@@ -399,13 +399,13 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
 
 
 def kill_the_daemon(made: Scene, uuid: str, away_s: float | None = None) -> None:
-    """While it is away strangers take nothing: nobody would notice."""
+    """While it is away external processes take nothing: nobody would notice."""
     assert made.monitor is not None
     made.monitor.kill()
     time.sleep(made.rng.random() if away_s is None else away_s)
     assert made.open() == uuid
-    for tenant, _ in made.engines.values():
-        wait_until(lambda t=tenant: t.tell("state")["memory"]["lease"]["connected"], "an engine to be back")
+    for user, _ in made.engines.values():
+        wait_until(lambda t=user: t.tell("state")["memory"]["lease"]["connected"], "an engine to be back")
     time.sleep(2 + RECALL_S)  # the grace in which nobody is recalled
 
 
@@ -416,36 +416,36 @@ def kill_the_daemon_for_long(made: Scene, uuid: str) -> None:
 
 def kill_an_engine(made: Scene, uuid: str) -> None:
     name = made.rng.choice(sorted(made.engines))
-    tenant, _ = made.engines[name]
-    tenant.kill()
-    wait_until(lambda: all(view.pid != tenant.pid for view in made.client.leases()), "the killed engine's bytes")
+    user, _ = made.engines[name]
+    user.kill()
+    wait_until(lambda: all(view.pid != user.pid for view in made.client.leases()), "the killed engine's bytes")
     del made.engines[name]
     made.add(name, light(made, uuid, name, refused_maps=0.05))
     made.engines[name][0].write("bursts")
 
 
-def kill_a_stranger(made: Scene, uuid: str) -> None:
-    if len(made.strangers) > 1:
-        stranger = made.strangers.pop()
-        stranger.kill()
-        del made.held_mib[stranger.pid]
+def kill_a_external(made: Scene, uuid: str) -> None:
+    if len(made.externals) > 1:
+        external = made.externals.pop()
+        external.kill()
+        del made.held_mib[external.pid]
 
 
 def stop_an_engine(made: Scene, uuid: str) -> None:
-    """Past the deadline of a recall, of which strangers are the reason; what it holds cannot be theirs meanwhile."""
-    tenant, _ = made.engines[made.rng.choice(sorted(made.engines))]
-    tenant.signal(signal.SIGSTOP)
+    """Past the deadline of a recall, of which external processes are the reason; what it holds cannot be theirs meanwhile."""
+    user, _ = made.engines[made.rng.choice(sorted(made.engines))]
+    user.signal(signal.SIGSTOP)
     try:
         for _ in range(4):
             if made.free_bytes() > made.capacity // 4:
-                made.take(made.strangers[0], made.headroom_mib)
+                made.take(made.externals[0], made.headroom_mib)
             time.sleep(RECALL_S)
     finally:
-        tenant.signal(signal.SIGCONT)
+        user.signal(signal.SIGCONT)
     time.sleep(RECALL_S)
 
 
 def cut_a_socket(made: Scene, uuid: str) -> None:
-    tenant, _ = made.engines[made.rng.choice(sorted(made.engines))]
-    tenant.write("cut")
-    wait_until(lambda: tenant.tell("state")["memory"]["lease"]["connected"], "the engine to be back")
+    user, _ = made.engines[made.rng.choice(sorted(made.engines))]
+    user.write("cut")
+    wait_until(lambda: user.tell("state")["memory"]["lease"]["connected"], "the engine to be back")

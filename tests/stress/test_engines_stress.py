@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from device_users import DeviceUser, device_users
 from monitors import wait_until
-from tenants import Tenant, tenants
 
 from pagetide.allocator.broker_client import BrokerClient
 from pagetide.monitor.record import RecordReader
@@ -25,37 +25,37 @@ SEED = int(os.environ.get("PAGETIDE_SEEDS", "").split(",")[0] or random.randrang
 def test_two_plain_engines_without_a_daemon(tmp_path: Path) -> None:
     """They start at once, in two processes: one broker, and all requests finish."""
     print("seed", SEED)
-    with tenants() as start:
+    with device_users() as start:
         both = [start("llm", {"seed": SEED, "prompts": 2, "new": 16, "waits": True}) for _ in range(2)]
-        for tenant in both:
-            tenant.read()
+        for user in both:
+            user.read()
         for i in range(ROUNDS):
             play_a_round(both, tmp_path / f"run{i}")
-        for tenant in both:
-            assert tenant.process.stdin is not None
-            tenant.process.stdin.close()
-            assert tenant.process.wait(60) == 0
+        for user in both:
+            assert user.process.stdin is not None
+            user.process.stdin.close()
+            assert user.process.wait(60) == 0
 
 
-def play_a_round(both: list[Tenant], directory: Path) -> None:
+def play_a_round(both: list[DeviceUser], directory: Path) -> None:
     """Two processes with an engine each come, do some work, and go."""
-    for tenant in both:
-        tenant.write(f"start {directory}")
-    infos = [tenant.read() for tenant in both]
+    for user in both:
+        user.write(f"start {directory}")
+    infos = [user.read() for user in both]
     pids = {info["pid"] for info in infos}
     assert {view.pid for view in BrokerClient(directory / "broker.sock").leases()} == pids
-    assert len(pids) == 2 and not pids & {tenant.pid for tenant in both}, "not processes of their own"
+    assert len(pids) == 2 and not pids & {user.pid for user in both}, "not processes of their own"
     assert all(info["lease"]["connected"] for info in infos), infos
-    for tenant in both:
-        tenant.write("burst")
-    for tenant in both:
-        tally = tenant.read()
+    for user in both:
+        user.write("burst")
+    for user in both:
+        tally = user.read()
         assert tally["finished"] == tally["requests"] > 0 and tally["failed"] == 0, tally
     with RecordReader.open(directory / "record") as reader:
         monitor = psutil.Process(reader.monitor_pid)
-    for tenant in both:
-        tenant.write("end")
-    for tenant in both:
-        tenant.read()
+    for user in both:
+        user.write("end")
+    for user in both:
+        user.read()
     wait_until(lambda: not monitor.is_running(), "the end of the monitor")
     assert not (directory / "broker.sock").exists()

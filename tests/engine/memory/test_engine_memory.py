@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_users import BLOCK_SIZE, alone, core_over
 from fakes import VOCAB, continuation
 from scripted_lease import ScriptedLease
-from tenants import BLOCK_SIZE, alone, core_over
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from device_users import device_users
 from monitors import MonitorProcess, wait_until
-from tenants import tenants
 
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.broker_client import BrokerClient
@@ -255,7 +255,7 @@ def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_program_holds_besides_takes_nothing_from_the_pool(device: Device) -> None:
-    """It is a stranger's memory to all engines: no request waits for room that the program itself has taken."""
+    """It is an external process's memory to all engines: no request waits for room that the program itself has taken."""
     with LLM("demo", kv_memory="64MiB", max_seqs=16, max_step_tokens=512, idle_s=600) as llm:
         assert said(llm) == alone()
         before = memory(llm)
@@ -354,7 +354,7 @@ def test_two_plain_engines_share_a_broker_that_one_of_them_started(
     directory = RuntimeDir(tmp_path / "run")
     expected = alone()
     monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(directory.path))
-    with tenants() as start:
+    with device_users() as start:
         other = start("llm", {"seed": 0, "prompts": 2, "new": 16, "plain": True})
         assert other.read()["lease"]["connected"]
         client = BrokerClient(directory.socket)

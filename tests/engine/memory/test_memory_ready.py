@@ -353,7 +353,7 @@ def test_idle_extents_go_in_the_background_and_the_lease_hears_when_they_have(dr
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(6, 200))])
 def test_any_life_keeps_the_books(driver: FakeCudaDriver, seed: int) -> None:
-    """Demand, grants, recalls, limits, strangers and a driver that fails, at random, the thread at work all the while."""
+    """Demand, grants, recalls, limits, external processes and driver faults, at random, the thread at work all the while."""
     choose = random.Random(seed)
     engine = Engine(driver, granted=choose.randint(MINIMUM, EXTENTS), in_background=False)
     room = 12 * GRANULE  # beside the pool

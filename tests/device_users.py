@@ -1,8 +1,8 @@
-"""Tenants of a test device: engines that serve bursts and check every token, and strangers that know of no broker.
+"""Users of a test device: engines that serve bursts and check every token, and external processes that know of no broker.
 
 Run as a program it is one of them, told what to do by lines on its standard input:
 `light JSON` is an engine without a model: real scheduler, cache, arena, lease and memory, and tokens that depend on what
-lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`; `stranger` allocates through an arena of its own.
+lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`; `external` allocates through an arena of its own.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def alone(prompt: np.ndarray, new: int) -> list[int]:
     return tokens
 
 
-# ---- a tenant, as the test sees it --------------------------------------------------------------
+# ---- a user, as the test sees it --------------------------------------------------------------
 
 
-class Tenant:
+class DeviceUser:
     """One process of this file. Lines in, JSON lines out."""
 
     def __init__(self, kind: str, config: object = None, *, env: dict[str, str] | None = None) -> None:
@@ -162,19 +162,19 @@ class Tenant:
 
 
 @contextlib.contextmanager
-def tenants() -> Iterator[Callable[..., Tenant]]:
-    """Starts tenants, and ends them."""
-    started: list[Tenant] = []
+def device_users() -> Iterator[Callable[..., DeviceUser]]:
+    """Starts users, and ends them."""
+    started: list[DeviceUser] = []
 
-    def start(kind: str, config: object = None, **more: Any) -> Tenant:
-        started.append(Tenant(kind, config, **more))
+    def start(kind: str, config: object = None, **more: Any) -> DeviceUser:
+        started.append(DeviceUser(kind, config, **more))
         return started[-1]
 
     try:
         yield start
     finally:
-        for tenant in started:
-            tenant.close()
+        for user in started:
+            user.close()
 
 
 def resident_bytes(pid: int) -> int:
@@ -221,7 +221,7 @@ class Light:
     weight: float = 1.0
     priority: int = 0
 
-    def start(self, start: Callable[..., Tenant]) -> Tenant:
+    def start(self, start: Callable[..., DeviceUser]) -> DeviceUser:
         """As a process."""
         return start("light", asdict(self))
 
@@ -456,10 +456,10 @@ def _llm(config: str) -> None:
                     os._exit(0)
 
 
-# ---- a stranger ---------------------------------------------------------------------------------
+# ---- an external process ---------------------------------------------------------------------------------
 
 
-def _stranger(_: str) -> None:
+def _external(_: str) -> None:
     """Holds as many MiB as it was told last."""
     arena = HostArena(16384, MIB)
     _say({"pid": os.getpid()})
@@ -492,4 +492,4 @@ def _say(value: object) -> None:
 
 
 if __name__ == "__main__":
-    {"light": _light, "llm": _llm, "stranger": _stranger}[sys.argv[1]](sys.argv[2])
+    {"light": _light, "llm": _llm, "external": _external}[sys.argv[1]](sys.argv[2])
