@@ -38,10 +38,8 @@ from .errors import (
     ProtocolViolation,
 )
 from .lease_balance import LeaseBalance
-from .lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
+from .lease_events import Denied, Event, Recalled, Rejoined
 from .lease_record import LeaseRecordWriter
-
-__all__ = ("Denied", "Event", "Granted", "Lease", "Limited", "Lost", "Recalled", "Rejoined", "Withdrawn")
 
 _of_this_process: weakref.WeakSet[Lease] = weakref.WeakSet()
 

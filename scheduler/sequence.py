@@ -7,7 +7,8 @@
 
     ended     any ──► FINISHED, or FINISHING ──► FINISHED if a pending plan refers to the row
 
-A request to abort is no status: `abort_reason` holds it until the sequence is ended.
+A request to abort is no status: `abort_reason` holds it until the sequence is ended. Reasons:
+docs/decisions/0041-structure-of-classes.md.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from pagetide.allocator.broker import Broker, BrokerThread
 from pagetide.allocator.broker_client import Channel
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.host_arena import HostArena
-from pagetide.allocator.lease import Granted, Lease, Recalled
+from pagetide.allocator.lease import Lease
+from pagetide.allocator.lease_events import Granted, Recalled
 from pagetide.allocator.lease_policy import Rules
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.allocator.quota import Quota

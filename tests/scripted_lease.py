@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagetide.allocator.errors import GrantExceeded, LeaseRefused
-from pagetide.allocator.lease import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
+from pagetide.allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 
 
 class ScriptedLease:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...allocator.arena import Arena
-from ...allocator.lease import Denied, Event, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
+from ...allocator.lease import Lease
+from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...allocator.lease_record import HeldBounds
 from ...monitor.units import format_bytes
 from ...scheduler.scheduler import Scheduler

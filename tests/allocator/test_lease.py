@@ -41,7 +41,8 @@ from pagetide.allocator.errors import (
     MinimumsExceedCapacity,
     ProtocolMismatch,
 )
-from pagetide.allocator.lease import Denied, Granted, Lease, Limited, Lost, Recalled, Rejoined, Withdrawn
+from pagetide.allocator.lease import Lease
+from pagetide.allocator.lease_events import Denied, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.allocator.lease_record import bounds_between
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
