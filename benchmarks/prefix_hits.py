@@ -82,12 +82,12 @@ class OneAtATime:
 
 
 class ByScore:
-    """Policies that are simple to say and slow: all parked nodes are sorted each time, descendants first."""
+    """Policies that are simple to say and slow: all evictable nodes are sorted each time, descendants first."""
 
     def __init__(self, tree: PrefixTree) -> None:
         capacity = tree.capacity
         self._tree = tree
-        self._parked = np.zeros(capacity, np.bool_)
+        self._evictable = np.zeros(capacity, np.bool_)
         self._used_at = np.zeros(capacity, np.int64)
         self._hits = np.zeros(capacity, np.int64)
         self._score = np.zeros(capacity)
@@ -108,20 +108,20 @@ class ByScore:
     def mark_evictable(self, nodes: Nodes) -> None:
         self._now += 1
         self._used_at[nodes] = self._now
-        self._parked[nodes] = True
+        self._evictable[nodes] = True
         self._score[nodes] = self.scores(nodes)
 
     def mark_used(self, nodes: Nodes) -> None:
-        self._parked[nodes] = False
+        self._evictable[nodes] = False
 
     def victims(self, n: int) -> Nodes:
-        nodes = np.flatnonzero(self._parked)
+        nodes = np.flatnonzero(self._evictable)
         # A prompt that uses a node uses its ancestors too: scores that grow with hits and time never fall towards the root.
         return nodes[np.lexsort((-self._tree.depths[nodes], self._used_at[nodes], self._score[nodes]))][:n]
 
     def remove(self, nodes: Nodes) -> None:
         self.evicting(nodes)
-        self._parked[nodes] = False
+        self._evictable[nodes] = False
 
     def ranks(self, nodes: Nodes) -> Ranks:
         return self._score[nodes]

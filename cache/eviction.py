@@ -1,7 +1,7 @@
 """The protocol of eviction policies, which choose the cached blocks to evict first, and the policy least recently used.
 
 A policy sees the findable blocks as the nodes of the index's tree (prefix_tree.py), and reads their parents and depths
-there. The index reports events on nodes and asks which evictable node goes next. A node is evictable (parked) while no
+there. The index reports events on nodes and asks which evictable node goes next. A node is evictable while no
 sequence holds it. Calls take arrays of node ids, in chain order from the root. The default policy is `ReuseDensity`
 (reuse_density.py); the comparison of policies is in docs/decisions/0016-eviction-policy.md.
 
@@ -23,7 +23,9 @@ from .prefix_tree import Nodes, PrefixTree
 Keys = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.float64]
 
-_DEEPEST = 2.0**-24  # of two nodes parked at once the deeper ranks lower, in chains shorter than 2**24 blocks
+_DEEPEST = (
+    2.0**-24
+)  # of two nodes that became evictable at once the deeper ranks lower, in chains shorter than 2**24 blocks
 
 
 class EvictionPolicy(Protocol):
@@ -45,30 +47,30 @@ class EvictionPolicy(Protocol):
         """`nodes` lost their last reference: they may be evicted from now on."""
 
     def mark_used(self, nodes: Nodes) -> None:
-        """The parked `nodes` are referenced again."""
+        """The evictable `nodes` are referenced again."""
 
     def victims(self, n: int) -> Nodes:
-        """The parked nodes to evict next, in order: `n`, or all there are. No node comes before its descendants. Read-only."""
+        """The nodes to evict next, in order: `n`, or all evictable ones. No node comes before its descendants. Read-only."""
 
     def remove(self, nodes: Nodes) -> None:
-        """`nodes`, parked or not, are no longer findable."""
+        """`nodes`, evictable or not, are no longer findable."""
 
     def ranks(self, nodes: Nodes) -> Ranks:
-        """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not parked. Read-only."""
+        """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not evictable. Read-only."""
 
 
 PolicyFactory = Callable[[PrefixTree], EvictionPolicy]  # makes a policy for the nodes of a tree
 
 
 class Lru:
-    """Evicts the nodes that were parked longest ago; of nodes parked at once the deepest first."""
+    """Evicts the nodes that became evictable longest ago; of nodes that did so at once the deepest first."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         # The number of the `mark_evictable` call; 0: referenced or unknown.
-        self._parked_at = np.zeros(tree.capacity, np.int64)
+        self._evictable_since = np.zeros(tree.capacity, np.int64)
         self._num_calls = 0
-        self._queue = ParkedQueue()
+        self._queue = EvictableQueue()
 
     def add(self, nodes: Nodes, keys: Keys) -> None:
         """Does nothing: a node is in no order before `mark_evictable`."""
@@ -78,50 +80,50 @@ class Lru:
 
     def mark_evictable(self, nodes: Nodes) -> None:
         self._num_calls += 1
-        self._parked_at[nodes] = self._num_calls
-        self._queue.append(deepest_first(self._tree, nodes), self._parked_at)
+        self._evictable_since[nodes] = self._num_calls
+        self._queue.append(deepest_first(self._tree, nodes), self._evictable_since)
 
     def mark_used(self, nodes: Nodes) -> None:
-        self._parked_at[nodes] = 0
+        self._evictable_since[nodes] = 0
 
     def victims(self, n: int) -> Nodes:
-        return self._queue.first(n, self._parked_at)
+        return self._queue.first(n, self._evictable_since)
 
     def remove(self, nodes: Nodes) -> None:
-        self._parked_at[nodes] = 0
+        self._evictable_since[nodes] = 0
 
     def ranks(self, nodes: Nodes) -> Ranks:
-        at = self._parked_at[nodes]
+        at = self._evictable_since[nodes]
         return np.where(at > 0, at - self._tree.depths[nodes] * _DEEPEST, np.inf)
 
 
-class ParkedQueue:
-    """Nodes in the order in which they were parked. Nodes that left are dropped lazily.
+class EvictableQueue:
+    """Nodes in the order in which they became evictable. Nodes that left are dropped lazily.
 
-    An entry is valid while its node's `parked_at` is what it was when the entry was made; `parked_at` only grows from
-    one parking to the next. Reading drops invalid entries, so each one is skipped once.
+    An entry is valid while its node's `evictable_since` is what it was when the entry was made; the number only grows
+    from one marking to the next. Reading drops invalid entries, so each one is skipped once.
     """
 
     def __init__(self) -> None:
-        self._entries = np.empty((2, 64), np.int64)  # nodes; their parked_at
+        self._entries = np.empty((2, 64), np.int64)  # nodes; their evictable_since
         self._start = self._end = 0
 
-    def append(self, nodes: Nodes, parked_at: Nodes) -> None:
-        """Append `nodes` with their current `parked_at`."""
+    def append(self, nodes: Nodes, evictable_since: Nodes) -> None:
+        """Append `nodes` with their current `evictable_since`."""
         if self._end + len(nodes) > self._entries.shape[1]:
-            self._make_room(len(nodes), parked_at)
+            self._make_room(len(nodes), evictable_since)
         end = self._end + len(nodes)
         self._entries[0, self._end : end] = nodes
-        self._entries[1, self._end : end] = parked_at[nodes]
+        self._entries[1, self._end : end] = evictable_since[nodes]
         self._end = end
 
-    def first(self, n: int, parked_at: Nodes) -> Nodes:
+    def first(self, n: int, evictable_since: Nodes) -> Nodes:
         """The first `n` nodes with valid entries, or all."""
         length = n + 16  # a few may be invalid
         while True:
             stop = min(self._start + length, self._end)
             nodes, at = self._entries[:, self._start : stop]
-            holds = parked_at[nodes] == at
+            holds = evictable_since[nodes] == at
             num = int(np.count_nonzero(holds))
             if num < len(nodes):  # move valid entries up to the entries not read yet
                 self._entries[:, stop - num : stop] = self._entries[:, self._start : stop][:, holds]
@@ -130,9 +132,9 @@ class ParkedQueue:
                 return self._entries[0, self._start : min(self._start + n, self._end)].copy()
             length *= 2
 
-    def _make_room(self, num: int, parked_at: Nodes) -> None:
+    def _make_room(self, num: int, evictable_since: Nodes) -> None:
         entries = self._entries[:, self._start : self._end]
-        entries = entries[:, parked_at[entries[0]] == entries[1]]
+        entries = entries[:, evictable_since[entries[0]] == entries[1]]
         self._end = entries.shape[1]
         self._entries = np.empty((2, 2 * (self._end + num)), np.int64)
         self._entries[:, : self._end] = entries

@@ -193,11 +193,11 @@ class CacheManager:
         """Release the blocks of `rows` (distinct) and empty their tables."""
         for table in self.tables:
             blocks = table.of_all(rows)
-            parked = self._allocator.release(blocks)
+            evictable = self._allocator.release(blocks)
             for i in self.swapping.demotion.sample(len(rows)):
                 self.swapping.demotion.left(table.of(int(rows[i])))
-            if len(parked):
-                self.index.mark_evictable(parked if len(rows) == 1 else _in_order(parked, blocks))
+            if len(evictable):
+                self.index.mark_evictable(evictable if len(rows) == 1 else _in_order(evictable, blocks))
             table.lengths[rows] = 0
         self._committed[rows] = 0
         self.swapping.trim()
@@ -217,8 +217,8 @@ class CacheManager:
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
-        parked = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
-        return self.blocks_for(upto) - len(hit.blocks) + int(parked)
+        evictable = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
+        return self.blocks_for(upto) - len(hit.blocks) + int(evictable)
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
         """Assign `hit` to `row` (empty) and extend it to `upto` tokens; None, and no change, if blocks are short.

@@ -5,14 +5,14 @@ slot of the host tier. The parent of a node on the device is on the device. So t
 device and the rest on the host. The parent of a findable node is findable.
 
     lookup                 register                mark_evictable               evict
-    (read-only)   nothing ─────────► findable, in use ─────────► findable, parked ─────────► nothing
+    (read-only)   nothing ─────────► findable, in use ─────────► findable, evictable ─────────► nothing
                                             ▲        mark_used           │ │                  ▲
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
-A parked node is evictable: no sequence references it. The block allocator counts references and pins; the policy
-chooses the next node to evict (eviction.py). A sequence holds all blocks of its chain, so the descendants of a parked
-node are parked. Reasons: docs/decisions/0017-prefix-index.md.
+A node is evictable while no sequence references it. The block allocator counts references and pins; the policy
+chooses the next node to evict (eviction.py). A sequence holds all blocks of its chain, so the descendants of an evictable
+node are evictable. Reasons: docs/decisions/0017-prefix-index.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PrefixIndex:
         self._tokens = np.empty((capacity, self.hasher.block_size), np.int32)
         self._roots: dict[Root, int] = {}  # nodes without a parent
         self._salts: dict[int, bytes | None] = {}  # of the roots
-        self._parked = np.zeros(capacity, np.bool_)
+        self._evictable = np.zeros(capacity, np.bool_)
         # Each node in use is in one of these.
         self.blocks = NodePlaces("blocks", num_blocks, capacity)
         self.slots = NodePlaces("slots", num_slots, capacity)
@@ -159,18 +159,21 @@ class PrefixIndex:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def mark_evictable(self, blocks: Ids) -> None:
-        """Park `blocks`, findable, which lost their last reference. Each chain's blocks come in order, with all descendants."""
+        """Mark `blocks`, findable, as evictable: they lost their last reference.
+
+        Each chain's blocks come in order, with all descendants.
+        """
         nodes = self.blocks.nodes_in(blocks)
-        if self._parked[nodes].any():
+        if self._evictable[nodes].any():
             raise BlockMisuse("blocks that are not in use cannot lose their last reference")
-        self._parked[nodes] = True
+        self._evictable[nodes] = True
         self._policy.mark_evictable(nodes)
 
     def mark_used(self, blocks: Ids) -> None:
-        """Mark `blocks`, findable and parked, as referenced again. They are the first part of a chain, in its order."""
+        """Mark `blocks`, findable and evictable, as referenced again. They are the first part of a chain, in its order."""
         nodes = self.blocks.nodes_in(blocks)
-        self._check_parked(nodes)
-        self._parked[nodes] = False
+        self._check_evictable(nodes)
+        self._evictable[nodes] = False
         self._policy.mark_used(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
@@ -181,7 +184,7 @@ class PrefixIndex:
     # -- eviction --------------------------------------------------------------------------------------------------
 
     def victims(self, n: int) -> BlockIds:
-        """The next `n` parked blocks to evict, in order; fewer only if fewer are parked. Read-only."""
+        """The next `n` evictable blocks to evict, in order; fewer only if fewer are evictable. Read-only."""
         return self.blocks.of_node[self._policy.victims(n)[:n]]
 
     def host_victims(self, n: int) -> Int32:
@@ -193,7 +196,7 @@ class PrefixIndex:
         return self._policy.ranks(self.blocks.nodes_in(blocks))
 
     def with_descendants(self, blocks: Ids) -> BlockIds:
-        """`blocks`, findable and parked, with all their descendants on the device; descendants come first.
+        """`blocks`, findable and evictable, with all their descendants on the device; descendants come first.
 
         For blocks that did not come from `victims`. Read-only.
         """
@@ -210,7 +213,7 @@ class PrefixIndex:
         return self.blocks.of_node[np.array(roots_first[::-1], np.int64)]
 
     def evict(self, blocks: Ids) -> BlockPlaces:
-        """Forget `blocks`, findable and parked, and all their descendants. Returns the places of all of them."""
+        """Forget `blocks`, findable and evictable, and all their descendants. Returns the places of all of them."""
         return self._evict(self.blocks.nodes_in(blocks))
 
     def evict_slots(self, slots: Ids) -> BlockPlaces:
@@ -227,14 +230,14 @@ class PrefixIndex:
     # -- the host tier -----------------------------------------------------------------------------------------------
 
     def demote(self, blocks: Ids, slots: Ids) -> None:
-        """Move the nodes in `blocks` (parked, in the order of `victims`) to `slots`.
+        """Move the nodes in `blocks` (evictable, in the order of `victims`) to `slots`.
 
         Raises BlockMisuse if a descendant would be left on the device, or a slot is in use.
         """
         nodes, to = self.blocks.nodes_in(blocks), as_index(slots)
         if len(to) != len(nodes):
             raise ValueError(f"{len(nodes)} blocks need as many slots, got {len(to)}")
-        self._check_parked(nodes)
+        self._check_evictable(nodes)
         self.slots.check_free(to)
         # A descendant on the device has its parent there, so checking the children suffices.
         children = self._tree.children(nodes)
@@ -281,10 +284,10 @@ class PrefixIndex:
         assert roots == set(self._salts) and named == self._roots, "roots and salts do not match"
         inner, parents = nodes[parents != NONE], parents[parents != NONE]
         assert (~self.blocks.have(inner) | self.blocks.have(parents)).all(), "a block behind a slot"
-        assert (self._parked[inner] | ~self._parked[parents]).all(), "a block in use behind one that is not"
-        assert self._parked[nodes[~on_device]].all(), "what lies on the host is in use"
-        assert np.count_nonzero(self._parked) == np.count_nonzero(self._parked[nodes]), (
-            "a parked node that is not there"
+        assert (self._evictable[inner] | ~self._evictable[parents]).all(), "a block in use behind one that is not"
+        assert self._evictable[nodes[~on_device]].all(), "what lies on the host is in use"
+        assert np.count_nonzero(self._evictable) == np.count_nonzero(self._evictable[nodes]), (
+            "an evictable node is missing"
         )
         for leaf in np.setdiff1d(nodes, parents).tolist():
             self._check_path(leaf)
@@ -337,14 +340,14 @@ class PrefixIndex:
         self._host_policy.remove(nodes)
         self.slots.remove(nodes)
         self.blocks.put(nodes, blocks)
-        self._parked[nodes] = False
+        self._evictable[nodes] = False
         self._policy.add(nodes, self._table.digests[nodes, 0])
 
     def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
-        self._check_parked(nodes)
+        self._check_evictable(nodes)
         places = self._leave_places(nodes)
-        self._parked[nodes] = False
+        self._evictable[nodes] = False
         self._table.remove(nodes)
         for root in self._tree.remove(nodes).tolist():
             del self._roots[self._salts.pop(root), self._tokens[root].tobytes()]
@@ -364,10 +367,10 @@ class PrefixIndex:
         self._host_policy.remove(below)
         return BlockPlaces(self.blocks.remove(above), self.slots.remove(below))
 
-    def _check_parked(self, nodes: Nodes) -> None:
-        parked = self._parked[nodes]
-        if not parked.all():
-            used = nodes[~parked]
+    def _check_evictable(self, nodes: Nodes) -> None:
+        evictable = self._evictable[nodes]
+        if not evictable.all():
+            used = nodes[~evictable]
             shown = format_ids(self.blocks.of_node[used])
             raise BlockMisuse(f"blocks in use, or something behind a block is: {shown}")
 

@@ -2,15 +2,15 @@
 
 A prefix that was hit is worth more than one that was not, and ten hits more than one; how much more, and for how long,
 depends on the load. So nodes are classified by how often they were used. For each class the policy learns the
-distribution of the time until parked nodes are used again. The worth of a class and an age is the best ratio, over all
+distribution of the time until evictable nodes are used again. The worth of a class and an age is the best ratio, over all
 times to keep the node from now on, of the probability of a use to the time that the node takes up space. (This is the
 Gittins index of the reuse time; Beckmann and others, LHD, NSDI 2018, estimate the same density without choosing the
 time.) Where every block is used again but too late, as in a loop larger than the pool, this keeps the older blocks and
 evicts the younger, where least recently used would miss always. Where reuse comes soon or never, it equals least
 recently used.
 
-Time is counted in parked nodes, in slices of 1/16 of the capacity (at least 16 nodes). A node's age is the number of
-slices since it was parked. Evicted nodes are remembered by key for 8 capacities, the range of ages, so that the policy
+Time is counted in nodes that become evictable, in slices of 1/16 of the capacity (at least 16 nodes). A node's age is
+the number of slices since it became evictable. Evicted nodes are remembered by key for 8 capacities, the range of ages, so that the policy
 sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays with a half-life of
 8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread evenly over the orders
 of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior weighs as much as a
@@ -26,7 +26,7 @@ from bisect import insort
 import numpy as np
 import numpy.typing as npt
 
-from .eviction import Keys, ParkedQueue, Ranks, deepest_first
+from .eviction import EvictableQueue, Keys, Ranks, deepest_first
 from .prefix_tree import Nodes, PrefixTree
 
 SLICES = 16  # per capacity
@@ -45,7 +45,7 @@ Turn = tuple[float, int, int, int]  # of a queue: density, negative age, class, 
 
 
 class ReuseDensity:
-    """Evicts the parked nodes with the fewest expected hits per space and time; descendants always before ancestors.
+    """Evicts the evictable nodes with the fewest expected hits per space and time; descendants always before ancestors.
 
     Nodes of one class and slice go in the order of `Lru`. If a node's turn comes before all its descendants are
     evicted, it goes directly after the last of them.
@@ -61,14 +61,14 @@ class ReuseDensity:
         self._children = np.zeros(capacity, np.int64)  # those that this policy knows
         self._key = np.zeros(capacity, np.uint64)
         self._uses = np.zeros(capacity, np.int64)
-        self._class = np.zeros(capacity, np.int64)  # when last parked
-        self._slice = np.zeros(capacity, np.int64)  # when last parked
-        self._number = np.zeros(capacity, np.int64)  # order of parking; 0: not parked
+        self._class = np.zeros(capacity, np.int64)  # when it became evictable last
+        self._slice = np.zeros(capacity, np.int64)  # when it became evictable last
+        self._number = np.zeros(capacity, np.int64)  # order of marking; 0: not evictable
         self._gone = np.zeros(capacity, np.int64)  # scratch of `victims`: children chosen already
-        self._num_parked = 0  # since the start
+        self._num_evictable = 0  # since the start
         self._times = ReuseTimes(max(MIN_SLICE_NODES, capacity // SLICES))
         self._memory = _Memory(HORIZON * capacity)
-        self._queues: dict[tuple[int, int], ParkedQueue] = {}  # by class and slice
+        self._queues: dict[tuple[int, int], EvictableQueue] = {}  # by class and slice
         self._closed: set[tuple[int, int]] = set()  # those in which all nodes wait
         self._order: list[Turn] = []  # of the other queues
 
@@ -92,7 +92,7 @@ class ReuseDensity:
             return
         now = self._times.now
         nodes = deepest_first(self._tree, nodes)
-        first, self._num_parked = self._num_parked + 1, self._num_parked + len(nodes)
+        first, self._num_evictable = self._num_evictable + 1, self._num_evictable + len(nodes)
         self._number[nodes] = np.arange(first, first + len(nodes))
         classes = _CLASS_OF_USES[self._uses[nodes]]
         self._class[nodes] = classes
@@ -101,7 +101,7 @@ class ReuseDensity:
         for kind in np.flatnonzero(counts).tolist():
             queue = self._opened(kind, now)
             queue.append(nodes[classes == kind] if counts[kind] < len(nodes) else nodes, self._number)
-        if self._times.parked(counts):
+        if self._times.count_evictable(counts):
             self._merge_old()
             self._sort_queues()
 
@@ -112,9 +112,9 @@ class ReuseDensity:
         self._number[nodes] = 0
 
     def remove(self, nodes: Nodes) -> None:
-        are_parked = self._number[nodes] > 0
-        parked = nodes if are_parked.all() else nodes[are_parked]
-        self._memory.keep(self._key[parked], self._uses[parked], self._class[parked], self._slice[parked])
+        are_evictable = self._number[nodes] > 0
+        evictable = nodes if are_evictable.all() else nodes[are_evictable]
+        self._memory.keep(self._key[evictable], self._uses[evictable], self._class[evictable], self._slice[evictable])
         self._number[nodes] = 0
         parents = self._tree.parents_of(nodes)
         parents = parents[parents >= 0]
@@ -220,12 +220,12 @@ class ReuseDensity:
             self._opened(*its[2:])
         return False
 
-    def _opened(self, kind: int, since: int) -> ParkedQueue:
+    def _opened(self, kind: int, since: int) -> EvictableQueue:
         """The queue of a class and slice, opened because one of its nodes may be evictable now."""
         key = (kind, since)
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[key] = ParkedQueue()
+            queue = self._queues[key] = EvictableQueue()
         elif key in self._closed:
             self._closed.remove(key)
         else:
@@ -245,16 +245,16 @@ class ReuseDensity:
             nodes = self._queues.pop((kind, since)).first(len(self._number), self._number)
             if len(nodes):
                 self._closed.discard((kind, _OLD))
-                self._queues.setdefault((kind, _OLD), ParkedQueue()).append(nodes, self._number)
+                self._queues.setdefault((kind, _OLD), EvictableQueue()).append(nodes, self._number)
 
     def _sort_queues(self) -> None:
         self._order = sorted(self._turn(*key) for key in self._queues if key not in self._closed)
 
 
 class ReuseTimes:
-    """Statistics of the time until parked nodes are used again, by class, and the densities that follow from them.
+    """Statistics of the time until evictable nodes are used again, by class, and the densities that follow from them.
 
-    `now` is the current slice, of `slice_nodes` parked nodes. `densities[class, age in slices]` are hits per node and
+    `now` is the current slice, of `slice_nodes` evictable nodes. `densities[class, age in slices]` are hits per node and
     slice; the last age stands for all beyond.
     """
 
@@ -268,7 +268,7 @@ class ReuseTimes:
         self._bin_of_age = np.repeat(np.arange(bins), np.diff(self._edges))
         # a node counts for a bin once it could have been reused half-way through it
         self._known_after = -(-(self._edges[:-1] + self._edges[1:]) // 2)
-        self._num_parked = np.zeros((NUM_CLASSES, self.horizon + 1))  # by slice, a ring buffer
+        self._num_evictable = np.zeros((NUM_CLASSES, self.horizon + 1))  # by slice, a ring buffer
         self._known = np.zeros((NUM_CLASSES, bins))
         self._reused = np.zeros((NUM_CLASSES, bins))
         self._fade = 0.5 ** (1 / (SLICES * HALF_LIFE))
@@ -279,9 +279,9 @@ class ReuseTimes:
         self._middles = np.append((self._edges[:-1] + self._edges[1:]) / 2, self.horizon)
         self.densities = self._learn()
 
-    def parked(self, counts: npt.NDArray[np.int64]) -> bool:
-        """Count parked nodes per class. Returns whether a new slice began."""
-        self._num_parked[:, self.now % (self.horizon + 1)] += counts
+    def count_evictable(self, counts: npt.NDArray[np.int64]) -> bool:
+        """Count evictable nodes per class. Returns whether a new slice began."""
+        self._num_evictable[:, self.now % (self.horizon + 1)] += counts
         self._in_slice += int(counts.sum())
         if self._in_slice < self._slice_nodes:
             return False
@@ -298,9 +298,9 @@ class ReuseTimes:
     def _next_slice(self) -> None:
         self.now += 1
         ring = self.horizon + 1
-        self._num_parked[:, self.now % ring] = 0
+        self._num_evictable[:, self.now % ring] = 0
         slices = self.now - self._known_after
-        self._known += self._num_parked[:, slices % ring] * (slices > 0)
+        self._known += self._num_evictable[:, slices % ring] * (slices > 0)
         self._known *= self._fade
         self._reused *= self._fade
 

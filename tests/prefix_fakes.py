@@ -10,7 +10,7 @@ from pagetide.cache.prefix_tree import Nodes, PrefixTree
 
 
 class OldestFirst:
-    """A policy that is naive and strict: the node parked longest ago goes first, of nodes parked at once the deepest.
+    """A policy that is naive and strict: the node evictable longest ago goes first, of nodes evictable at once the deepest.
 
     It refuses whatever the protocol of eviction policies does not allow.
     """
@@ -18,7 +18,7 @@ class OldestFirst:
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
         self.depth: dict[int, int] = {}
-        self.parked: dict[int, int] = {}  # node -> when
+        self.evictable: dict[int, int] = {}  # node -> when
         self.calls = 0
         self.hits: list[list[int]] = []
 
@@ -41,24 +41,24 @@ class OldestFirst:
     def mark_evictable(self, nodes: Nodes) -> None:
         self.calls += 1
         for node in nodes.tolist():
-            assert node in self.depth and node not in self.parked
-            self.parked[node] = self.calls
+            assert node in self.depth and node not in self.evictable
+            self.evictable[node] = self.calls
 
     def mark_used(self, nodes: Nodes) -> None:
         for node in nodes.tolist():
-            del self.parked[node]
+            del self.evictable[node]
 
     def victims(self, n: int) -> Nodes:
-        order = sorted(self.parked, key=lambda node: (self.parked[node], -self.depth[node], node))
+        order = sorted(self.evictable, key=lambda node: (self.evictable[node], -self.depth[node], node))
         return np.array(order[: n + 1], np.int64)  # more than asked for is allowed
 
     def remove(self, nodes: Nodes) -> None:
         for node in nodes.tolist():
             del self.depth[node]
-            self.parked.pop(node, None)
+            self.evictable.pop(node, None)
 
     def ranks(self, nodes: Nodes) -> Ranks:
-        return np.array([self.parked.get(node, self.calls + 1) for node in nodes.tolist()], np.float64)
+        return np.array([self.evictable.get(node, self.calls + 1) for node in nodes.tolist()], np.float64)
 
 
 class Watched(OldestFirst):

@@ -203,24 +203,24 @@ class Naive:
     def __init__(self, bound: int) -> None:
         self.bound = bound
         self.holders: dict[tuple[int, ...], set[int]] = {}
-        self.parked: dict[tuple[int, ...], int] = {}
+        self.evictable: dict[tuple[int, ...], int] = {}
         self.calls = 0
 
     def begin(self, row: int, tokens: list[int]) -> None:
         for end in range(SIZE, len(tokens) + 1, SIZE):
             prefix = tuple(tokens[:end])
             self.holders.setdefault(prefix, set()).add(row)
-            self.parked.pop(prefix, None)
+            self.evictable.pop(prefix, None)
 
     def end(self, rows: list[int]) -> None:
         self.calls += 1
         for prefix, held in self.holders.items():
             if held and held <= set(rows):
-                self.parked[prefix] = self.calls
+                self.evictable[prefix] = self.calls
             held -= set(rows)
-        while len(self.parked) > self.bound:
-            worst = min(self.parked, key=lambda prefix: (self.parked[prefix], -len(prefix)))
-            del self.parked[worst], self.holders[worst]
+        while len(self.evictable) > self.bound:
+            worst = min(self.evictable, key=lambda prefix: (self.evictable[prefix], -len(prefix)))
+            del self.evictable[worst], self.holders[worst]
 
     def found(self, tokens: list[int]) -> int:
         return sum(tuple(tokens[:end]) in self.holders for end in range(SIZE, len(tokens) + 1, SIZE))
@@ -236,7 +236,7 @@ PROMPT = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5).map(
 def test_any_life_as_the_rule_is_written(bound: int, events: list[tuple[int, list[int]]]) -> None:
     """Rows of prompts that begin alike come and go: each time the same can be found as by a naive count.
 
-    Of what was parked at once the order of equals, of the same depth, is open: so a row's end is a call of its own.
+    Of what was evictable at once the order of equals, of the same depth, is open: so a row's end is a call of its own.
     """
     cache, naive = Cache(bound, usable=60), Naive(bound)
     running: dict[int, list[int]] = {}
@@ -251,4 +251,4 @@ def test_any_life_as_the_rule_is_written(bound: int, events: list[tuple[int, lis
             naive.begin(row, prompt)
             running[row] = prompt
         assert [cache.found(p) for p in prompts] == [naive.found(p) for p in prompts]
-        assert cache.cached == len(naive.parked)
+        assert cache.cached == len(naive.evictable)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagetide.cache.eviction import EvictionPolicy, Lru, ParkedQueue
+from pagetide.cache.eviction import EvictableQueue, EvictionPolicy, Lru
 from pagetide.cache.prefix_tree import PrefixTree
 from pagetide.cache.reuse_density import HORIZON, NUM_CLASSES, SLICES, ReuseDensity, ReuseTimes, _Memory
 
@@ -31,7 +31,7 @@ def remove(policy: EvictionPolicy, *nodes: int) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_the_chain_parked_first_goes_first_and_its_deepest_node_before_the_others(make):
+def test_the_chain_evictable_first_goes_first_and_its_deepest_node_before_the_others(make):
     policy = make(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1, 2)
     add_chain(policy, 3, 4, 5)
@@ -58,7 +58,7 @@ def test_a_prefix_used_again_goes_last(make):
 
 
 @pytest.mark.parametrize("make", POLICIES)
-def test_only_parked_nodes_go(make):
+def test_only_evictable_nodes_go(make):
     policy = make(PrefixTree(CAPACITY))
     add_chain(policy, 0, 1, 2, 3)
     assert policy.victims(4).tolist() == []
@@ -191,20 +191,20 @@ def hits_in_a_loop(policy: EvictionPolicy) -> int:
 
 
 def test_a_queue_drops_what_left_and_keeps_its_order():
-    parked_at = np.zeros(1000, np.int64)
-    queue, expected = ParkedQueue(), []
+    evictable_since = np.zeros(1000, np.int64)
+    queue, expected = EvictableQueue(), []
     rng = np.random.default_rng(0)
     for call in range(1, 400):
         nodes = rng.choice(1000, rng.integers(1, 40), replace=False)
-        parked_at[nodes] = call
-        queue.append(nodes, parked_at)
+        evictable_since[nodes] = call
+        queue.append(nodes, evictable_since)
         expected = [node for node in expected if node not in set(nodes.tolist())] + nodes.tolist()
         gone = set(rng.choice(1000, rng.integers(1, 40), replace=False).tolist())
-        parked_at[list(gone)] = 0
+        evictable_since[list(gone)] = 0
         expected = [node for node in expected if node not in gone]
         n = int(rng.integers(0, 100))
-        assert queue.first(n, parked_at).tolist() == expected[:n]
-    assert queue.first(1000, parked_at).tolist() == expected
+        assert queue.first(n, evictable_since).tolist() == expected[:n]
+    assert queue.first(1000, evictable_since).tolist() == expected
 
 
 def test_densities_fall_to_those_of_what_is_seen():
@@ -215,7 +215,7 @@ def test_densities_fall_to_those_of_what_is_seen():
     counts = np.zeros(NUM_CLASSES, np.int64)
     counts[0] = 16
     for _ in range(2 * SLICES * HORIZON):
-        assert times.parked(counts)
+        assert times.count_evictable(counts)
     assert (times.densities[0, :-1] < before[0, :-1] / 5).all()  # never reused
     assert (times.densities[:, -1] == 0).all()
 
@@ -227,19 +227,19 @@ def test_ages_that_nobody_has_come_to_are_worth_no_less(slices: int) -> None:
     counts = np.zeros(NUM_CLASSES, np.int64)
     counts[0] = 16
     for _ in range(slices):
-        times.parked(counts)
+        times.count_evictable(counts)
     assert times.densities[0, slices // 4] < before[slices // 4] / 2, "none that lay so long was used again"
     later = slice(int(slices * 1.25), -1)  # its bin begins before, and its middle lies behind
     assert (times.densities[0, later] >= before[later]).all()
 
 
 class Naive:
-    """The order of a policy, recomputed from scratch over all parked nodes. What was learned is the policy's own."""
+    """The order of a policy, recomputed from scratch over all evictable nodes. What was learned is the policy's own."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.parent: dict[int, int] = {}
-        self.parked: dict[int, tuple[int, int]] = {}  # node -> call, slice
+        self.evictable: dict[int, tuple[int, int]] = {}  # node -> call, slice
         self.uses: dict[int, int] = {}
         self.kind: dict[int, int] = {}
         self.calls = 0
@@ -248,7 +248,7 @@ class Naive:
         return 0 if self.parent[node] < 0 else 1 + self.depth(self.parent[node])
 
     def rank(self, node: int) -> tuple[float, ...]:
-        call, at = self.parked[node]
+        call, at = self.evictable[node]
         if isinstance(self.policy, Lru):
             return (call, -self.depth(node))
         times = self.policy._times
@@ -260,7 +260,7 @@ class Naive:
         children = {node: sum(1 for p in self.parent.values() if p == node) for node in self.parent}
         order: list[int] = []
         waiting: set[int] = set()
-        for node in sorted(self.parked, key=self.rank):
+        for node in sorted(self.evictable, key=self.rank):
             waiting.add(node)
             while node in waiting and not children[node]:
                 waiting.remove(node)
@@ -303,7 +303,7 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
         now = policy._times.now if make is ReuseDensity else 0
         naive.calls += bool(gone)
         for node in gone:
-            naive.parked[node] = (naive.calls, now)
+            naive.evictable[node] = (naive.calls, now)
             naive.kind[node] = min(naive.uses[node].bit_length() - 1, NUM_CLASSES - 1)
         if gone:
             policy.mark_evictable(ids(*gone))
@@ -316,11 +316,11 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
             prefixes = [path[: i + 1] for i in range(len(path))]
             nodes = [node_of[p] for p in prefixes if p in node_of]
             policy.hit(ids(*nodes))
-            parked = [node for node in nodes if node in naive.parked]
-            policy.mark_used(ids(*parked))
+            evictable = [node for node in nodes if node in naive.evictable]
+            policy.mark_used(ids(*evictable))
             for node in nodes:
                 naive.uses[node] = min(naive.uses[node] + 1, 16)
-                naive.parked.pop(node, None)
+                naive.evictable.pop(node, None)
                 holders[node] += 1
             need = len(path) - len(nodes) - len(free)
             if need > 0:
@@ -330,11 +330,11 @@ def test_the_victims_are_those_of_a_naive_policy(make, data):
                     end(nodes)
                     continue
                 for node in evicted:
-                    remembered[path_of[node]] = (naive.uses[node], naive.parked[node][1])
+                    remembered[path_of[node]] = (naive.uses[node], naive.evictable[node][1])
                 remove(policy, *evicted)
                 for node in evicted:
                     assert node not in naive.parent.values()
-                    del node_of[path_of.pop(node)], naive.parked[node], naive.parent[node], naive.uses[node]
+                    del node_of[path_of.pop(node)], naive.evictable[node], naive.parent[node], naive.uses[node]
                     free.append(node)
             new = [free.pop() for _ in prefixes[len(nodes) :]]
             parents = [*nodes, *new][len(nodes) - 1 : -1] if nodes else [-1, *new[:-1]]

@@ -280,7 +280,7 @@ def test_nothing_in_use_is_evicted_nor_what_it_stands_behind() -> None:
     pool.check()
 
 
-def test_a_parked_block_before_one_in_use_is_not_evicted() -> None:
+def test_an_evictable_block_before_one_in_use_is_not_evicted() -> None:
     pool = Pool(20)
     a = pool.begin(words(0, 32))
     pool.computed(a, 32)

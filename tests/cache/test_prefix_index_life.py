@@ -74,7 +74,7 @@ class Life(RuleBasedStateMachine):
         return chain.digests(chain.num_blocks)[-1].tobytes()
 
     @property
-    def parked(self) -> list[int]:
+    def evictable(self) -> list[int]:
         """Blocks in the order of a walk through what is findable, which is none in particular."""
         return [block for block in self.blocks.values() if not self.references[block]]
 
@@ -191,21 +191,21 @@ class Life(RuleBasedStateMachine):
     def end(self, pick: int) -> None:
         self.release(self.sequences.pop(pick % len(self.sequences)).table)
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.evictable)
     @rule(picks=PICKS)
     def evict(self, picks: list[int]) -> None:
-        parked = self.parked
-        chosen = sorted({parked[pick % len(parked)] for pick in picks})
+        evictable = self.evictable
+        chosen = sorted({evictable[pick % len(evictable)] for pick in picks})
         expected = self.places_behind([prefix for prefix, block in self.blocks.items() if block in chosen])
         places = self.index.evict(chosen)
         assert (set(places.blocks.tolist()), set(places.slots.tolist())) == expected
         self.forget(places.blocks.tolist(), places.slots.tolist())
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.evictable)
     @rule(n=st.integers(0, 8))
     def evict_the_policys_choice(self, n: int) -> None:
         victims = self.index.victims(n).tolist()
-        assert len(victims) == min(n, len(self.parked)) and set(victims) <= set(self.parked)
+        assert len(victims) == min(n, len(self.evictable)) and set(victims) <= set(self.evictable)
         for number, block in enumerate(victims):
             prefix = next(prefix for prefix, other in self.blocks.items() if other == block)
             assert self.places_behind([prefix])[0] <= set(victims[: number + 1])
@@ -223,7 +223,7 @@ class Life(RuleBasedStateMachine):
         assert (set(places.blocks.tolist()), set(places.slots.tolist())) == expected == (set(), expected[1])
         self.forget([], places.slots.tolist())
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.evictable)
     @rule(n=st.integers(1, 4))
     def demote(self, n: int) -> None:
         slots = sorted(set(range(NUM_SLOTS)) - set(self.slots.values()))[:n]
@@ -261,14 +261,14 @@ class Life(RuleBasedStateMachine):
     @rule(block=st.integers(1, NUM_BLOCKS - 1))
     def misuse(self, block: int) -> None:
         """What is refused changes nothing: the invariants see to it."""
-        parked = block in self.parked
+        evictable = block in self.evictable
         prefix = next((prefix for prefix, other in self.blocks.items() if other == block), None)
-        if not parked:
+        if not evictable:
             with pytest.raises(BlockMisuse):
                 self.index.evict([block])
             with pytest.raises(BlockMisuse):
                 self.index.mark_used([block])
-        if parked or prefix is None:
+        if evictable or prefix is None:
             with pytest.raises(BlockMisuse):
                 self.index.mark_evictable([block])
         free_slots = sorted(set(range(NUM_SLOTS)) - set(self.slots.values()))[:1]
@@ -290,8 +290,8 @@ class Life(RuleBasedStateMachine):
         every = np.arange(1, NUM_BLOCKS)
         assert self.index.findable(every).tolist() == [block in findable for block in every]
         assert len(self.policy.depth) == len(self.blocks)
-        assert len(self.policy.parked) == len(self.parked)
-        assert len(self.host_policy.parked) == len(self.host_policy.depth) == len(self.slots)
+        assert len(self.policy.evictable) == len(self.evictable)
+        assert len(self.host_policy.evictable) == len(self.host_policy.depth) == len(self.slots)
         for prefix in (*self.blocks, *self.slots):
             chain = self.index.hasher.chain(prefix[1], prefix[0])
             hit = self.index.lookup(chain, len(prefix[1]))

@@ -10,7 +10,7 @@ from pagetide.cache.reuse_density import ReuseDensity
 
 
 def naive_victims(policy: ReuseDensity) -> list[int]:
-    """All parked nodes, sorted from scratch by what the policy knows of each; none before its children."""
+    """All evictable nodes, sorted from scratch by what the policy knows of each; none before its children."""
     times = policy._times
 
     def place(node: int) -> tuple[float, ...]:
@@ -30,7 +30,7 @@ def naive_victims(policy: ReuseDensity) -> list[int]:
 
 
 class Life:
-    """Requests over a tree of blocks, some at a time, in a full pool; whoever ends parks what nobody else holds."""
+    """Requests over a tree of blocks, some at a time, in a full pool; an end marks as evictable what no other holds."""
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.tree = PrefixTree(capacity)
@@ -80,10 +80,10 @@ class Life:
             self.free.append(node)
 
     def recall(self) -> None:
-        """Any parked node goes, with all behind it, as when an extent is given back."""
-        parked = [node for node, num in self.holders.items() if not num]
-        if parked:
-            path = self.path_of[parked[self.rng.integers(len(parked))]]
+        """Any evictable node goes, with all behind it, as when an extent is given back."""
+        evictable = [node for node, num in self.holders.items() if not num]
+        if evictable:
+            path = self.path_of[evictable[self.rng.integers(len(evictable))]]
             self.evict([node for node, other in self.path_of.items() if other[: len(path)] == path])
 
 
