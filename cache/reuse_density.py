@@ -10,11 +10,11 @@ evicts the younger, where least recently used would miss always. Where reuse com
 recently used.
 
 Time is counted in nodes that become evictable, in slices of 1/16 of the capacity (at least 16 nodes). A node's age is
-the number of slices since it became evictable. Evicted nodes are remembered by key for 8 capacities, the range of ages, so that the policy
-sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays with a half-life of
-8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread evenly over the orders
-of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior weighs as much as a
-quarter of a capacity of nodes.
+the number of slices since it became evictable. Evicted nodes are remembered by key for 8 capacities, the range of ages,
+so that the policy sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays
+with a half-life of 8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread
+evenly over the orders of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior
+weighs as much as a quarter of a capacity of nodes.
 
 Reasons and the comparison with others: docs/decisions/0016-eviction-policy.md.
 """
