@@ -607,7 +607,7 @@ async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench
 async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Bench) -> None:
     await bench.engine("a")
     table = bench.broker._table
-    (lease,) = table.entries.values()
+    (lease,) = table.leases.values()
     engine_uid, owner_uid = 4001, 4000
     lease.peer = broker_connection.Peer(lease.peer.pid, engine_uid)
     for uid in (0, owner_uid, engine_uid):

@@ -28,6 +28,7 @@ from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.streamers import generate_into
 from pagetide.engine.text.detokenizer import Detokenizer
+from pagetide.scheduler.cost import SwapCost
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "share": False, "kv_memory": {"min": "512KiB", "max": "1MiB"},
@@ -84,8 +85,11 @@ def tokens(output: RequestOutput) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", **ENGINE) as engine:
-        yield engine
+    # Swaps are always worth it: on a busy machine a measured copy may look too expensive.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwapCost, "observe", lambda cost, plan, result: None)
+        with LLM("demo", **ENGINE) as engine:
+            yield engine
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import numpy as np
 
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.memory.pool_use import SchedulerPoolUse
-from pagetide.scheduler.limits import Limits
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.scheduler import Limits, Scheduler
 
 PER, BLOCK_SIZE, EXTENTS = 4, 16, 16
 

@@ -148,7 +148,7 @@ def test_a_request_that_runs_is_never_compiled_for_again(llm: LLM, compiler: Com
 
 def test_several_prompts_of_one_call_are_prepared_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, params = llm._manager, SamplingParams(bad_words=["x", "y"], stop="z", max_new_tokens=1)
-    asked = manager.encode(["a", "b", "c", "d"], [params, params, SamplingParams(), params])
+    asked = manager.intake.encode(["a", "b", "c", "d"], [params, params, SamplingParams(), params])
     assert [one.prepared is asked[0].prepared for one in asked] == [True, True, False, True]
 
 

@@ -340,11 +340,10 @@ def test_one_for_each_token_behind_a_stop_string_and_of_what_is_aborted(llm: LLM
     logprobs = stopped.completions[0].logprobs
     assert logprobs is not None and [one.token_id for one in logprobs] == stopped.token_ids
     manager = llm._manager
-    (state,) = manager.submit(
-        manager.encode(TEXTS[0], SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)), 0, None
-    )
-    manager.step_for(state)
-    manager.drop([state])
-    output = state.answer.output
+    params = SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)
+    (group,) = manager.submit(manager.intake.encode(TEXTS[0], params), 0, None)
+    manager.step_for(group.states[0])
+    manager.abort([group.states[0]])
+    output = group.output
     assert (output.finish_reason, output.completions[0].logprobs) == ("aborted", ())
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 6, "as far as it was computed"
