@@ -59,7 +59,7 @@ POINTS = {
     "copies of blocks": Point(lambda engine: Storage, "copy", always=None),
     "map": Point(lambda engine: engine.arena, "map", always=None),
     "unmap": Point(lambda engine: engine.arena, "unmap", always=None),
-    "measuring memory": Point(lambda engine: engine.core.memory, "_base_bytes_now", always=None),
+    "measuring memory": Point(lambda engine: engine.core.memory._reporter.base, "_measure", always=None),
     "statistics": Point(lambda engine: type(engine), "stats", always=None),
     "text": Point(lambda engine: Detokenizer, "push", EVERYBODY),
     "end of a request": Point(lambda engine: RequestState, "finish", EVERYBODY),
