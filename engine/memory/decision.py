@@ -245,7 +245,7 @@ def wants_turn(view: MemoryView, now: float) -> bool:
         return True
     for task, _ in due_tasks(view, now):
         if task is PoolTask.GROW:
-            if view.pool.num_extents < view.bounds.total_extents and view.may_look(now):
+            if view.may_look(now) and view.pool.num_extents < view.bounds.total_extents:
                 return True
         elif task is not PoolTask.REST or view.may_look(now):
             return True
