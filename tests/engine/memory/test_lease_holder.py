@@ -136,7 +136,8 @@ def test_an_idle_recall_is_served_and_costs_no_token(device: Device) -> None:
         assert said(llm) == alone()
 
 
-def test_a_recall_under_decode_is_served_and_changes_no_token(device: Device) -> None:
+def test_a_recall_under_decode_is_served_and_changes_no_token(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagetide.engine.memory")
     with engine() as llm:
         assert said(llm) == alone()
         hoard(llm)
@@ -147,7 +148,11 @@ def test_a_recall_under_decode_is_served_and_changes_no_token(device: Device) ->
         chunks += stream
         ends = {chunk.index: chunk.output.token_ids for chunk in chunks if chunk.output is not None}
         assert [ends[i] for i in range(len(PROMPTS))] == alone()
-        wait_until(lambda: device.lease().granted_bytes <= told.target_bytes, "the recall to be served")
+        # On a busy machine the grant may have risen again by now, as the ask of `hoard` lasts: then the log says it.
+        wait_until(
+            lambda: device.lease().granted_bytes <= told.target_bytes or "recall served" in caplog.text,
+            "the recall to be served",
+        )
         assert memory(llm)["recalls"] >= 1
 
 
