@@ -1,4 +1,4 @@
-"""A model's metadata from its files, without reading weights: shape, sizes, end ids, sampling defaults, context length."""
+"""A model's metadata without its weights: shape, sizes, end ids, context length, defaults of its generation_config.json."""
 
 from __future__ import annotations
 

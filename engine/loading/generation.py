@@ -1,4 +1,4 @@
-"""transformers' generation settings, merged as its pipeline does, and converted to `SamplingParams`.
+"""The pipeline's generation settings: arguments and configurations merged as transformers does, as `SamplingParams`.
 
     the caller's arguments  >  the caller's `generation_config`  >  the models file's sampling
     >  the model's own generation_config  >  the pipeline's defaults  >  those of `generate`

@@ -1,4 +1,4 @@
-"""Reports an engine's bytes to its lease, answers the lease's recalls and limits, and logs what comes of them."""
+"""Reports an engine's bytes, by class, to its lease, answers the lease's recalls and limits, and logs the outcomes."""
 
 from __future__ import annotations
 
