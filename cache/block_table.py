@@ -34,10 +34,7 @@ class BlockCopies:
 
 
 class BlockTables:
-    """The tables of `num_rows` rows of up to `max_blocks` blocks each. Entries beyond a row's length are undefined.
-
-    The cache manager has one instance per group and mutates it.
-    """
+    """The tables of `num_rows` rows of up to `max_blocks` blocks each. Entries beyond a row's length are undefined."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # its memory pages are touched only as rows grow

@@ -3,8 +3,7 @@
     slot  = lower bits of the digest's first word             twice as many slots as nodes, or more
     first[slot] ──► node ── next[node] ──► node ──► none      nodes with digests in the same slot
 
-A dict of the same size takes five times the memory and stops for half a second while it grows to a million entries. It
-also misses the processor's cache once per entry in sequence, where the misses of numpy's gathers overlap.
+A dict of the same size takes five times the memory and stops for half a second while it grows to a million entries.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class DigestTable:
         self._lower = np.uint64(num_slots - 1)
 
     def find(self, digests: Digests) -> Nodes:
-        """The node of each of `digests` [n, 2], or NONE. Read-only."""
+        """The node of each of `digests` [n, 2], or NONE."""
         nodes = self._first[self._slots(digests)].astype(np.int64)
         others = self._others(nodes, digests)
         while len(others):
@@ -59,7 +58,7 @@ class DigestTable:
         self._leaving[nodes] = False
 
     def contents(self) -> Nodes:
-        """All nodes in the table, in no order. Raises AssertionError where a node is in the wrong place. Read-only."""
+        """All nodes in the table, in no order. Raises AssertionError where a node is in the wrong place."""
         found = []
         at, slots = self._first[self._first != NONE], np.flatnonzero(self._first != NONE)
         while len(at):

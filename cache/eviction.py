@@ -1,9 +1,9 @@
 """The protocol of eviction policies, which choose the cached blocks to evict first, and the policy least recently used.
 
 A policy sees the findable blocks as the nodes of the index's tree (prefix_tree.py), and reads their parents and depths
-there. The index reports events on nodes and asks which evictable node goes next. A node is evictable while no
-sequence holds it. Calls take arrays of node ids, in chain order from the root. The default policy is `ReuseDensity`
-(reuse_density.py); the comparison of policies is in docs/decisions/0016-eviction-policy.md.
+there. A node is evictable while no sequence holds it. Calls take arrays of node ids, in chain order from the root. The
+default policy is `ReuseDensity` (reuse_density.py); the comparison of policies is in
+docs/decisions/0016-eviction-policy.md.
 
 A sequence that uses a node uses its ancestors too. The descendants of an evictable node are therefore evictable, since
 the same time or earlier. So an order by time, with the deepest first among equal times, never puts a node before its
@@ -56,7 +56,7 @@ class EvictionPolicy(Protocol):
         """`nodes`, evictable or not, are no longer findable."""
 
     def ranks(self, nodes: Nodes) -> Ranks:
-        """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not evictable. Read-only."""
+        """The rank of each of `nodes`: lower is evicted first; infinite for nodes that are not evictable."""
 
 
 PolicyFactory = Callable[[PrefixTree], EvictionPolicy]  # makes a policy for the nodes of a tree
@@ -101,7 +101,7 @@ class EvictableQueue:
     """Nodes in the order in which they became evictable. Nodes that left are dropped lazily.
 
     An entry is valid while its node's `evictable_since` is what it was when the entry was made; the number only grows
-    from one marking to the next. Reading drops invalid entries, so each one is skipped once.
+    from one marking to the next.
     """
 
     def __init__(self) -> None:

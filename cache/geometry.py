@@ -12,9 +12,9 @@ A block holds `block_size` tokens of K and V of all layers, contiguously. With e
 With unequal layers it is the concatenation of each layer's K piece and V piece: `[block_size, num_kv_heads, k_dim]` and
 `[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces.
 
-Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The pieces of real models have
-such lengths anyway, so there are no gaps. The end of a block is padded so that `blocks_per_extent` strides are a whole
-number of granules. An extent thus holds whole blocks, and block `i` lies at byte `i * block_stride` of the arena.
+Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The end of a block is padded so
+that `blocks_per_extent` strides are a whole number of granules. An extent thus holds whole blocks, and block `i` lies
+at byte `i * block_stride` of the arena.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Geometry:
 
     `granule_bytes` is the least that the device maps, a power of two (4 KiB of host memory, 2 MiB of CUDA memory). An
     extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads.
-    Block 0 is the null block, which is never handed out, so one of the blocks counted here is not usable. Raises
-    GeometryError.
+    Block 0, the null block, is counted but never handed out. Raises GeometryError.
     """
 
     layers: tuple[LayerShape, ...]
@@ -138,8 +137,7 @@ class Geometry:
     def layout_id(self) -> str:
         """A description of the layout. Two pools with equal ids can exchange a block's first `payload_bytes`.
 
-        It fixes every offset within the payload. It omits the stride, which depends on the arena's granule (4 KiB on
-        the host, 2 MiB on the device), as the padding is not copied.
+        It omits the stride, which depends on the arena's granule, as the padding is not copied.
         """
         runs = [(f"{len(list(run))}*", layer) for layer, run in groupby(self.layers)]
         layers = ",".join((count if count != "1*" else "") + _layer_name(layer) for count, layer in runs)
@@ -173,8 +171,7 @@ class Geometry:
     def blocks_for_bytes(self, num_bytes: int) -> int:
         """Blocks of the whole extents that fit into `num_bytes`, including the null block.
 
-        The inverse of `bytes_for_blocks` up to whole extents: `bytes_for_blocks(blocks_for_bytes(n)) <= n` by less than
-        an extent, and `blocks_for_bytes(bytes_for_blocks(b)) >= b` by less than an extent's blocks.
+        The inverse of `bytes_for_blocks` up to whole extents.
         """
         return max(0, num_bytes) // self.extent_bytes * self.blocks_per_extent
 
@@ -219,9 +216,9 @@ class Geometry:
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     """The K and V that each layer of a transformers model passes to its attention function.
 
-    `config` is a text config, or one that has one (`get_text_config`); it is only read. Attribute names differ between
-    families: aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. Raises GeometryError
-    naming the missing attribute, or a layer that keeps a state other than K and V.
+    `config` is a text config, or one that has one (`get_text_config`). Attribute names differ between families:
+    aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. Raises GeometryError naming the
+    missing attribute, or a layer that keeps a state other than K and V.
     """
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)

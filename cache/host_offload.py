@@ -8,10 +8,9 @@ For a block, p is
     learned    otherwise, separately for blocks that a request has found before and for those that none has
 
 p is learned from blocks in the host tier. `won` counts blocks that returned. When n slots are taken, the fraction n /
-all slots of each block in the tier is `lost`: a block is lost when the whole tier is taken once. The prior for a block
-used u times is u / (u + 1) (the rule of succession). The evidence weighs at most as much as the last thousand blocks.
-Blocks found before are never estimated less likely than others, as a request for a block also needs the blocks before
-it.
+all slots of each block in the tier is `lost`. The prior for a block used u times is u / (u + 1) (the rule of
+succession). The evidence weighs at most as much as the last thousand blocks. Blocks found before are never estimated
+less likely than others, as a request for a block also needs the blocks before it.
 
 Where copies do not pay, nothing would be learned any more. So the blocks of every 17th released row are demoted anyway,
 unless the least probability is 1 or more.
@@ -37,7 +36,7 @@ Mask = npt.NDArray[np.bool_]
 class HostOffloadPolicy:
     """Marks of `num_blocks` blocks and of the slots up to `num_slots`, and the statistics learned from them.
 
-    The methods report what happens to findable blocks. Each call is a few array operations over the given blocks.
+    The methods report what happens to findable blocks.
     """
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
@@ -59,7 +58,7 @@ class HostOffloadPolicy:
         return float(new), float(max(new, found))
 
     def worth(self, blocks: Int32, least_chance: float) -> Mask:
-        """Which of `blocks` are worth demoting. Read-only."""
+        """Which of `blocks` are worth demoting."""
         if least_chance >= 1:
             return np.zeros(len(blocks), np.bool_)
         new, found = self.chances

@@ -1,17 +1,15 @@
 """The slots of the host tier: free slots, the tails of waiting sequences, and the copies that the next plan must do.
 
-A slot is a place in host memory for the bytes of one block. The prefix index knows which slots are findable; this
-module assigns slots and schedules copies. The copies of a plan are done in this order:
+A slot is a place in host memory for the bytes of one block. The copies of a plan are done in this order:
 
     out    block -> slot     the block is reused in the very same plan
     back   block -> block    a block that was to leave, and was needed again before it had
     in     slot -> block     the slot is free for the plans after this one
 
 Copies that a plan's own chunks depend on are done before the chunks. The others run concurrently with them: copies in,
-and copies out of blocks that their new owner uses from the next plan on. No chunk of the plan touches those blocks.
+and copies out of blocks that their new owner uses from the next plan on.
 
-A slot that a plan reads is written by a later plan at the earliest. So a copy out cannot overwrite what a copy in of
-the same plan still reads. Of two copies to a slot only the last is pending. Pure logic, no memory.
+A slot that a plan reads is written by a later plan at the earliest. Of two copies to a slot only the last is pending.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _NONE.flags.writeable = False
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swaps:
-    """Whole blocks that a step copies out, back and in, in this order, each kind as if at once. Plain data.
+    """Whole blocks that a step copies out, back and in, in this order, each kind as if at once.
 
     The first `num_before` copies out, and those back, must be done before the step's chunks, the others by the step's end.
     """
@@ -56,11 +54,10 @@ class HostTail:
 
 
 class HostTier:
-    """The slots `1 .. capacity`; slot 0 is never used, like the null block. `Swapping` mutates the tier.
+    """The slots `1 .. capacity`; slot 0 is never used. `Swapping` mutates the tier.
 
-    `num_slots` of them are in service: not those for which there is no memory. `least_chance` and `promotes` are set by
-    `CacheManager.set_swap_costs`. `tails` are those of waiting sequences, by name. While the tier is `resting` no block
-    is demoted.
+    `num_slots` of them are in service: not those for which there is no memory. `tails` are those of waiting sequences,
+    by name. While the tier is `resting` no block is demoted.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -151,15 +148,15 @@ class HostTier:
         self._ins.append((slots, blocks))
 
     def owed(self, blocks: BlockIds) -> Int32:
-        """Slots to which the next plan copies one of `blocks`. Read-only."""
+        """Slots to which the next plan copies one of `blocks`."""
         return np.flatnonzero(np.isin(self._leaving, blocks) & (self._leaving != 0)).astype(np.int32)
 
     def is_arriving(self, blocks: BlockIds) -> bool:
-        """Whether the next plan copies to one of `blocks`. Read-only."""
+        """Whether the next plan copies to one of `blocks`."""
         return any(bool(np.isin(blocks, targets).any()) for _, targets in (*self._ins, *self._back))
 
     def take_swaps(self, alone: bool = True) -> Swaps | None:
-        """The copies of the plan that is being made, or None. Plans are executed in the order in which they are made.
+        """The copies of the plan that is being made, or None.
 
         Unless `alone`, the plan moves blocks or extents as well; then all copies out are done before its chunks.
         """

@@ -12,11 +12,7 @@ With a hasher, later requests with the same prefix find full blocks of computed 
 
 With a host tier, an evicted block is first copied to a host slot (demoted), if that is worth the copy and a slot is
 available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
-preempted sequence therefore swaps the sequence out, as far as its space is needed. `keep_for` announces that the
-sequence will return, and keeps its last, partly filled block, which is not findable. `host.take_swaps` returns the
-copies that the next plan must do.
-
-Without a hasher nothing is ever found, and without host slots nothing is ever demoted; the calls are the same.
+preempted sequence therefore swaps the sequence out, as far as its space is needed.
 """
 
 from __future__ import annotations
@@ -61,9 +57,7 @@ class CacheManager:
 
     With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
 
-    `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped. The parts
-    are `pool` (the state of blocks and extents), `resizer` (adds extents and gives them back), `index` (the cached
-    prefixes), `swapping` (eviction, demotion, promotion) and `host` (the slots of the host tier).
+    `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped.
     """
 
     def __init__(
@@ -120,7 +114,7 @@ class CacheManager:
 
     @property
     def shared(self) -> int:
-        """Blocks saved by sharing: table entries minus distinct live blocks. Read-only."""
+        """Blocks saved by sharing: table entries minus distinct live blocks."""
         return int(sum(table.lengths.sum() for table in self.tables)) - self.pool.counts().live
 
     def blocks_for(self, tokens: int) -> int:
@@ -128,7 +122,7 @@ class CacheManager:
         return -(-tokens // self.block_size) * len(self.tables)
 
     def short(self, rows: Index, upto: Index) -> Index:
-        """The `rows` with tables that do not reach `upto[i]` tokens. Read-only."""
+        """The `rows` with tables that do not reach `upto[i]` tokens."""
         return rows[upto > self.tables[0].lengths[rows] * self.block_size]
 
     def extend(self, rows: Index, upto: Index, hit: PrefixHit | None = None) -> Extension | None:
@@ -174,12 +168,12 @@ class CacheManager:
         return Extension(tuple(updates), copies, num_computed=num_tokens)
 
     def held_blocks(self, rows: Index) -> Index:
-        """Blocks in the tables of each of `rows`, all groups together. Read-only."""
+        """Blocks in the tables of each of `rows`, all groups together."""
         held: Index = sum((table.lengths[rows] for table in self.tables), np.zeros(len(rows), np.int64))
         return held
 
     def sole_blocks(self, rows: Index) -> Index:
-        """Blocks that only this row holds, for each of `rows`: what releasing the row gains. Read-only."""
+        """Blocks that only this row holds, for each of `rows`: what releasing the row gains."""
         if not self.shared:
             return self.held_blocks(rows)
         sole = np.zeros(len(rows), np.int64)
@@ -209,14 +203,11 @@ class CacheManager:
         return self.index.hasher.chain(tokens, salt)
 
     def lookup(self, chain: Chain, max_tokens: int) -> PrefixHit:
-        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only.
-
-        Valid until the cache changes.
-        """
+        """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only."""
         return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
-        """Blocks that `admit` takes from `available`: new blocks, and found blocks without references. Read-only."""
+        """Blocks that `admit` takes from `available`: new blocks, and found blocks without references."""
         evictable = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
         return self.blocks_for(upto) - len(hit.blocks) + int(evictable)
 
@@ -258,8 +249,7 @@ class CacheManager:
     def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.
 
-        These tokens are computed, and are those of `chain`. If the same tokens are cached already, the row takes the
-        cached blocks. Returns the changed table entries.
+        These tokens are computed, and are those of `chain`. Returns the changed table entries.
         """
         full, first = num_tokens // self.block_size, int(self._committed[row])
         if full <= first or not self.index.capacity:
@@ -293,7 +283,7 @@ class CacheManager:
         self._committed[self.tables[0].lengths == 0] = 0
 
     def rows_with(self, blocks: Int32) -> Index:
-        """Rows with one of `blocks` in their tables, lowest first. Read-only."""
+        """Rows with one of `blocks` in their tables, lowest first."""
         found = []
         for table in self.tables:
             rows, slots = table.entries(np.flatnonzero(table.lengths))
@@ -307,8 +297,8 @@ class CacheManager:
     def _allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
         """Allocate `n` blocks; demote or evict cached blocks if needed. Raises NoFreeBlocks, and changes nothing then.
 
-        `hit` is the prefix of the row that is being admitted. The contents of its slots stay there, and the copies of
-        demoted blocks may run concurrently with the next plan's chunks.
+        With the `hit` of a row that is being admitted, the copies of demoted blocks may run concurrently with the next
+        plan's chunks.
         """
         lacking = n - self.pool.num_free
         if 0 < lacking <= self.pool.available - self.pool.num_free:
@@ -322,9 +312,8 @@ class CacheManager:
     def keep_for(self, name: str, row: int, chain: Chain, num_tokens: int) -> None:
         """Record that sequence `name` leaves `row` and will return.
 
-        The first `num_tokens` tokens, those of `chain`, are computed and committed. Until the return, their blocks
-        count as certain to be used again. The last, partly filled block is kept, unless no slot is available or the
-        blocks before it are not all findable.
+        The first `num_tokens` tokens, those of `chain`, are computed and committed. The last, partly filled block is
+        kept, unless no slot is available or the blocks before it are not all findable.
         """
         full, rest = divmod(num_tokens, self.block_size)
         num_tail = 1 if rest and self._committed[row] == full else 0

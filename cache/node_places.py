@@ -43,16 +43,16 @@ class NodePlaces:
 
     @property
     def used(self) -> Int32:
-        """The places with a node, lowest first. Looks at all places. Read-only."""
+        """The places with a node, lowest first. Looks at all places."""
         return np.flatnonzero(self.node_at != NONE).astype(np.int32)
 
     def have(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
-        """Which of `nodes` have a place here. Read-only."""
+        """Which of `nodes` have a place here."""
         found: npt.NDArray[np.bool_] = self.of_node[nodes] != NONE
         return found
 
     def nodes_in(self, places: Ids) -> Nodes:
-        """The node in each of `places`. Raises BlockMisuse if one is missing, or a place is named twice. Read-only."""
+        """The node in each of `places`. Raises BlockMisuse if one is missing, or a place is named twice."""
         at = as_index(places)
         nodes = self.node_at[at].astype(np.int64)
         if (nodes == NONE).any() or not self._are_distinct(at):

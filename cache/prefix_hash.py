@@ -5,10 +5,9 @@ are four lanes. Lane l has a random 64-bit key for every position of a sequence,
 
     sum[l] = start[l](salt) + key[l, 0] * (token_0 + 1) + key[l, 1] * (token_1 + 1) + ...    modulo 2**64
 
-The digest is the upper 32 bits of each lane: 4 * 32 = 128. Under an unknown secret, two given prefixes that differ, in
-a token, in length or in salt, agree with a probability of 2**-128. The hashes are chained: the sum after a block is the
-sum before it plus the block's terms. docs/decisions/0017-prefix-index.md says why this is used and not one digest per
-block.
+The digest is the upper 32 bits of each lane. Under an unknown secret, two given prefixes that differ, in a token, in
+length or in salt, agree with a probability of 2**-128. docs/decisions/0017-prefix-index.md says why this is used and
+not one digest per block.
 
 Security: the hash is keyed and linear, not one-way. An attacker with the secret, or with the digests of chosen prompts,
 can construct prompts with equal digests, and can test whether a digest belongs to a guessed prompt. `PrefixIndex`
@@ -61,11 +60,11 @@ class PrefixHasher:
         return Chain(self, tokens, salt)
 
     def start(self, salt: bytes | None) -> Digests:
-        """The sums of an empty prefix. Without a salt: those of the common space. Read-only."""
+        """The sums of an empty prefix. Without a salt: those of the common space."""
         return self._common if salt is None else self._start(b"salted" + salt)
 
     def keys(self, num_blocks: int) -> Digests:
-        """The keys [blocks, lanes, block_size] of at least the first `num_blocks` blocks. Read-only."""
+        """The keys [blocks, lanes, block_size] of at least the first `num_blocks` blocks."""
         if num_blocks > len(self._keys):
             positions = max(num_blocks, 2 * len(self._keys)) * self.block_size
             stretches = (self._stretch(number) for number in range(-(-positions // _STRETCH)))
@@ -135,7 +134,7 @@ class Chain:
         return self._tokens[: num_blocks * size].reshape(num_blocks, size)
 
     def digests(self, num_blocks: int) -> Digests:
-        """The hashes [num_blocks, 2] of the first full blocks, each covering all tokens before it. Read-only."""
+        """The hashes [num_blocks, 2] of the first full blocks, each covering all tokens before it."""
         if num_blocks > self._num_hashed:
             if num_blocks > self.num_blocks:
                 raise ValueError(f"asked for the hashes of {num_blocks} full blocks, there are {self.num_blocks}")

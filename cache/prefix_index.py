@@ -1,8 +1,7 @@
 """The prefix index: which full blocks of tokens are cached, after which prefix, and where each of them lies.
 
 A node is one findable block of tokens after its whole prefix. It lies in exactly one place: a block of the device, or a
-slot of the host tier. The parent of a node on the device is on the device. So the first part of a chain lies on the
-device and the rest on the host. The parent of a findable node is findable.
+slot of the host tier. The parent of a node on the device is on the device. The parent of a findable node is findable.
 
     lookup                 register                mark_evictable               evict
     (read-only)   nothing ─────────► findable, in use ─────────► findable, evictable ─────────► nothing
@@ -10,9 +9,8 @@ device and the rest on the host. The parent of a findable node is findable.
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
-A node is evictable while no sequence references it. The block allocator counts references and pins; the policy
-chooses the next node to evict (eviction.py). A sequence holds all blocks of its chain, so the descendants of an evictable
-node are evictable. Reasons: docs/decisions/0017-prefix-index.md.
+A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py). Reasons:
+docs/decisions/0017-prefix-index.md.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class PrefixIndex:
     default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found.
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
-    whatever the pool's size; only `reset` and the check look at all. `blocks` and `slots` say where each node lies.
+    whatever the pool's size.
     """
 
     def __init__(
@@ -117,10 +115,9 @@ class PrefixIndex:
 
         `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
         findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
-        the caller puts the returned block into the table, with a reference (`mark_used` it if it had none), and releases its
-        own. If fewer are returned, the others stay unregistered: their parent is not findable, their digest is that of
-        other tokens, or there is no room for more nodes. The returned `slots` are free: their contents are in blocks of
-        this sequence now.
+        the caller puts the returned block into the table, with a reference (`mark_used` it if it had none), and
+        releases its own. If fewer are returned, the others stay unregistered. The returned `slots` are free: their
+        contents are in blocks of this sequence now.
 
         Raises BlockMisuse when one of the blocks is findable as something else.
         """
@@ -177,7 +174,7 @@ class PrefixIndex:
         self._policy.mark_used(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` are findable. Read-only."""
+        """Which of `blocks` are findable."""
         found: npt.NDArray[np.bool_] = self.blocks.node_at[as_index(blocks)] != NONE
         return found
 
@@ -192,13 +189,13 @@ class PrefixIndex:
         return self.slots.of_node[self._host_policy.victims(n)[:n]]
 
     def ranks(self, blocks: Ids) -> Ranks:
-        """The policy's rank of each of `blocks`, findable: lower is evicted first. Read-only."""
+        """The policy's rank of each of `blocks`, findable: lower is evicted first."""
         return self._policy.ranks(self.blocks.nodes_in(blocks))
 
     def with_descendants(self, blocks: Ids) -> BlockIds:
         """`blocks`, findable and evictable, with all their descendants on the device; descendants come first.
 
-        For blocks that did not come from `victims`. Read-only.
+        For blocks that did not come from `victims`.
         """
         nodes = self._tree.with_descendants(self.blocks.nodes_in(blocks))
         nodes = nodes[self.blocks.have(nodes)]
@@ -304,10 +301,7 @@ class PrefixIndex:
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _num_true(self, chain: Chain, nodes: Nodes, first: int, parent: int | None) -> int:
-        """How many leading `nodes` are the true successors of `parent` in `chain` from block `first` on.
-
-        Compares tokens and parents.
-        """
+        """How many leading `nodes` are the true successors of `parent` in `chain` from block `first` on."""
         if not len(nodes):
             return 0
         theirs = self._tree.parents[nodes]

@@ -55,11 +55,11 @@ class PrefixTree:
                 self._previous_at[sibling] = top
 
     def parents_of(self, nodes: Nodes) -> Nodes:
-        """The parents of `nodes`, NONE for roots. Read-only."""
+        """The parents of `nodes`, NONE for roots."""
         return self.parents[nodes].astype(np.int64)
 
     def with_descendants(self, nodes: Nodes) -> Nodes:
-        """`nodes` (distinct), followed by their descendants that are not among them. Read-only."""
+        """`nodes` (distinct), followed by their descendants that are not among them."""
         chosen = self._chosen
         chosen[nodes] = True
         children = np.count_nonzero(chosen.take(self.parents[nodes]))  # those among `nodes`
@@ -69,7 +69,7 @@ class PrefixTree:
         return np.concatenate((nodes, np.array(found, np.int64))) if found else nodes
 
     def children(self, nodes: Nodes) -> Nodes:
-        """All direct children of `nodes`, in no order. Read-only."""
+        """All direct children of `nodes`, in no order."""
         found, at = [np.empty(0, np.int64)], self._child[nodes]
         while len(at := at[at != NONE]):
             found.append(at.astype(np.int64))

@@ -31,7 +31,7 @@ class PoolResizer:
     """Adds extents to the pool of `allocator` (`grow`) and gives extents back (`shrink`).
 
     A shrink ends when the caller reports it by `moved` and `unmapped`. Moved blocks are replaced in `tables` and in
-    `index`. `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+    `index`.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class PoolResizer:
     def shrink(self, num_extents: int) -> Shrink | None:
         """Begin to give back up to `num_extents` extents without preempting a row; None, and no change, if none can go.
 
-        If the free blocks do not suffice, cached blocks are demoted or evicted. Live blocks move to free blocks in
-        other extents. The tables name the new blocks at once; the bytes are there after the copies.
+        If the free blocks do not suffice, cached blocks are demoted or evicted.
 
         The source and target blocks are pinned until `moved`. `keep` undoes the draining until `unmapped`.
         """
@@ -77,7 +76,7 @@ class PoolResizer:
         return Shrink(plan.extents, updates, BlockCopies(moves, targets))
 
     def plan_shrink(self, num_extents: int) -> DrainPlan:
-        """The extents and moves that `shrink` would choose. Read-only."""
+        """The extents and moves that `shrink` would choose."""
         plan = self._allocator.plan_drain(num_extents)
         if len(plan.extents) == num_extents or not self._allocator.counts().cached:
             return plan

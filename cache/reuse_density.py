@@ -1,20 +1,17 @@
 """The default eviction policy: keep the blocks with the most expected hits per unit of space and time, learned from reuse.
 
-A prefix that was hit is worth more than one that was not, and ten hits more than one; how much more, and for how long,
-depends on the load. So nodes are classified by how often they were used. For each class the policy learns the
-distribution of the time until evictable nodes are used again. The worth of a class and an age is the best ratio, over all
-times to keep the node from now on, of the probability of a use to the time that the node takes up space. (This is the
-Gittins index of the reuse time; Beckmann and others, LHD, NSDI 2018, estimate the same density without choosing the
-time.) Where every block is used again but too late, as in a loop larger than the pool, this keeps the older blocks and
-evicts the younger, where least recently used would miss always. Where reuse comes soon or never, it equals least
-recently used.
+Nodes are classified by how often they were used. For each class the policy learns the distribution of the time until
+evictable nodes are used again. The worth of a class and an age is the best ratio, over all times to keep the node from
+now on, of the probability of a use to the time that the node takes up space. (This is the Gittins index of the reuse
+time; see also Beckmann and others, LHD, NSDI 2018.) Where every block is used again but too late, as in a loop larger
+than the pool, this keeps the older blocks and evicts the younger, where least recently used would miss always.
 
 Time is counted in nodes that become evictable, in slices of 1/16 of the capacity (at least 16 nodes). A node's age is
-the number of slices since it became evictable. Evicted nodes are remembered by key for 8 capacities, the range of ages,
-so that the policy sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays
-with a half-life of 8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread
-evenly over the orders of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior
-weighs as much as a quarter of a capacity of nodes.
+the number of slices since it became evictable. Evicted nodes are remembered by key for 8 capacities, so that the policy
+sees reuse that came too late, and a returning node keeps its number of uses. What is learned decays with a half-life of
+8 capacities. The prior for a node used u times is u / (u + 1) (the rule of succession), spread evenly over the orders
+of magnitude of age. Rare classes borrow the shape of the reuse times of all classes. The prior weighs as much as a
+quarter of a capacity of nodes.
 
 Reasons and the comparison with others: docs/decisions/0016-eviction-policy.md.
 """
@@ -51,8 +48,7 @@ class ReuseDensity:
     evicted, it goes directly after the last of them.
 
     There is a queue for each class and slice. A queue in which all nodes wait for descendants is closed, and not read:
-    none of its nodes can go before the last descendant of one has left. A node's position in the order tells whether
-    its turn has come.
+    none of its nodes can go before the last descendant of one has left.
     """
 
     def __init__(self, tree: PrefixTree) -> None:

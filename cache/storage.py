@@ -115,10 +115,9 @@ class Storage:
         """Copy block `sources[i]` of another pool to block `targets[i]` of this one: a swap, in or out.
 
         Copies the `block_bytes`. If the strides are equal, blocks adjacent on both sides are one copy, including the
-        padding between them, in whatever order they are given. Between host pools the calling thread copies, without
-        the GIL, and is done on return. With a device, the copies are enqueued on its current stream, and run
-        asynchronously if the host memory is pinned. Raises, with nothing copied, BlockMisuse for the null block or a
-        repetition among the targets and for ids outside the pools; ValueError if the layouts differ or the pool is the
+        padding between them. Between host pools the calling thread copies, without the GIL, and is done on return. With
+        a device, the copies are enqueued on its current stream, and run asynchronously if the host memory is pinned.
+        Raises, with nothing copied, BlockMisuse as `copy` does; ValueError if the layouts differ or the pool is the
         same.
         """
         self.copy_pieces(other, self.pieces_from(other, sources, targets))

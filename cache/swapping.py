@@ -1,9 +1,8 @@
 """Eviction and demotion of blocks, promotion back to the device, and the state of waiting sequences.
 
 Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
-available; older slots are evicted for them. The other blocks are evicted: all of them if the tier has no slots. A hit
-in a slot is promoted to a block of the new row. The blocks that a preempted sequence needs are known. Its last, partly
-filled block is not findable; it is kept as its tail.
+available; older slots are evicted for them. The other blocks are evicted. A hit in a slot is promoted to a block of the
+new row. The last, partly filled block of a preempted sequence is not findable; it is kept as its tail.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Swapping:
     The tier has `num_slots` slots, which may be 0. At most `max_cached_blocks` blocks without references stay cached
     (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
 
-    The cache manager reports what happens to blocks and rows. Its callers may read all attributes, and call `drop_for`,
-    `rest`, `forget_slots` and `lost`.
+    Callers of the cache manager may read all attributes, and call `drop_for`, `rest`, `forget_slots` and `lost`.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Swapping:
         self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
-        """`hit`, without its slots if promoting them is not worth it. Read-only."""
+        """`hit`, without its slots if promoting them is not worth it."""
         if self.host.promotes or not len(hit.slots):
             return hit
         n = len(hit.blocks)

@@ -5,11 +5,9 @@
 - Smaller requests (at most half the blocks) may pass one that does not fit. The search ends at MOST_TRIED further
   refusals. A request is passed at most MOST_PASSES times, so that it does not starve; a preempted one never. Waiting
   requests do not preempt running ones, except beams that wait for a choice (scheduler.py).
-- A fork shares the prompt of another request, its leader. It waits until that prompt is computed, and starts with its
-  blocks.
+- A fork shares the prompt of another request, its leader. It waits until that prompt is computed.
 - A request that needs more blocks than the current limit is deferred and delays no other request.
-- A refused request is not retried before something changes. Blocks reserved for giving back are not available to
-  admission.
+- A refused request is not retried before something changes.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ MOST_PASSES = 16  # times a sequence may be passed by later ones
 class AdmissionController:
     """Selects sequences from `waiting`; the scheduler assigns rows to them.
 
-    It only reads the other arguments. If `forecasts` returns False, every request that fits now is admitted, whatever
-    the others will need.
+    If `forecasts` returns False, every request that fits now is admitted.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Costs of swapping and computing in seconds, from rates measured at run time.
 
-A demoted block is copied out now, and in when it is needed again. An evicted block is recomputed when it is needed
-again:
+A demoted block is copied out now, and in when it is needed again. An evicted block is recomputed:
 
     copy = block bytes / bandwidth    compute = tokens of a block x seconds of a prefill token
 

@@ -71,8 +71,7 @@ class LengthForecast:
     PRIOR_WEIGHT sequences.
 
     For future times, the forecast gives mean and variance of the blocks held if no request is added. The peak is the
-    maximum of mean plus `deviations` standard deviations. The margin is wide if lengths are unknown or differ, and
-    close to none if they are alike. Sums are taken by bin first, so 4,096 sequences cost little more than 256.
+    maximum of mean plus `deviations` standard deviations.
     """
 
     PRIOR_WEIGHT = 4.0
@@ -103,7 +102,7 @@ class LengthForecast:
     def survival(self, running: Index, longest: int) -> Float:
         """Share of outputs longer than each of EDGES: [len(EDGES) + 1], the last entry for any greater length.
 
-        `running` are the generated tokens of running sequences, `longest` the most that any output may have. Read-only.
+        `running` are the generated tokens of running sequences, `longest` the most that any output may have.
         """
         here = np.bincount(_bins_of(running), minlength=_NUM_BINS)
         # The more sequences have ended, the less the running ones count: they would look endless.
@@ -117,7 +116,7 @@ class LengthForecast:
     def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> ForecastPeak:
         """The peak of sequences with `known` tokens, of which `generated` (at most `allowed`) are generated.
 
-        The arrays are [n] each, n >= 1. Read-only.
+        The arrays are [n] each, n >= 1.
         """
         survival = self.survival(generated, int(allowed.max()))
         bins = _bins_of(generated)
@@ -143,7 +142,7 @@ class LengthForecast:
 
 
 class ExpectedBlocks:
-    """Converts the forecast of output lengths to blocks of the pool, for `running` rows and newcomers. Read-only."""
+    """Converts the forecast of output lengths to blocks of the pool, for `running` rows and newcomers."""
 
     def __init__(self, cache: CacheManager, rows: Rows, lengths: LengthForecast) -> None:
         self._cache = cache

@@ -56,7 +56,7 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start. The scheduler mutates them.
+    """Counters since the start.
 
     Prefix lookups of new prompts count separately from resumed lookups (preempted requests, imported requests, and
     forks admitted without their leader). Resumed requests mostly find what they computed themselves, so they do not

@@ -12,8 +12,7 @@ to compute. Execution order:
 
 Blocks that no chunk uses are swapped concurrently with the chunks, and are ready when the step is over. No chunk uses a
 block of an extent that its own plan maps, so a refused mapping stops nothing else. Arrays in a plan or result are never
-written again. Plans are executed in the order they are made. Some are made before the previous result is known, and
-start with the tokens that the runner sampled.
+written again. Plans are executed in the order they are made.
 """
 
 from __future__ import annotations

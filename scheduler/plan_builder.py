@@ -8,8 +8,7 @@ prompt is incomplete, A left a row out, forks wait for a prompt that A computes,
 the next token of a row needs what the host does not know yet (`Sampling.ahead_from`).
 
 A sequence that ends with the result of A but has a row in B is reported at once; its output of B is dropped. It keeps
-its row and blocks until the result of B is in. No row or block of an ended sequence is reused while a plan refers to
-it.
+its row and blocks until the result of B is in.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .sequence import Sequence
 
 
 class PendingPlans:
-    """Plans without a result: none, the `first`, or the `first` and the one `behind` it. The scheduler mutates it.
+    """Plans without a result: none, the `first`, or the `first` and the one `behind` it.
 
     `is_ahead` says whether the first was planned by `schedule_ahead`, behind another plan. `stale` are the rows of the
     first that an earlier plan deferred: their chunks have invalid input.
@@ -53,7 +52,7 @@ class PendingPlans:
             raise InvalidCallOrder(f"plan {self.first.step_id} is out: this is done between steps")
 
     def names(self, row: int) -> bool:
-        """Whether a pending plan computes a chunk of `row`. Read-only."""
+        """Whether a pending plan computes a chunk of `row`."""
         return any(plan is not None and bool((plan.rows == row).any()) for plan in (self.first, self.behind))
 
     def check_invariants(self, running: Running) -> None:
@@ -66,7 +65,7 @@ class PendingPlans:
 def continuation(out: Plan, rows: Rows, running: Running) -> tuple[Index, Index] | None:
     """Rows of the step after `out`, the only pending plan, and their known tokens once its result is in.
 
-    None if the result is needed first, or if no row is sure to continue. Read-only.
+    None if the result is needed first, or if no row is sure to continue.
     """
     if out.moves_memory or np.count_nonzero(out.samples) < len(out.samples):
         return None

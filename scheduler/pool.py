@@ -64,8 +64,8 @@ class ElasticPool:
         """Upper bound of the pool's size in blocks: its capacity, unless the caller sets less.
 
         A limit below the mapped size takes nothing from running sequences, but no request is admitted above it, and
-        `excess_extents` says how many extents to give back. Values are clamped to the capacity. A waiting request that
-        needs more is skipped until the limit is raised. It may be set while a plan is pending.
+        `excess_extents` says how many extents to give back. Values are clamped to the capacity. It may be set while a
+        plan is pending.
         """
         return self._limit_blocks
 
@@ -79,31 +79,31 @@ class ElasticPool:
 
     @property
     def num_extents(self) -> int:
-        """Extents with memory once all requested resizes are done. Read-only."""
+        """Extents with memory once all requested resizes are done."""
         return len(self._pool.mapped_extents) + len(self._growing) - len(self._leaving)
 
     @property
     def excess_extents(self) -> int:
-        """Extents above the limit that are still to be given back; 0 when the limit is met. Read-only."""
+        """Extents above the limit that are still to be given back; 0 when the limit is met."""
         return max(0, self.num_extents - self._most_extents)
 
     @property
     def idle_extents(self) -> int:
-        """Extents that `give_back` could give back now. Read-only."""
+        """Extents that `give_back` could give back now."""
         from_pool = min(len(self._pool.drainable_extents), self._pool.available // self._pool.blocks_per_extent)
         return len(self._growing) + from_pool
 
     @property
     def is_resizing(self) -> bool:
-        """Whether the next plan has a resize or copies to execute. Read-only."""
+        """Whether the next plan has a resize or copies to execute."""
         return bool(self._growing or self._leaving or self._copies)
 
     def running_blocks(self) -> int:
-        """Forecast peak of blocks for the running sequences; a smaller pool soon preempts one. Read-only."""
+        """Forecast peak of blocks for the running sequences; a smaller pool soon preempts one."""
         return self._expected.needed(self._running.rows, [])
 
     def wanted_blocks(self) -> int:
-        """Forecast peak of blocks for the running sequences and the waiting ones that free rows can take. Read-only.
+        """Forecast peak of blocks for the running sequences and the waiting ones that free rows can take.
 
         At least what the next step needs, at most the pool's capacity. Costs about as much as planning a step: not for
         every step.
@@ -119,7 +119,7 @@ class ElasticPool:
     def grow(self, num_extents: int) -> int:
         """Let the next plan map up to `num_extents` more extents, within the limit. Returns how many it will.
 
-        Their blocks are available when the plan's result is in. Extents already queued for unmapping are kept first.
+        Their blocks are available when the plan's result is in.
         """
         self._check_turn(num_extents)
         allowed = max(0, min(num_extents, self._most_extents - self.num_extents))
@@ -160,8 +160,8 @@ class ElasticPool:
     def make_idle(self, num_extents: int) -> None:
         """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs.
 
-        The next step withholds these extents from admission, so that a pool can be given back slice by slice. After a
-        preemption it admits no request at all: the next call would preempt what the step computes.
+        The next step withholds these extents from admission. After a preemption it admits no request at all: the next
+        call would preempt what the step computes.
         """
         self._check_turn(num_extents)
         self._sequences.end_aborted()

@@ -41,7 +41,7 @@ class Preemption:
         """Running `sequences` in the order of their worth; the last one is preempted first.
 
         The victim has, in this order: the lowest priority, no earlier preemption, the lowest cost per block to swap or
-        recompute (whichever is cheaper), the latest place in order. Without a host tier it is the last in order.
+        recompute (whichever is cheaper), the latest place in order.
         """
         running = sorted(sequences)
         if not self._cache.host.capacity or self._cost is None:

@@ -68,7 +68,7 @@ class Rows:
         return self._may_stop.take(tokens, mode="clip")
 
     def limit_of(self, num_prompt: int, sampling: Sampling) -> int:
-        """Tokens, prompt included, at which a sequence ends by length. Read-only."""
+        """Tokens, prompt included, at which a sequence ends by length."""
         return min(num_prompt + sampling.max_new_tokens, self.tokens.shape[1])
 
     def free(self, row: int) -> None:

@@ -105,10 +105,7 @@ class Running:
         return extension
 
     def leave(self, sequences: Iterable[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
-        """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable.
-
-        The caller decides where they wait, or that they have finished.
-        """
+        """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
         self._free(self._detach(sequences, computed, keep_tails))
 
     def finish(self, sequence: Sequence, computed: bool = True) -> None:

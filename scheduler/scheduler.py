@@ -1,30 +1,27 @@
 """The scheduler: decides which sequences compute how many tokens in the next step, and in which blocks.
 
-There are no prefill and decode phases. Every step computes some tokens that are known but not yet computed: a prompt
-chunk, a decode token and a resumed sequence are handled alike. Rules:
+Every step computes some tokens that are known but not yet computed: a prompt chunk, a decode token and a resumed
+sequence are handled alike. Rules:
 
-- Running sequences are ordered by (priority, arrival): lower priority numbers first, then first come, first served. The
-  waiting queue has its own order (waiting.py).
+- Running sequences are ordered by (priority, arrival). The waiting queue has its own order (waiting.py).
 - Decodes (sequences that lack one token) come first, all of them in every step, unless a copy still uses their next
   block. Unfinished prompts follow in order, each by at most `max_chunk_tokens`; then waiting requests, while rows,
   tokens and blocks last.
 - Admission allocates the blocks of all known tokens; admission.py decides which request, and when.
-- A fork starts with the blocks of its leader's prompt: full blocks are shared, the partly filled block is copied, and
-  the last token is computed again to sample from.
+- A fork starts with the blocks of its leader's prompt; the last token is computed again to sample from.
 - An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
   prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
   chunk by chunk, generated tokens when the sequence gives up its row.
 - A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its slot
   when it is computed.
-- When blocks run out, the last sequence in order is preempted (with a host tier the cheapest: preemption.py). It loses its
-  blocks, keeps its tokens and queue place, and is recomputed. The last running sequence ends with reason "length" if it
-  needs more than `limit_blocks` (at most the pool's capacity); if the pool is only small at the moment, it waits too.
-- With a host tier, computed blocks of a preempted sequence are swapped out as their space is needed, and swapped in on
-  readmission. Nothing is computed twice while the tier has slots and swapping is cheaper than computing (cost.py).
+- When blocks run out, the last sequence in order is preempted (with a host tier the cheapest: preemption.py). The last
+  running sequence ends with reason "length" if it needs more than `limit_blocks` (at most the pool's capacity); if the
+  pool is only small at the moment, it waits too.
+- With a host tier nothing is computed twice while the tier has slots and swapping is cheaper than computing (cost.py).
 - For a sequence with tokens chosen outside (a beam), a step returns candidates instead of a token. It keeps its row and
   blocks until `apply_beam_moves` names its token, or another beam that it continues; it then shares that beam's blocks
   as a fork does. If another sequence needs blocks, such waiting beams are preempted; their candidates are kept.
-- Between steps the pool can grow and give idle extents back (pool.py). Preemption makes extents idle.
+- Between steps the pool can grow and give idle extents back (pool.py).
 
 `schedule` and `apply` alternate, but the next plan may be made while one is pending, if it only continues that plan
 (plan_builder.py). Decisions take effect in `apply`, and are not visible outside before. Rows and blocks of a finished
@@ -156,7 +153,7 @@ class Scheduler:
 
     @property
     def starving(self) -> bool:
-        """Whether all work waits for the pool to grow or for its limit to be raised. Read-only.
+        """Whether all work waits for the pool to grow or for its limit to be raised.
 
         True once a step has found this. Steps then do nothing until `grow`, `limit_blocks` or another request.
         """
@@ -180,7 +177,7 @@ class Scheduler:
         self._admission.add(self._sequences.create(request))
 
     def check(self, request: Request) -> None:
-        """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`. Read-only."""
+        """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`."""
         check_request(request, self._sequences.by_id, self.limits.max_model_len, self.cache)
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
@@ -230,8 +227,7 @@ class Scheduler:
         """Plan the step after the pending plan, valid for any result of that plan.
 
         Execute and apply it after the pending plan. Returns None, and changes nothing, if the pending result is needed
-        first. Admits and preempts no sequence. `now` is as for `schedule`. Raises InvalidCallOrder unless exactly one
-        plan is pending.
+        first. Admits and preempts no sequence. Raises InvalidCallOrder unless exactly one plan is pending.
         """
         out = self._plans.first
         if out is None or self._plans.behind is not None:
@@ -253,15 +249,11 @@ class Scheduler:
         return plan
 
     def apply(self, plan: Plan, result: Result) -> StepOutputs:
-        """Apply the result of the oldest pending plan.
-
-        The pool takes its new size, sampled tokens are appended, and finished sequences leave. Their blocks are free,
-        unless the other pending plan refers to them.
-        """
+        """Apply the result of the oldest pending plan."""
         return self._results.apply(plan, result)
 
     def limit_of(self, request: Request) -> int:
-        """Tokens, prompt included, at which a sequence of `request` ends by length at the latest. Read-only."""
+        """Tokens, prompt included, at which a sequence of `request` ends by length at the latest."""
         return self.rows.limit_of(len(request.prompt_token_ids), request.sampling)
 
     def apply_beam_moves(self, moves: Iterable[BeamMove], spare: Iterable[str] = ()) -> None:
@@ -324,7 +316,7 @@ class Scheduler:
     def _make_room(self, short: Index) -> Index:
         """Preempt until each remaining row of `short` can have a block, now or after the next plan's copies.
 
-        Returns the remaining rows. Victims are chosen in the order of preemption.py.
+        Returns the remaining rows.
         """
         groups = len(self.cache.tables)
         victims = self._preemption.by_worth(self._running.by_row.values())

@@ -63,10 +63,7 @@ TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
 
 
 class Sequence:
-    """A request that has a row, or waits with its known tokens. The scheduler mutates it.
-
-    It has a row exactly while it is running: PREFILLING, DECODING or PAUSED.
-    """
+    """A request that has a row, or waits with its known tokens."""
 
     __slots__ = (
         "_status", "abort_reason", "chain", "computed", "forks", "key", "leader", "num_cached_tokens", "number", "passes",
@@ -95,7 +92,7 @@ class Sequence:
 
     @property
     def status(self) -> SequenceStatus:
-        """The present status. Read-only."""
+        """The present status."""
         return self._status
 
     def set_status(self, status: SequenceStatus) -> None:

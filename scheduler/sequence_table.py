@@ -101,7 +101,7 @@ class SequenceTable:
         return finished
 
     def failed(self, error: str) -> tuple[Finished, ...]:
-        """The unreported ends, and one with `error` for every other sequence. Read-only."""
+        """The unreported ends, and one with `error` for every other sequence."""
         ends = list(self.finished)
         ended = {end.request_id for end in ends}
         for request_id, sequence in self.by_id.items():

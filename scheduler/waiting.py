@@ -34,7 +34,7 @@ class Waiting:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether a sequence waits for a row and may fit, as far as is known. Read-only."""
+        """Whether a sequence waits for a row and may fit, as far as is known."""
         return bool(self.queue) and not self.is_blocked
 
     def look_again(self) -> None:
