@@ -1,8 +1,7 @@
 """The contract of an arena: one reserved address range of a device, backed extent by extent.
 
 Addresses never move. Physical memory comes with `map` and goes with `unmap`, in whole extents; a newly mapped extent
-contains zeros. On devices where this is slow, part of it runs in the background: memory is created before `map` needs
-it and released after `unmap`.
+contains zeros. On devices where this is slow, part of it runs in the background.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ hash) and pins (unfinished copies that read or write it). They determine exactly
 Blocks lie in extents (extents.py), which come (`map`) and go (`drain`, `unmap`) while other extents are in use. Blocks
 are allocated from the extent with the fewest free ones, so that other extents run empty. Live and cached blocks of an
 extent can be moved (`move`) into holes of others, so N free blocks always return the memory of N blocks, rounded down
-to whole extents. If there are too few holes, cached blocks can be forgotten instead (drain.py).
-docs/decisions/0012-elastic-blocks.md gives the reasons.
+to whole extents. docs/decisions/0012-elastic-blocks.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class BlockAllocator(PoolView):
     with the null block, is always mapped. If `blocks_per_extent` is None, a pool of any size is mapped permanently as a
     whole.
 
-    Every call is all or nothing: a call that raises has changed nothing. A call costs a few array operations over its
-    blocks and the extents, whatever the pool's size.
+    A call that raises has changed nothing.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
                                                         ▲
                               every tick: measured memory, and the records of the leases
 
-All lease state comes from the open sockets; nothing is stored elsewhere. After a broker that was killed, or that ended while
-engines held leases, its successor gives them a grace period to return before it grants anything.
+All lease state comes from the open sockets. After a broker that was killed, or that ended while engines held leases,
+its successor gives them a grace period to return before it grants anything.
 
 Everything runs in one event loop. `leases` and `devices` may be called from any thread.
 """
@@ -67,8 +67,6 @@ class Broker:
         """Does nothing before `start`.
 
         Args:
-            readings: The source of memory readings.
-            socket_path: Where to listen.
             gid: A group that may connect too.
             rules: Makes a device's rules from its info and capacity in bytes, at its first lease.
             quota: The bounds for each user; None: none.
@@ -225,7 +223,7 @@ class Broker:
                 connection.drop(Dropped("is one too many", f"{MAX_CONNECTIONS} engines are connected"))
 
     def _drop_oldest(self) -> None:
-        """Make room: drop the oldest idle client of the user with the most idle clients."""
+        """Drop the oldest idle client of the user with the most idle clients."""
         idle = [connection for connection in self._connections if not connection.needed]
         if idle:
             crowd, _ = Counter(connection.peer.uid for connection in idle).most_common(1)[0]

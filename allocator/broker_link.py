@@ -23,7 +23,6 @@ class BrokerLink:
 
     Args:
         clock: Seconds, for retries.
-        epoll: Watches the channel as long as there is one.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], epoll: select.epoll) -> None:

@@ -62,7 +62,7 @@ def named(lease: LeaseAccount) -> str:
 
 @lru_cache(maxsize=64)
 def user_name(uid: int) -> str:
-    """The user's name, or the uid if the system has no name for it, as in a container."""
+    """The user's name, or the uid if the system has no name for it."""
     import pwd
 
     try:

@@ -45,8 +45,8 @@ class CudaArena:
     """`num_extents` extents of `extent_bytes` on a CUDA device, at fixed addresses; see `Arena`.
 
     `device_index` counts as torch does. `budget()` returns the bytes free to take, by default from cuMemGetInfo; `map`
-    checks it before it creates memory. A failed driver call raises DriverError: from `map` with nothing mapped; after
-    one from `unmap` or `close`, `mapped_extents` and `held` say what is left. Thread-safe; calls run one at a time.
+    checks it first. A failed driver call raises DriverError: from `map` with nothing mapped; after one from `unmap` or
+    `close`, `mapped_extents` and `held` say what is left. Thread-safe; calls run one at a time.
 
     With `ready_limit_bytes` up to that many bytes may be held without being mapped: `prepare` creates memory ahead, and
     `unmap` leaves releasing to a thread. A lease then counts `held`, and memory is back after `trim`. No thread runs
@@ -99,7 +99,7 @@ class CudaArena:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of one extent; a whole number of the device's granules."""
+        """Bytes of one extent."""
         return self._extent_bytes
 
     @property
@@ -114,7 +114,7 @@ class CudaArena:
 
     @property
     def held(self) -> HeldBounds:
-        """Bounds on the device bytes held (mapped, ready, or being created or released) until the next call; see `Arena`."""
+        """Bounds on the device bytes held until the next call; see `Arena`."""
         least, most = self._range.pool.num_held
         return HeldBounds(least * self._extent_bytes, most * self._extent_bytes)
 
@@ -206,7 +206,7 @@ class CudaArena:
         return self._range.pool.drain_failures()
 
     def close(self) -> None:
-        """Unmap and release everything and refuse further calls; the addresses go with their last view. Idempotent.
+        """Unmap and release everything and refuse further calls. Idempotent.
 
         Only at a fence. Raises DriverError after all was tried; another call retries the rest.
         """
@@ -221,7 +221,7 @@ class CudaArena:
                 self._mapped = self._mapped.intersection(self._range.behind)
 
     def _roll_back(self) -> None:
-        """Undo a failed `map`, and release all memory that is not mapped, since memory is short or the driver has failed."""
+        """Undo a failed `map`, and release all memory that is not mapped."""
         try:
             self._range.give_back(all_but=self._mapped)
         except DriverError as error:
@@ -243,7 +243,7 @@ class CudaArena:
 
 
 class CudaBuffer:
-    """Owns an arena's address range: any reference, such as a tensor made by `torch.as_tensor`, keeps the range."""
+    """Owns an arena's address range: any reference keeps the range."""
 
     __slots__ = ("__weakref__", "_address", "_num_bytes")
 

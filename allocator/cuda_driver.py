@@ -4,8 +4,6 @@ Calls have their C names and take plain integers, in C's order without the outpu
 tuple. Where C takes a struct that says "memory of this device", the device's number stands in its place:
 
     call("cuMemCreate", size, device, 0) -> (handle,)
-    call("cuMemSetAccess", address, size, device) -> ()
-    call("cuMemGetAllocationGranularity", device, option) -> (granule,)
     call("cuMemcpyBatchAsync", targets, sources, sizes, count, stream) -> ()
 
 `targets`, `sources` and `sizes` are addresses of `count` 64-bit numbers each, read during the call. All copies have the

@@ -167,7 +167,7 @@ class HandlePool:
             self.note(error)
 
     def _advance(self) -> bool:
-        """Create or release one handle. False if nothing is left to do or the call failed; a retry would not help."""
+        """Create or release one handle. False if nothing is left to do or the call failed."""
         before = len(self._ready)
         with self._noting_failures():
             if before < self._wanted:

@@ -4,8 +4,8 @@
                  │ ▲
        decide: grants, recalls    unmapped: the only way in which a grant falls
 
-`lease_policy.decide` computes the orders; this class applies them to its numbers and returns them. It reads no clock:
-each call is given the time, in monotonic nanoseconds.
+`lease_policy.decide` computes the orders; this class applies them to its numbers and returns them. Times are in
+monotonic nanoseconds.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class DeviceAccount:
                 reaping.level_bytes, reaping.level_ns = remains, self._measured_ns
 
     def _add_peak(self, at_ns: int, num_bytes: int) -> None:
-        """Record a peak for the cool-down. Earlier, lower peaks are dropped, so the list stays short and decreasing."""
+        """Record a peak for the cool-down. Earlier, lower peaks are dropped."""
         since_ns = at_ns - int(self.state.rules.cooldown_s * 1e9)
         kept = [(then_ns, peak) for then_ns, peak in self.state.peaks if then_ns >= since_ns and peak > num_bytes]
         self.state.peaks = (*kept, (at_ns, num_bytes))

@@ -51,7 +51,7 @@ def plan_drain(
     """Plan to give back up to `num_extents` of `candidates` (lowest first).
 
     `free` [extents, blocks per extent] is the mask of free blocks; `num_free` counts those in all open extents. Without
-    `evictable` nothing is evicted. Read-only. `BlockAllocator.plan_drain` documents the choice.
+    `evictable` nothing is evicted. `BlockAllocator.plan_drain` documents the choice.
     """
     per = free.shape[1]
     extents = candidates[::-1]  # highest first: the stable sort keeps this order among equals

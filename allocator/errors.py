@@ -1,23 +1,23 @@
 """The errors of the allocator.
 
 AllocatorError
-├── OutOfDeviceMemory   the device has too little free memory (map)
-├── DriverUnavailable   the device's driver, or the package that calls it, is missing
-├── DriverError         a driver call failed for a reason other than lack of memory
-├── NoFreeBlocks        the pool has too few free blocks (allocate)
-├── BlockMisuse         a caller's mistake: a block freed twice, the null block, an id outside the pool
-└── LeaseError          failures between an engine and the broker
-    ├── BrokerUnavailable           no broker answers at the socket, or not in time
-    ├── ProtocolMismatch            the broker speaks another version
-    ├── ProtocolViolation           received data is no message of this version
-    ├── LeaseRefused                the broker refuses the request
-    │   ├── InvalidLease            the numbers contradict each other: min above max (ValueError too)
-    │   ├── MinimumsExceedCapacity  the minimums would exceed the device, or one user's quota
-    │   ├── UnknownEngine           no lease of that name, or several
-    │   └── NotPermitted            the engine belongs to another user
-    ├── LeaseTooSmall               the lease cannot hold what the engine needs to start
-    ├── GrantExceeded               more would be held than is granted
-    └── LeaseClosed                 the lease has ended
+├── OutOfDeviceMemory
+├── DriverUnavailable
+├── DriverError
+├── NoFreeBlocks
+├── BlockMisuse
+└── LeaseError
+    ├── BrokerUnavailable
+    ├── ProtocolMismatch
+    ├── ProtocolViolation
+    ├── LeaseRefused
+    │   ├── InvalidLease
+    │   ├── MinimumsExceedCapacity
+    │   ├── UnknownEngine
+    │   └── NotPermitted
+    ├── LeaseTooSmall
+    ├── GrantExceeded
+    └── LeaseClosed
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OutOfDeviceMemory(AllocatorError):
 
 
 class DriverUnavailable(AllocatorError):
-    """Extents cannot be mapped on this machine or device; the message names what is missing."""
+    """Extents cannot be mapped on this machine or device."""
 
 
 class DriverError(AllocatorError):

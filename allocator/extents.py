@@ -4,8 +4,7 @@
                          ▲                   │
                          └──── undrain ──────┘
 
-Blocks are allocated only in open extents. The block allocator knows which blocks an extent has and which are free; this
-module only counts.
+Blocks are allocated only in open extents.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Extents:
 
     @property
     def drainable(self) -> ExtentIds:
-        """Open extents that may be given back, lowest first. Read-only."""
+        """Open extents that may be given back, lowest first."""
         return np.flatnonzero(self._states[self.num_fixed :] == OPEN) + self.num_fixed
 
     def are_open(self, extents: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
@@ -65,7 +64,7 @@ class Extents:
         return open_ones
 
     def fullest(self) -> int:
-        """The extent with the fewest free blocks, at least one; of equals the lowest. Read-only."""
+        """The extent with the fewest free blocks, at least one; of equals the lowest."""
         return int((self.room - 1).argmin())  # 0 - 1 wraps to the maximum, so extents without room come last
 
     def fullest_with(self, num_blocks: int) -> ExtentIds:

@@ -14,7 +14,6 @@ The reasons, each measured:
 
 Huge pages reduce the time to unmap 1 GiB from 32-86 ms to 3-9 ms. They are requested only where a whole page lies
 inside one extent: a page across two extents would come with the first and stay, charged, until both are gone.
-`preferred_granule` returns the size that extents should be multiples of.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ _HUGE_PAGE = _huge_page_bytes()  # arenas that can use huge pages align their ba
 def preferred_granule(total_bytes: int) -> int:
     """The size that extents of a pool of `total_bytes` should be multiples of: a huge page in large pools, else a page.
 
-    Both are powers of two. Any whole number of pages works; huge pages come and go with a tenth of the work.
+    Both are powers of two.
     """
     return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
 class HostArena(NoPreparedExtents):
-    """`num_extents` extents of `extent_bytes` host bytes at fixed addresses; see `Arena` for the contract.
+    """`num_extents` extents of `extent_bytes` host bytes at fixed addresses; see `Arena`.
 
     `budget()` returns the bytes free to take; `map` checks it first. With `debug` an unmapped extent is protected,
     before `map`, after `unmap` and after `close`: touching it ends the process with SIGSEGV. Without `debug` it reads
@@ -123,7 +122,7 @@ class HostArena(NoPreparedExtents):
 
     @property
     def buffer(self) -> memoryview:
-        """The whole range, writable. The mapping lives as long as it or a view of it. Raises BlockMisuse once closed."""
+        """The whole range, writable. Raises BlockMisuse once closed."""
         return self._open()
 
     def map(self, extents: Sequence[int]) -> None:
@@ -160,7 +159,7 @@ class HostArena(NoPreparedExtents):
                 self._mapped -= frozenset(done)
 
     def close(self) -> None:
-        """Return all memory and refuse further calls; the addresses go with their last view. Idempotent."""
+        """Return all memory and refuse further calls. Idempotent."""
         with self._lock:
             if self._buffer is None:
                 return

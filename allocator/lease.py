@@ -88,7 +88,6 @@ class Lease:
         """Register a lease, before anything large is loaded. The first grant may be less than the minimum.
 
         Args:
-            socket_path: The broker's socket.
             name: A label for logs and commands; two engines may share one.
             device_uuid: The device, by the monitor's uuid.
             min_bytes: Guaranteed against other engines: everything but KV, and one sequence.
@@ -96,14 +95,11 @@ class Lease:
             weight: Weight of the share above the minimum, 0.001 to 1000.
             priority: A lower number is served first, as with requests.
             granule_bytes: Grants above the minimum are whole multiples of this.
-            held_bytes: Bytes that the process holds already.
-            timeout_s: How long to wait for the broker's answer.
-            clock: Seconds; used for retries and recall deadlines.
+            clock: Seconds.
 
         Raises:
             InvalidLease: The numbers contradict each other.
-            MinimumsExceedCapacity: The minimum does not fit beside those of other leases; the message names both
-                numbers.
+            MinimumsExceedCapacity: The minimum does not fit beside those of other leases.
             LeaseRefused: The broker refused for another reason, such as an unknown device.
             BrokerUnavailable, ProtocolMismatch: No broker answers, or it speaks no known version.
         """
@@ -189,8 +185,7 @@ class Lease:
 
         Call it before a change that widens the bounds and after one that narrows them: what is held must lie between
         them at every instant. Raises GrantExceeded, with nothing changed, if the upper bound would exceed the grant,
-        and LeaseClosed if it would rise on a closed lease. Other changes to a closed lease have no effect on the
-        broker.
+        and LeaseClosed if it would rise on a closed lease.
         """
         with self._lock:
             if upper_bytes > 0:
@@ -202,8 +197,7 @@ class Lease:
 
         The sum becomes the upper bound. `free_bytes` is what could be returned without affecting a request.
         `moving_bytes` may come or go in the background; the lower bound excludes them. Not between the two shifts of a
-        change. Cheap if nothing has changed. Raises ValueError for more classes or larger amounts than the protocol
-        allows.
+        change. Raises ValueError for more classes or larger amounts than the protocol allows.
         """
         with self._lock:
             self._check_open()

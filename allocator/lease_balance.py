@@ -16,7 +16,7 @@ Order: TypeAlias = wire.GrantMessage | wire.RecallMessage | wire.WithdrawMessage
 class LeaseBalance:
     """Bounds of a lease's held bytes against its grant, recall and max. Not thread-safe; `Lease` has a lock.
 
-    The engine moves the bounds, and the broker's orders change the rest. Without a broker, what is held is granted.
+    Without a broker, what is held is granted.
 
     Args:
         broker: Names the broker in errors.
@@ -107,8 +107,8 @@ class LeaseBalance:
     def _is_newer(self, order: Order) -> bool:
         """Whether an order is for this lease and newer than the last one; if so, record it as the newest.
 
-        An older order is superseded, and a repeated one has been applied. Raises ProtocolViolation for a different
-        order of the same generation: one of the two is wrong, and only a new registration shows which.
+        Raises ProtocolViolation for a different order of the same generation: one of the two is wrong, and only a new
+        registration shows which.
         """
         newest, known = self._newest, self.generation
         if order.lease_id != newest.lease_id:

@@ -37,7 +37,7 @@ class Limited:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The broker is gone or refuses the lease: the engine keeps what it holds and takes no more."""
+    """The broker is gone or refuses the lease."""
 
     reason: str
     refused: bool = False

@@ -6,16 +6,15 @@
                       ^ high mark: grants above the minimums and recalls both stop here
 
 **Grants** need room by the worst-case view of the last measurement: all used memory that no engine's lower bound covers
-counts as foreign. So grants, foreign memory and headroom together never exceed the capacity, even while an engine is
-mapping. **Recalls** for foreign memory need the best-case view in two measurements: memory that no engine's upper bound
-explains. So an ordinary map is not mistaken for an external process.
+counts as foreign. So grants, foreign memory and headroom together never exceed the capacity. **Recalls** for foreign
+memory need the best-case view in two measurements: memory that no engine's upper bound explains. So an ordinary map is
+not mistaken for an external process.
 
 Above its minimum every lease gets a share by weighted max-min fairness over what it could use; lower priority numbers
 are served first. A lease could use what it has in use or asks for. Free blocks in its pool do not count, so they are
 recalled first when other leases need memory.
 
-Times are monotonic nanoseconds, amounts are bytes. `decide` changes nothing and reads no clock: the same state gives
-the same orders. docs/decisions/0014-leases.md gives the reasons.
+Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ Order: TypeAlias = Grant | Recall | Withdraw | Ready
 
 
 def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
-    """Compute the orders for the current state; none until the device is measured. Read-only.
+    """Compute the orders for the current state; none until the device is measured.
 
     A lease with a pending recall gets no grant. A lease with an overdue recall counts as immovable, and the other
     leases are served from the rest. Its recalls are withdrawn once no lease waits and there is room for the memory it
@@ -237,7 +236,7 @@ def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
     """The target of each movable lease: its share, in whole granules from its current grant.
 
     Bytes left by rounding down go, one granule each, to the leases that could use them, least served first. So the
-    targets depend on what the leases could use and not on arrival order: once reached, they do not change.
+    targets depend on what the leases could use and not on arrival order.
     """
     movable = _movable(state, now_ns)
     could_use = {lease.lease_id: _could_use(state, lease, now_ns) for lease in movable}

@@ -1,8 +1,7 @@
 """The record of a lease: shared memory with bounds on an engine's memory that hold at every instant, without messages.
 
 The broker creates the record in anonymous memory of sealed size, and passes the engine a descriptor with the answer to
-`register`. The engine writes bounds around every map and unmap. The broker reads them at each measurement of the
-device.
+`register`. The engine writes bounds around every map and unmap.
 
     before a map of n bytes    lower = held        upper = held + n
     after it                   lower = held + n    upper = held + n
@@ -15,8 +14,7 @@ sums that never decrease. With the sums read before the measurement (b) and afte
 
     upper <= upper_rises(a) - upper_falls(b)        lower >= lower_rises(b) - lower_falls(a)
 
-however often the bounds have moved, and in whatever order the sums are read. This needs no lock, no sequence number and
-no clock shared between processes. Each sum is 8 aligned bytes, stored by one instruction.
+in whatever order the sums are read. This needs no lock. Each sum is 8 aligned bytes, stored by one instruction.
 
     0        8             16            24            32
     | upper_rises | upper_falls | lower_rises | lower_falls |       little or big endian: both ends are on one machine
@@ -86,7 +84,7 @@ class RecordOwner:
         return Sums(*self._words[:_WORDS])
 
     def take_fd(self) -> int:
-        """The descriptor for the engine; only once. The caller closes it. The record stays readable here."""
+        """The descriptor for the engine; only once. The caller closes it."""
         assert self._fd is not None, "taken already"
         fd, self._fd = self._fd, None
         return fd

@@ -1,7 +1,6 @@
 """The broker's table of leases: the leased devices with their accounts, and the connection behind each lease.
 
 The table stands between the device accounts, which only handle numbers, and the broker, which handles sockets.
-Measurements and lease records come in; orders go to the engines, views to users and metrics.
 """
 
 from __future__ import annotations
@@ -385,7 +384,7 @@ def _why(order: Recall) -> str:
 
 
 def _log_trouble(device: LeasedDevice, trouble: str | None, now_ns: int) -> None:
-    """Log why a device is not measured, once that has lasted a second, and its recovery: short gaps are normal."""
+    """Log why a device is not measured, once that has lasted a second, and its recovery."""
     if trouble is not None and device.trouble is None:
         device.trouble_since_ns = now_ns
     device.trouble = trouble

@@ -13,7 +13,7 @@ from .lease_record import HeldBounds
 
 
 class LeasedArena:
-    """Wraps `arena` and counts its extents against `lease`; see `Arena` for the contract.
+    """Wraps `arena` and counts its extents against `lease`; see `Arena`.
 
     The lease must already count what the arena holds now. `map` and `prepare` raise GrantExceeded, with nothing
     changed, if the lease does not allow the extents. `close` leaves the lease open.

@@ -1,7 +1,4 @@
-"""The read-only view of a block pool: blocks and extents by state, and plans for giving extents back.
-
-blocks.py defines the states of a block and all changes of state.
-"""
+"""The read-only view of a block pool: blocks and extents by state, and plans for giving extents back."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class PoolView:
 
     @property
     def usable(self) -> int:
-        """Blocks of the mapped extents that do not drain, in use or not."""
+        """Blocks of the mapped extents that do not drain."""
         return self._usable
 
     @property
@@ -138,7 +135,7 @@ class PoolView:
 
     @property
     def cached_blocks(self) -> BlockIds:
-        """The cached blocks outside draining extents, which may be evicted. Scans the whole pool."""
+        """The cached blocks outside draining extents, which may be evicted."""
         return np.flatnonzero(self._are_cached).astype(np.int32)
 
     def occupied(self, extents: Iterable[int]) -> BlockIds:
@@ -160,7 +157,7 @@ class PoolView:
         pinned block cannot go, nor can extent 0.
 
         The caller forgets the evictions and every block unreachable without them, drains the extents, and moves what is
-        still `occupied` in them. After that no block in them is findable.
+        still `occupied` in them.
         """
         if num_extents < 0:
             raise ValueError(f"cannot give back {num_extents} extents")

@@ -21,7 +21,6 @@ class Promise:
 
     Attributes:
         what: A noun phrase for messages: "a min for 'chat'", "a reservation".
-        num_bytes: The amount.
         refusal: The error to raise. An engine that gets MinimumsExceedCapacity waits for loading engines, which will
             need less once loaded.
     """
@@ -65,8 +64,7 @@ class Quota:
     def check_promise(self, uid: int, user: str, asked: Promise, promised_bytes: int, leasable_bytes: int) -> None:
         """Raise the promise's refusal if the user would be promised too much of a device.
 
-        `promised_bytes` are already promised to the user; `leasable_bytes` is the device's capacity without the
-        headroom.
+        `leasable_bytes` is the device's capacity without the headroom.
         """
         most_bytes = int(self.share * leasable_bytes)
         total_bytes = promised_bytes + asked.num_bytes

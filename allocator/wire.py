@@ -8,14 +8,12 @@
 
 The first frames, `hello` and `welcome`, are the same in every version and carry its number. The client names the
 version it will speak. The broker repeats it if known; otherwise it names its own newest version and ends the
-connection, so that the client can reconnect with that one. All other frames are strict: an extra or missing key or a
-value out of range is a ProtocolViolation and ends the connection. Amounts are bytes. Times are durations, since two
-processes' clocks need not agree.
+connection. All other frames are strict: an extra or missing key or a value out of range is a ProtocolViolation and ends
+the connection. Amounts are bytes. Times are durations, since two processes' clocks need not agree.
 
 A generation is the revision of a lease's state: (the broker's epoch, a counter that rises with every order). Every
-order has its own generation, so two different orders of one generation are a ProtocolViolation. An order older than the
-last is superseded and ignored. An answer names the newest generation its engine has seen, so that the broker can detect
-an answer to an older state.
+order has its own generation. An order older than the last is superseded and ignored. An answer names the newest
+generation its engine has seen.
 
     version 1    a limit has no generation: the last one received counts
     version 2    a limit is an order like the others
@@ -141,10 +139,7 @@ class HelloMessage:
 
 @dataclass(frozen=True, slots=True)
 class RegisterMessage:
-    """Register a lease for this process. `max_bytes` None: the whole device. A lower `priority` is served first.
-
-    `held_bytes`: what the process already holds, as after its broker died.
-    """
+    """Register a lease for this process. `max_bytes` None: the whole device."""
 
     name: Name
     device_uuid: Name
@@ -182,7 +177,7 @@ class UnmappedMessage:
 
 @dataclass(frozen=True, slots=True)
 class LowerMinMessage:
-    """Lower the engine's minimum to `min_bytes`, as once it is loaded and needed less than reserved."""
+    """Lower the engine's minimum to `min_bytes`."""
 
     min_bytes: Bytes
 
@@ -316,7 +311,7 @@ class DoneMessage:
 
 @dataclass(frozen=True, slots=True)
 class LimitSetMessage:
-    """The limit is set; `over_bytes` above it are still granted and come back as the engine's requests end."""
+    """The limit is set; `over_bytes` above it are still granted."""
 
     max_bytes: Bytes
     over_bytes: Bytes

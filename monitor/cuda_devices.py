@@ -8,7 +8,7 @@ torch.cuda, which follows CUDA's behaviour. What cannot be known outside of CUDA
 - a GPU with several MIG instances that is not named by an instance's UUID: before R570 CUDA takes the first, since then
   one of each GPU instance; and before R570 CUDA shows no other GPU beside an instance.
 
-Several MIG UUIDs are all visible since R570. Before it only the first is; the others go unused.
+Several MIG UUIDs are all visible since R570. Before it only the first is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def visible_devices(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> 
 
     Honours CUDA_VISIBLE_DEVICES (indices, UUIDs, prefixes of UUIDs, MIG UUIDs; the list ends at the first entry that
     names no device; a device named twice leaves none) and CUDA_DEVICE_ORDER. Raises NoSuchDevice if the answer cannot
-    be known outside of CUDA, with a way to make it known.
+    be known outside of CUDA.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
@@ -52,7 +52,7 @@ def find_device(
 
     Accepts torch's properties of a CUDA device: a UUID with or without "GPU-" or "MIG-", in any case; "0000:3b:00.0",
     or the numbers (domain, bus, device). A PCI address does not distinguish the MIG instances of a GPU. Raises
-    NoSuchDevice, which lists the devices.
+    NoSuchDevice.
     """
     if uuid is not None:
         for info in infos:

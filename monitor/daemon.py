@@ -150,10 +150,7 @@ class Daemon:
         return self.reader.snapshot().with_leases(leases)
 
     def count_engines(self, uuid: str, pids: Iterable[int]) -> None:
-        """Count these processes as users of the test device, if there is one.
-
-        The used bytes of a test device are those of its listed processes.
-        """
+        """Count these processes as users of the test device, if there is one."""
         if self.config.capacity is not None and isinstance(self._source, HostSource):
             with suppress(ConfigInvalid):  # a process that has ended uses nothing
                 self._source.set_members([*self.config.members, *pids])

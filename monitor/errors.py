@@ -1,14 +1,14 @@
 """The errors of the monitor.
 
 MonitorError
-├── SourceUnavailable     nothing can be read: no driver, no such file
-├── DeviceUnreadable      one device could not be read; the others still are
-├── NoSuchDevice          a named device does not exist (ValueError too)
-├── RecordError           the shared record cannot be read or written
-│   └── RecordMissing     it does not exist: no monitor runs
-├── AlreadyMonitored      another monitor watches these devices
-├── MonitorFailed         a started monitor process ended before it answered, or a monitor hangs
-└── ConfigInvalid         a setting cannot be used (ValueError too)
+├── SourceUnavailable
+├── DeviceUnreadable
+├── NoSuchDevice
+├── RecordError
+│   └── RecordMissing
+├── AlreadyMonitored
+├── MonitorFailed
+└── ConfigInvalid
 """
 
 from __future__ import annotations

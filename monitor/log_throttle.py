@@ -10,7 +10,7 @@ MAX_CAUSES = 100
 class LogThrottle:
     """Logs each change of a state, but a flapping one at most every ten seconds.
 
-    Follows one subject, which starts in the state None. Mutable; used by one thread at a time; reads no clock.
+    Follows one subject, which starts in the state None. Mutable; used by one thread at a time.
     """
 
     __slots__ = ("_changes", "_quiet_until_ns", "state")
@@ -35,7 +35,7 @@ class LogThrottle:
 class Occurrences:
     """Logs a recurring event at once, and then at most once a minute for each cause.
 
-    Mutable; used by one thread at a time; reads no clock. Remembers the MAX_CAUSES causes logged last.
+    Mutable; used by one thread at a time. Remembers the MAX_CAUSES causes logged last.
     """
 
     __slots__ = ("_causes",)

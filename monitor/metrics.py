@@ -1,8 +1,7 @@
 """The monitor's Prometheus metrics, computed from a snapshot at each scrape.
 
-No state is kept between scrapes. What is gone from the snapshot (a dead pid, a device, a number that became unknown) is
-gone from the next page. Counters too come from the snapshot: the poller keeps `polls` and `failures` by uuid as long as
-the monitor runs, also for an absent device.
+No state is kept between scrapes. What is gone from the snapshot is gone from the next page. Counters too come from the
+snapshot: the poller keeps `polls` and `failures` by uuid as long as the monitor runs, also for an absent device.
 
 An unknown value is an absent series, never 0. So is the time until exhaustion while use does not grow: +Inf would spoil
 averages, and the trend, which is present then, distinguishes "does not grow" from "not known".
@@ -269,7 +268,7 @@ METRICS: tuple[Metric, ...] = (
 def _label(value: str | None) -> str:
     """A label's value that every parser of the page accepts: no control characters or lone surrogates, bounded length.
 
-    The client library escapes the rest. An empty value is an absent label to Prometheus.
+    An empty value is an absent label to Prometheus.
     """
     shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in value or "")
     return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"

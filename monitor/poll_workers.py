@@ -8,7 +8,7 @@ worker takes over the other members. A late member returns to the common worker 
     common worker   [0, 1, 2, 3]     1 hangs       worker A  [1]    still in the driver
                                    ------>       worker B  [0, 2, 3]    the common one from now on
 
-A member is in one worker at a time, so it is never polled twice at the same time.
+A member is never polled twice at the same time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PollWorkers(Generic[Member]):
             self._changed.notify_all()
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Poll these members from now on. A hanging member stays in its worker; removed ones are no longer polled."""
+        """Poll these members from now on. A hanging member stays in its worker."""
         with self._lock:
             alone: list[Member] = []
             for worker in self._workers[:-1]:

@@ -6,8 +6,7 @@
                          moves the other devices to a new thread when one does not answer
     thread "scan"        every ten seconds, and soon after a device was lost: finds the present devices
 
-A failure of one device, or numbers that the record cannot hold, are published as that device's error and counted. The
-other devices are still read.
+A failure of one device, or numbers that the record cannot hold, are published as that device's error and counted.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Poller:
         self._rebeat.set()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """End all threads that are not inside a driver, then close the source. The record stays open; the caller closes it."""
+        """End all threads that are not inside a driver, then close the source. The record stays open."""
         self._stopping.set()
         self._scan_wanted.set()
         self._rebeat.set()
@@ -318,7 +317,7 @@ def _names(info: DeviceInfo) -> set[str]:
 
 
 def select(infos: Sequence[DeviceInfo], wanted: Sequence[str]) -> tuple[DeviceInfo, ...]:
-    """The devices with these indices or uuids, or all if none are named. Raises NoSuchDevice, naming the present devices."""
+    """The devices with these indices or uuids, or all if none are named. Raises NoSuchDevice."""
     there = {name for info in infos for name in _names(info)}
     if missing := [name for name in wanted if name not in there]:
         known = ", ".join(f"{info.index} ({info.name or 'unknown'}, {info.uuid})" for info in infos) or "none"

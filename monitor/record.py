@@ -1,8 +1,7 @@
 """The record: a file in shared memory that one monitor writes and any number of processes read, without a lock.
 
 `record_layout` defines the bytes and why no reader sees a torn record, `record_file` shares them between processes, and
-`record_view` is a reader's view of one record. This module creates a record, replaces and ends it, and lets readers
-follow from one monitor's record to the next.
+`record_view` is a reader's view of one record.
 """
 
 from __future__ import annotations
@@ -136,8 +135,8 @@ class RecordWriter:
     def mend(self) -> str | None:
         """Replace the file if it was truncated, removed or written by another process. Call it regularly.
 
-        Readers switch to the new file and lose nothing. Returns what happened to the old file, as the end of a
-        sentence, or None if it is intact. Raises RecordError if no new file can be made.
+        Returns what happened to the old file, as the end of a sentence, or None if it is intact. Raises RecordError if
+        no new file can be made.
         """
         self._open()
         with self._lock:
@@ -192,7 +191,7 @@ class RecordWriter:
 
 
 class RecordReader:
-    """A reader of a record. Any number of readers, in any process, do not affect the writer.
+    """A reader of a record.
 
     When the monitor is silent, or its file is truncated or damaged, the reader looks for a new record at its path and
     switches to it. Until there is one it returns the last numbers, which their times show to be old. Take the current
@@ -250,7 +249,7 @@ class RecordReader:
     def is_live(self, now_ns: int | None = None) -> bool:
         """Whether the monitor runs: it has not ended, and its last heartbeat is at most three intervals old.
 
-        True even if no device answers; the times of the devices' numbers show that. False before the first heartbeat.
+        True even if no device answers. False before the first heartbeat.
         """
         record, words = self._current(now_ns)
         return record.is_live(words, self._clock, now_ns)
@@ -262,7 +261,7 @@ class RecordReader:
     def memory(self, uuid: str) -> DeviceMemory:
         """The newest memory numbers of one device. Raises NoSuchDevice.
 
-        Makes no system call until the monitor's next reading is due: the last numbers read are the newest until then.
+        Makes no system call until the monitor's next reading is due.
         """
         record = self._record
         if record is not None and self._path is not None:

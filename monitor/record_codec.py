@@ -80,10 +80,7 @@ def memory_from_bytes(payload: bytes) -> DeviceMemory:
 
 
 def detail_to_bytes(detail: DeviceDetail, room_bytes: int) -> bytes:
-    """At most `room_bytes`. Raises RecordError for a longer history than MAX_HISTORY.
-
-    If the processes do not all fit, those with the least memory are left out, and the error says how many.
-    """
+    """At most `room_bytes`. Raises RecordError for a longer history than MAX_HISTORY."""
     if len(detail.history) > MAX_HISTORY:
         raise RecordError(
             f"the record has room for {MAX_HISTORY} samples of history, got {len(detail.history)}: keep the newest"

@@ -44,8 +44,7 @@ class RecordFile:
     def create(cls, path: Path, shared: layout.SharedBytes, mode: int, gid: int | None) -> RecordFile:
         """Create a file with the contents of `shared`, replacing any other at `path`.
 
-        The file is complete before it is renamed to `path`, and an old file loses only its name. So no reader sees a
-        partial record. Raises RecordError.
+        The file is complete before it is renamed to `path`, and an old file loses only its name. Raises RecordError.
         """
         unfinished = path.with_name(f"{path.name}.new")
         try:
@@ -136,7 +135,6 @@ class OpenRecord:
     """The reader's end: an open file, for as long as anything references this.
 
     Attributes:
-        name: the name of the file in messages.
         identity: of the file; unique while this one is open.
         read: copies bytes out of it, `os.pread` without the descriptor.
     """

@@ -15,17 +15,15 @@ then stores the next sequence. A reader copies the words, then the buffer, and a
 generation agree, else retries. Only a writer that ends one record and begins the next during the copy can disturb it.
 So neither side waits, and a writer killed at any instruction leaves its last record intact.
 
-Correctness rests on the CRC alone. It covers the sequence, so a torn sequence, or one copied before its bytes, is
-rejected. The first three words have no CRC. A torn heartbeat can only look like one of another time, so a reader that
-finds a monitor dead checks a second time.
+The CRC covers the sequence, so a torn sequence, or one copied before its bytes, is rejected. The first three words have
+no CRC. A torn heartbeat can only look like one of another time, so a reader that finds a monitor dead checks a second
+time.
 
 The generation is the table's sequence when the slot was assigned to its device. So a late write for a removed device is
 never taken for another device's. There are twice as many slots as devices, so a new table's devices need no slot of the
 current table. The new table takes effect at once and whole, when its own sequence is stored.
 
 Byte order is the machine's, since the record never leaves it. Times are of CLOCK_MONOTONIC.
-
-Readers copy through a function (`ReadBytes`): from the file by `pread`, or from the writer's own memory in the same process.
 """
 
 from __future__ import annotations

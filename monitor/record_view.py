@@ -101,7 +101,7 @@ class RecordView:
         """The last numbers read of a device, until the monitor's next reading is due; else None.
 
         Most calls of `RecordReader.memory` end here, so this is short: after an engine step its code has left the
-        caches. Each function call costs about a microsecond, a system call several.
+        caches.
         """
         table = self.table.last
         entry = None if table is None else table[1].entries.get(uuid)

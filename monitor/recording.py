@@ -1,4 +1,4 @@
-"""Recordings of a monitor's snapshots as lines of JSON, for replay. See `RecordingWriter` and `read_recording`.
+"""Recordings of a monitor's snapshots as lines of JSON, for replay.
 
     {"format": "pagetide-recording", "version": 1, "source": "nvml+host", "interval_s": 0.02, "devices": [{"uuid": ...}, ...]}
     {"at_s": 0.0, "uuid": "GPU-8a6e...", "total_bytes": 85899345920, "free_bytes": 85120000000}
@@ -247,7 +247,7 @@ def read_recording(path: str | Path) -> Recording:
     """Read and check a whole recording.
 
     Raises ConfigInvalid if it cannot be read, is not a recording, has another version, is torn at the end, or has an
-    invalid line. The message names the line, and how to rescue the part before it.
+    invalid line.
     """
     try:
         with open(path, "rb") as file:
@@ -430,7 +430,7 @@ def _build(cls: type[T], value: object, **converted: Callable[[object], Any]) ->
 
 
 def _declared(cls: type) -> tuple[frozenset[str], dict[str, Any]]:
-    """The required fields, and the types of all fields; a whole number is a float too, as in JSON."""
+    """The required fields, and the types of all fields; a whole number is a float too."""
     required = frozenset(each.name for each in fields(cls) if each.default is MISSING)
     types = {name: kind | int if kind == float | None else kind for name, kind in get_type_hints(cls).items()}
     return required, types

@@ -64,7 +64,7 @@ class DetailReading:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one device at one instant, with its trend. Engines read this."""
+    """The memory of one device at one instant, with its trend."""
 
     at_ns: int  # monotonic, start of the last completed poll; 0 before the first
     interval_ns: int  # polling interval
@@ -140,7 +140,7 @@ class LeaseUse:
     recall_age_seconds: float | None  # since the oldest unserved recall
 
     def held_parts(self) -> dict[str, int]:
-        """The held bytes by class: "weights", "kv" and "other", which is the rest. They always add up to `held_bytes`.
+        """The held bytes by class: "weights", "kv" and "other", which is the rest.
 
         A report that is older than `held_bytes` is cut to it.
         """
@@ -171,7 +171,7 @@ class Snapshot:
         return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, including derived values (used bytes, age, staleness, time until exhaustion)."""
+        """Plain data for JSON, including derived values."""
         devices = []
         for device in self.devices:
             memory = device.memory

@@ -4,10 +4,10 @@ A least-squares line is fitted to the past, in which a sample of age a has weigh
 stands for the time since the one before it, and the first for all time before. So the result does not depend on how
 often or how regularly memory is sampled.
 
-The slope is scaled by how well the line fits (r², the coefficient of determination): fully for linear growth, not at
-all for r² of 0.1 or less. So noise around a level, and waves of up to two time constants, count as no growth and
-predict no intermittent exhaustion. A single step of b bytes counts for at most 0.23 b per time constant, and for
-nothing after six of them. A staircase counts as its average slope, once its steps come faster than the time constant.
+The slope is scaled by how well the line fits (r²): fully for linear growth, not at all for r² of 0.1 or less. So noise
+around a level, and waves of up to two time constants, count as no growth. A single step of b bytes counts for at most
+0.23 b per time constant, and for nothing after six of them. A staircase counts as its average slope, once its steps
+come faster than the time constant.
 
 Smoothing the derivative would be simpler, but shows a step at once and in full, and noise with both signs.
 """
@@ -20,7 +20,7 @@ _BY_CHANCE = 0.1  # r² without significance: noise sampled 250 times per time c
 
 
 class Trend:
-    """The trend of one device. Mutable; used by one thread at a time; reads no clock.
+    """The trend of one device. Mutable; used by one thread at a time.
 
     Gives values once it covers one `time_constant_ns`, which should be at least ten sampling intervals. Restarts after
     a longer silence, as the time between is unknown. Raises ValueError for a time constant below 1.

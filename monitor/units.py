@@ -21,7 +21,7 @@ def parse_bytes(amount: int | str) -> int:
     """Bytes, at least 1, from an integer or from text such as "2GiB", "512 MiB", "1.5G" (GiB), "2GB" (10⁹ each).
 
     Raises:
-        ValueError: not an amount, or less than one byte; the message shows how to write one.
+        ValueError: not an amount, or less than one byte.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
         if amount > MOST_BYTES:

@@ -1,15 +1,12 @@
 """Connects an engine to the monitor: `watch()` finds a running monitor or starts one, and replaces a dead one.
 
-A started monitor ends with its last user.
-
     user     shared lock on users.lock ── is a monitor there? ──no──► start one, wait for its record
     monitor  exclusive lock on monitor.lock, or end: another was first
              now and then: exclusive lock on users.lock?  ──yes──► no user is left: remove the record, end
 
 A user takes its lock before it looks for a monitor, and an ending monitor holds users.lock until it has ended. So no
-user keeps a monitor that is about to end. If a monitor started on demand dies, the first user to notice replaces it,
-within seconds. A daemon that dies is not replaced: only its operator knows its settings, and a replacement would block
-its restart.
+user keeps a monitor that is about to end. If a monitor started on demand dies, the first user to notice replaces it. A
+daemon that dies is not replaced: only its operator knows its settings, and a replacement would block its restart.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ class Watch:
         return self._reader.devices()
 
     def memory(self, uuid: str) -> DeviceMemory:
-        """The memory of one device, in a few microseconds; see `DeviceMemory.is_stale`. Raises NoSuchDevice."""
+        """The memory of one device; see `DeviceMemory.is_stale`. Raises NoSuchDevice."""
         return self._reader.memory(uuid)
 
     def snapshot(self) -> Snapshot:
@@ -126,7 +123,7 @@ def _drop(users: FileLock | None, closed: threading.Event) -> None:
 def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event) -> None:
     """Restart a monitor that was started on demand and died, until the watch is closed.
 
-    A grace period lets the user start a daemon instead. The reader finds the successor by itself.
+    A grace period lets the user start a daemon instead.
     """
     live_at, waits = time.monotonic(), False
     while not closed.wait(GUARD_S):

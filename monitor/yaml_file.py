@@ -55,7 +55,7 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:
-    """The number of values in a node, including itself and expanded aliases. Visits each node once."""
+    """The number of values in a node, including itself and expanded aliases."""
     known = counted.get(id(node))
     if known is not None:
         if not known:

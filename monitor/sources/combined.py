@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class CombinedSource:
     """Combines sources in a fixed order. Unavailable sources are retried at every scan.
 
-    Devices of a source that becomes unavailable stay listed, so that their loss is reported and they do not just disappear.
+    Devices of a source that becomes unavailable stay listed, so that their loss is reported.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:

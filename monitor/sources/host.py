@@ -1,11 +1,11 @@
 """This machine's memory as a device, with its processes; or a test device of a given size, filled by given processes.
 
 The host's used bytes are total - free: processes, the kernel, and written files that are not yet on disk. A process's
-use is its resident set (RSS). Pages shared by several processes, such as libraries, count for each of them, so the sum
-over processes may differ from the used bytes.
+use is its resident set (RSS). Pages shared by several processes count for each of them, so the sum over processes may
+differ from the used bytes.
 
 A test device is used by the resident sets of its members, without their children: used = sum of RSS, at most the
-capacity. Shared pages count several times here too, and a forked member counts its parent's pages again.
+capacity. A forked member counts its parent's pages again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HostSource:
     def detail(self, device: DeviceInfo) -> DetailReading:
         """The 64 largest processes, largest first: members, or those of the machine or cgroup with at least 1 MiB.
 
-        Processes hidden by the system are missing. Utilisation is None: it applies to GPUs. Raises DeviceUnreadable.
+        Processes hidden by the system are missing. Raises DeviceUnreadable.
         """
         try:
             found = self._sizes() if self._capacity_bytes is None else self._member_sizes()

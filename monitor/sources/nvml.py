@@ -1,14 +1,13 @@
 """The NVML source: GPUs and MIG instances from the NVIDIA driver library, through pynvml.
 
-Nothing else in the project imports pynvml, and every call into it goes through `_Library.ask`. Facts about NVML that
-are not obvious:
+Every call into pynvml goes through `_Library.ask`. Facts that are not obvious:
 
 - used = total - free. NVIDIA's pages disagree on whether `used` of the v2 structure includes the driver's reserve, so
   nothing here reads it. The v1 structure counts the reserve as used; both give the same `total` and `free`.
 - A unified-memory chip (GB10) answers NOT_SUPPORTED for memory: its memory is the host's.
 - A GPU partitioned into MIG instances gives its own memory and processes to root alone. Each instance gives memory and
   processes, and nothing else, to its permitted users. The process list of an instance's handle is of that instance: the
-  driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules), so the parent is not asked.
+  driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules).
 - Until R565 the driver returns pids of the host. Since then it translates them for the caller's pid namespace (the
   container), and omits processes outside of it. So in a container, pids from an old driver must not be looked up, and
   an empty list from a new one does not mean that there are no processes.
@@ -115,11 +114,11 @@ class _Look(threading.Thread):
 
 
 class NvmlSource:
-    """The NVIDIA devices of this machine; see `Source` for the contract.
+    """The NVIDIA devices of this machine; see `Source`.
 
     Construction loads nothing: the first `scan` loads the driver library. `memory` and `detail` take no lock, so a slow
     device does not delay calls about others. `scan` waits at most `patience_s` for all slow GPUs together, and once for
-    each. `proc` is the mount point of the kernel's files.
+    each.
     """
 
     name = "nvml"
@@ -285,7 +284,7 @@ class NvmlSource:
             return _Seen(self._remembered(uuid, index, parent), None, refusal)
 
     def _remembered(self, uuid: str | None, index: str, parent: DeviceInfo | None) -> DeviceInfo:
-        """The last known info of a dead device, which may not even return its uuid any more."""
+        """The last known info of a dead device."""
         for seen in self._seen.values():
             if seen.info.uuid == uuid or (uuid is None and seen.info.index == index):
                 return replace(seen.info, index=index)

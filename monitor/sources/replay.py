@@ -12,7 +12,7 @@ from ..snapshot import DetailReading, DeviceInfo, MemoryReading
 
 
 class ReplaySource:
-    """The devices of a recording. After its end none can be read any more, so that the end is visible; it does not loop."""
+    """The devices of a recording. After its end none can be read any more."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Reads the whole recording; `clock` gives nanoseconds. Raises ConfigInvalid, see `read_recording`."""

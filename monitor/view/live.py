@@ -44,9 +44,8 @@ def render_leases(snapshot: Snapshot, console: Console) -> None:
 def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Console) -> None:
     """Show what `read` returns every `interval_s` seconds, and after a key or a resize, until q or Ctrl-C.
 
-    Must run in the main thread. Draws on the terminal's alternate screen; m, p and u sort the processes by memory, pid
-    and user. If `console` is no terminal or cannot move its cursor (TERM=dumb), prints repeatedly, and only Ctrl-C ends
-    it.
+    Must run in the main thread. m, p and u sort the processes by memory, pid and user. If `console` is no terminal or
+    cannot move its cursor (TERM=dumb), prints repeatedly, and only Ctrl-C ends it.
 
     Restores the terminal when it returns or raises, and while Ctrl-Z stops the process. Raises ValueError for an
     interval that is not above 0, SystemExit for SIGTERM, SIGHUP and SIGQUIT if the caller has no handlers for them, and
@@ -62,7 +61,7 @@ def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Consol
 
 
 def _symbols(console: Console) -> Symbols:
-    """Unicode, unless the encoding of `console` or its font lacks it, as that of the Linux console does."""
+    """Unicode, unless the encoding of `console` or its font lacks it."""
     limited = console.options.ascii_only or os.environ.get("TERM") == "linux"
     return ASCII if limited else UNICODE
 
@@ -137,7 +136,7 @@ class _Screen:
 
 @contextmanager
 def _signals_read(*numbers: int) -> Iterator[int]:
-    """A descriptor that yields each received signal as a byte: a select wakes up, and no call is interrupted.
+    """A descriptor that yields each received signal as a byte.
 
     Handles those of `numbers` that have the default handler, and restores it at the end.
     """

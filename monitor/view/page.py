@@ -33,8 +33,7 @@ def render(
 ) -> SegmentLines:
     """The page in at most `width` cells and `height` lines; None: in as many lines as needed.
 
-    Depends only on its arguments. `clock` is the time to display, `keys` a last line with key hints. Text from other
-    users' processes is neutralised. No line is wider than `width`, so none wraps.
+    `clock` is the time to display, `keys` a last line with key hints. Text from other users' processes is neutralised.
     """
     inner = _inner(width)
     low = height is not None and height < _LOW
@@ -96,7 +95,7 @@ def _page(lines: Sequence[Line], width: int) -> SegmentLines:
 def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
     """The monitor, its uptime, and the age of the oldest answer; or that the monitor is silent.
 
-    Silence is judged by the monitor's heartbeat: lost or slow devices say nothing about the monitor.
+    Silence is judged by the monitor's heartbeat.
     """
     said: Line = [Segment("vram-monitor", BOLD), blank(2)]
     time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]
