@@ -87,7 +87,6 @@ class EngineConfig:
     """The configuration of an engine. Build it with `resolve`.
 
     Args:
-        model: The model and its options.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "float16" or "bfloat16".
         kv_memory: Bounds of the KV pool.
@@ -96,7 +95,7 @@ class EngineConfig:
         max_step_tokens: Maximum tokens of a step. It also bounds the running sequences, as each gets a token a step.
         max_model_len: Maximum tokens of a sequence, prompt and output; None is the model's context.
         max_chunk_tokens: Maximum tokens of one sequence in a step; None is `max_step_tokens`.
-        prefix_caching: Keep computed blocks, so that common prefixes of prompts are computed once.
+        prefix_caching: Compute common prefixes of prompts once.
         prefix_cache_memory: Maximum bytes of cached blocks that no running request holds; None is no bound.
         prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. Not in the repr.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
@@ -184,7 +183,7 @@ class EngineConfig:
         cuda_graphs: bool = True,
         self_check: bool = True,
     ) -> EngineConfig:
-        """Validate and resolve the arguments of an engine as the user passes them in.
+        """Validate and resolve the arguments of an engine.
 
         None, or "auto" if applicable, leaves the choice to the models file and then to the engine. `model` is a name, a folder,
         a hub id, a loaded model or a ModelSpec; `tokenizer` is one of the first three or a loaded tokenizer. `kv_memory` is as

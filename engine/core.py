@@ -29,7 +29,7 @@ class EngineCore:
     """Scheduler and runner, one step at a time. Not thread-safe: the request manager serializes calls.
 
     If the runner `overlaps`, the next decode step is planned and launched before the previous step's result is on the host
-    (asynchronous scheduling), so the device works while the host processes outputs.
+    (asynchronous scheduling).
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,7 +131,8 @@ class EngineCore:
             return error
 
     def _wait_for_oldest(self) -> tuple[Plan, Result, BaseException | None]:
-        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in `_launch`."""
+        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in
+        `_launch`."""
         plan, pending = self._pending.popleft()
         try:
             return plan, pending.wait(), None

@@ -9,7 +9,7 @@ EngineError
 ├── NotEnoughMemory    the device lacks memory; says how much is free and what to do
 └── EngineClosed       the engine is closed
 
-A request that cannot be served raises the scheduler's RequestRejected, wherever that is detected.
+A request that cannot be served raises the scheduler's RequestRejected.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class NotEnoughMemory(EngineError):
     """A device has fewer free bytes than needed.
 
     Args:
-        asked_bytes: Bytes needed.
-        free_bytes: Free bytes of the device.
         what: The purpose of the bytes, as in "the weights of demo on cpu".
         remedy: What the user can do, as a clause.
     """

@@ -75,8 +75,7 @@ class WatchedKernel(TorchKernel):
 def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] = NO_FAULTS) -> None:
     """Raises ConfigError if backend `name` does not support the layers' shapes, is not installed, or is in `faults`.
 
-    It runs before weights are read; needs beyond the shapes are known only once the model runs. `faults` maps backends that the
-    device's self-check switched off to reasons.
+    It runs before weights are read. `faults` maps backends that the device's self-check switched off to reasons.
     """
     if name == AUTO:
         return
@@ -105,8 +104,6 @@ def choose(
 
     Args:
         faults: Backends that "auto" excludes, with reasons.
-        makers: Kernel factories by backend.
-        measure: Times usable kernels; the fastest is chosen.
 
     Raises:
         ConfigError: the requested backend cannot serve; the message names alternatives.

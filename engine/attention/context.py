@@ -22,11 +22,11 @@ Lengths = npt.NDArray[np.integer[Any]]
 class StepContext:
     """One packed batch of n chunks and T tokens. Immutable; valid for one forward pass.
 
-    Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch, the last ones of a sequence of `kv_lens[i]`
-    tokens in all: token j of the chunk is at position `kv_lens[i] - q_lens[i] + j`. The first `num_decodes` chunks have one
-    token each. Host arrays are for planning; tensors are on the device. In a step captured in a CUDA graph, the host's
-    `kv_lens` are upper bounds, and a chunk with length 0 on the device is padding. On a CPU, tokens after the last chunk are
-    padding: they belong to no chunk, and their K and V go to the null block.
+    Chunk i holds tokens `q_starts[i] .. q_starts[i] + q_lens[i]` of the batch: token j is at position
+    `kv_lens[i] - q_lens[i] + j` of its sequence. The first `num_decodes` chunks have one token each. Host arrays are
+    for planning; tensors are on the device. In a step captured in a CUDA graph, the host's `kv_lens` are upper bounds,
+    and a chunk with length 0 on the device is padding. On a CPU, tokens after the last chunk are padding: their K and V
+    go to the null block.
     """
 
     layers: Sequence[LayerCache]
@@ -116,7 +116,7 @@ class AttentionKernel(Protocol):
         ...
 
     def release_buffers(self) -> None:
-        """Free what is kept between calls. The next call recreates it."""
+        """Free what is kept between calls."""
         ...
 
 

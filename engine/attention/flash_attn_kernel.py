@@ -28,9 +28,8 @@ class FlashKernel(LibraryKernel):
         return library("flash_attn", "flash_attn_with_kvcache", "flash_attn_varlen_func")
 
     def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
-        """See `LibraryKernel.attend_part`. The KV-cache function splits long rows, for decodes; the varlen function takes
-        chunks.
-        """
+        """See `LibraryKernel.attend_part`. The KV-cache function splits long rows, for decodes; the varlen function
+        takes chunks."""
         cache = call.cache
         options = flash_options(call) | {"block_table": part.table(cache.group)}
         if part.max_q == 1:

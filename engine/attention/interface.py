@@ -2,7 +2,7 @@
 
 No mask function is registered under that name, so transformers creates None as the mask of every layer
 (`masking_utils._preprocess_mask_arguments` returns early). Visibility follows from the step, causality and the layer's
-`sliding_window`. Anything beyond that is refused here or by the probe at load.
+`sliding_window`; anything beyond is refused.
 """
 
 from __future__ import annotations

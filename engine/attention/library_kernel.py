@@ -50,7 +50,7 @@ class SequenceGroup:
 
 
 class LibraryKernel(ABC):
-    """An `AttentionKernel` by a library's functions. `library` is the module that `load` imports.
+    """An `AttentionKernel` by a library's functions.
 
     On the device it keeps only the last step's metadata, unless a subclass says otherwise.
     """

@@ -1,17 +1,17 @@
 """Paged attention in plain torch, for any device: the reference for the other kernels, and the fallback.
 
 Decodes are gathered one tile of rows at a time into buffers that stay in the processor's cache. Rows are sorted by length; a
-tile takes as many as fit its bytes with little padding. A tile of one row is cut to its length and needs no mask. In a tile of
-several, slots that a row may not see are zeroed, because a mask over NaN still gives NaN.
+tile takes as many as fit its bytes with little padding. In a tile of several rows, slots that a row may not see are
+zeroed, because a mask over NaN still gives NaN.
 
 Prefill goes sequence by sequence, in query tiles if a mask is needed. Queries that share a KV head are placed on the query
 length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An attention sink is one more
-key, of zeros, with the sink's logit as its mask entry. Only a softcap needs explicit scores.
+key, of zeros, with the sink's logit as its mask entry.
 
 In half precision on a CPU, torch compiles and keeps a kernel for each number of queries and of keys: 50 MiB over a thousand
 random chunks. There both are padded to multiples, with positions that no query sees.
 
-Tiles, gather indices and masks depend on the step and on a layer's shape. The first layer of each shape makes them.
+The first layer of each shape makes a step's tiles, gather indices and masks.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class TorchKernel:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def release_buffers(self) -> None:
-        """Drop the buffers and the last step's data. The next call recreates them."""
+        """Drop the buffers and the last step's data."""
         self._buffers.clear()
         self._plan = None
 

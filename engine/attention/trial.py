@@ -158,7 +158,7 @@ def seconds(
 
 
 def longest_context(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Tokens of each timed decode: CONTEXT, or what POOL_BYTES hold in whole blocks, at least one."""
+    """Tokens of each timed decode: CONTEXT, or what POOL_BYTES hold."""
     token_bytes = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * dtype.itemsize
     most = POOL_BYTES // (DECODES * token_bytes) // block_size * block_size
     return max(block_size, min(CONTEXT, most))

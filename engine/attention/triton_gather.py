@@ -1,7 +1,7 @@
 """Copies of whole blocks between two strided pools, in one launch for any number of blocks.
 
 For swaps of blocks too small for a copy engine, which needs a command per copy. One pool may be pinned host memory: the device
-accesses it over the link, at the host's own addresses. Only the copied memory has to be accessible.
+accesses it over the link, at the host's own addresses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ def copy_blocks(
             locked (cudaHostRegister) at the copied blocks, for a device that can use host pointers.
         target: The same of another pool.
         ids: int64 [2, n], contiguous, on the device, in range, with unique targets. They are not checked.
-        num_bytes: Of each row, from its beginning.
-        num_programs: Programs that share the copy.
 
     Raises ValueError if the shapes or types do not fit.
     """

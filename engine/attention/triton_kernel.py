@@ -61,7 +61,8 @@ class TritonKernel:
         write(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionKernel.attend`. Raises ValueError for head dims above 512. Reads K and V only from the arena."""
+        """See `AttentionKernel.attend`. Raises ValueError for head dims above 512. Reads K and V only from the
+        arena."""
         query, cache, step = call.dense_query, call.cache, call.step
         if self._plan is None or self._plan.step is not step:
             self._plan = _planned(step)

@@ -1,8 +1,7 @@
 """Paged attention of chunks of several tokens, with variable lengths and causal masks over the cached tokens.
 
 A program attends with one tile of a chunk's queries, for all query heads of one KV head, to the keys they see. All K and V,
-including the chunk's own, are read through the block table. Tiles are listed once per step, longest first, so that no long tile
-starts late.
+including the chunk's own, are read through the block table. Tiles are listed once per step, longest first.
 """
 
 from __future__ import annotations

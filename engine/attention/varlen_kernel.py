@@ -19,7 +19,8 @@ class VarlenKernel(LibraryKernel):
 
     @staticmethod
     def load() -> Any:
-        """See `LibraryKernel.load`. Torch's own flash-attn 2 refuses block tables, so flash-attn 3 or 4 must be active."""
+        """See `LibraryKernel.load`. Torch's own flash-attn 2 refuses block tables, so flash-attn 3 or 4 must be
+        active."""
         found = library("torch.nn.attention.varlen", "varlen_attn")
         if "block_table" not in inspect.signature(found.varlen_attn).parameters:
             raise ImportError(f"the varlen_attn of torch {torch.__version__} takes no block tables", name="torch")

@@ -104,8 +104,8 @@ class DeviceRows:
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """The attention context, input ids [T] and positions [T] of a batch, from its uploaded arrays `there`.
 
-        It does not wait and reads nothing from the host, so it can be captured. `width` is at least the slots of the longest
-        chunk's table; `bounded` says that the batch's lengths are upper bounds.
+        It can be captured. `width` is at least the slots of the longest chunk's table; `bounded` says that the batch's
+        lengths are upper bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
         slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # other entries are stale

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: the model's forward pass over a batch of decodes, captured once for each of a few sizes.
 
-A captured step reads rows, lengths and tokens from the upload buffer, and K and V from the arena. Neither moves, so a graph
-serves any rows, whatever extents were mapped or unmapped since. Other batch sizes are padded to the next captured one.
+A captured step reads rows, lengths and tokens from the upload buffer, and K and V from the arena. Neither moves, so a
+graph serves any rows, whatever extents are mapped. Other batch sizes are padded to the next captured one.
 """
 
 from __future__ import annotations

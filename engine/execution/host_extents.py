@@ -1,7 +1,7 @@
 """The host tier's memory by extents: allocated as slots are written, pinned for a CUDA device, one extent ahead of need.
 
-Allocating and pinning an extent is slow (the kernel zeroes and pins page by page), and copies with unpinned memory block the
-caller. With a device, a thread therefore prepares the next extent whenever the ready one comes into use.
+Allocating and pinning an extent is slow, and copies with unpinned memory block the caller. With a device, a thread
+therefore prepares the next extent whenever the ready one comes into use.
 """
 
 from __future__ import annotations

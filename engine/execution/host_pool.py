@@ -1,9 +1,9 @@
 """The host tier's memory: blocks of the pool's layout in host memory, and copies between them and the device.
 
 Slot i is block i of a second pool; block 0, the null block, is not a slot. Memory is reserved at the start and allocated per
-extent when a slot is first written, so an engine that never swaps allocates none. `give_back` (after long disuse) and `close`
-free it. Copies run concurrently with the caller (`begin`): between host pools in a thread; between host and CUDA device in a
-separate stream, with pinned memory, by the fastest method (`swap_methods.py`).
+extent when a slot is first written. `give_back` (after long disuse) and `close` free it. Copies run concurrently with
+the caller (`begin`): between host pools in a thread; between host and CUDA device in a separate stream, with pinned
+memory, by the fastest method (`swap_methods.py`).
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ class HostPool:
     def measure(self, device: Storage, num_blocks: int) -> float | None:
         """Bytes per second of copies to and from the device. Blocks 1 to `num_blocks` must have memory and no content yet.
 
-        On CUDA it also selects the fastest method per number of pieces. The tier is empty before and after. None if the host
-        has no memory for it.
+        On CUDA it also selects the fastest method per number of pieces. None if the host has no memory for it.
         """
         num_measured = min(num_blocks, self.num_slots, max(1, _MEASURED_BYTES // device.geometry.payload_bytes))
         blocks = np.arange(1, num_measured + 1, dtype=np.int32)

@@ -100,7 +100,7 @@ class MemoryOperations:
 class MemoryExecutor:
     """Executes the memory operations of plans, in this order: map extents, swap out and copy blocks, unmap extents.
 
-    `arena` is the arena under `storage`; without it no plan may resize the pool. Without `host` no plan may swap.
+    `arena` and `host`: as for `ModelRunner`.
     """
 
     def __init__(self, storage: Storage, arena: Arena | None, host: HostPool | None) -> None:

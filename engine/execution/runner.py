@@ -4,8 +4,7 @@ It keeps each row's tokens and sampling (`row_states.py`) and, on the device, th
 chunks into one batch without padding, runs the model and samples. Memory operations run before the chunks, or concurrently
 with them on blocks that no chunk uses (`memory_operations.py`).
 
-On an asynchronous device, `begin` queues a plan and `PendingStep.wait` waits for its result. Tokens are sampled on the device
-and stay there as inputs of the next plan.
+On an asynchronous device, `begin` queues a plan and `PendingStep.wait` waits for its result.
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ class ModelRunner:
 
     @property
     def model(self) -> Any:
-        """The callable that computes a step's logits. It may be replaced between steps, for example by a tool that measures the
-        engine without a model's cost.
+        """The callable that computes a step's logits. It may be replaced between steps.
 
         A step calls it in inference mode as
 
@@ -181,7 +179,7 @@ class ModelRunner:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Run the body in inference mode. Device work goes to the stream on which the runner was made, whatever the caller's
-        stream, so that all steps are ordered. On a CPU, torch uses as many threads as there are spare cores.
+        stream.
         """
         on_device = self._threads.for_a_step() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), on_device:
@@ -238,7 +236,7 @@ class ModelRunner:
             self.__dict__.pop(name, None)
 
     def _compute_plan(self, plan: Plan) -> Computed:
-        """The outputs of the plan's chunks, perhaps still pending on the device."""
+        """The outputs of the plan's chunks."""
         all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
         if self._row_states.faulty:
             return self._compute_in_parts(plan, [all_chunks])
@@ -464,7 +462,7 @@ class ModelRunner:
         return pack(self._row_states.tokens, none, none, none, size)
 
     def _decode(self, size: int) -> torch.Tensor:
-        """Logits [size, vocab] of the batch of decodes that was uploaded last, whatever its rows and lengths."""
+        """Logits [size, vocab] of the batch of decodes that was uploaded last."""
         batch = self._padding(size)
         uploaded = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds

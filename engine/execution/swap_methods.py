@@ -4,7 +4,7 @@
     batch    cuMemcpyBatchAsync, one call for all runs       drivers from CUDA 12.8 on
     kernel   one launch that reads or writes host memory     with Triton, where kernels use the host's own addresses
 
-Each is tested and timed at the start, in both directions. See docs/decisions/0026-ways-to-swap.md.
+Each is tested and timed at the start. See docs/decisions/0026-ways-to-swap.md.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Upload:
     host side is pinned, and `put` waits only for the transfer of three puts before.
 
     Args:
-        num_bytes: Size of the buffer. Trailing arrays that do not fit get memory of their own.
+        num_bytes: Trailing arrays that do not fit get memory of their own.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:

@@ -143,8 +143,8 @@ class Checkpoint:
     def weights_bytes(self, dtype: torch.dtype | str) -> int:
         """Bytes of the weights once loaded as `dtype`: exact for safetensors, else a KiB per tensor too many.
 
-        Tied weights count once, even if the checkpoint stores both. (transformers ties them if they are equal and keeps both if
-        they differ, which only reading them can tell.)
+        Tied weights count once, even if the checkpoint stores both. (transformers keeps both if they differ, which only
+        reading them can tell.)
         """
         itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
         if not self.tensors:
@@ -225,7 +225,7 @@ class Checkpoint:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding id, if there is one. The engine itself never pads."""
+        """The padding id, if there is one."""
         return next(iter(self._ids("pad_token_id")), None)
 
     def _ids(self, key: str) -> tuple[int, ...]:

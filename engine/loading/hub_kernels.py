@@ -14,9 +14,9 @@ from ..errors import UnsupportedModel
 def no_hub_kernels() -> Iterator[None]:
     """A context in which transformers, in this thread, gets an UnsupportedModel instead of a kernel from the hub.
 
-    The `kernels` package downloads compiled code by repository name. transformers calls it for attention, experts and some
-    quantizations if the model's configuration names them. Without the package this does nothing. The replaced function is
-    process-wide; calls from other threads are passed on.
+    The `kernels` package downloads compiled code. transformers calls it for attention, experts and some quantizations
+    if the model's configuration names them. The replaced function is process-wide; calls from other threads are passed
+    on.
     """
     from transformers.integrations import hub_kernels
 

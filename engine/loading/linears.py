@@ -1,9 +1,9 @@
 """Faster linear layers on the CPU: weights packed once in oneDNN's layout, and products of a few fixed sizes.
 
 A decode step multiplies few rows with large weights, and a plain `F.linear` reorders the weight each time: packed layers are
-1.2 to 1.6 times as fast on 16 rows here, and 4 times on some machines. One packing serves any number of rows. Layers are
-selected by size alone, never by measurement, so that a model computes the same sums each time it is loaded. A packed weight
-replaces the plain one; if it is tied to the embedding, both are kept.
+1.2 to 1.6 times as fast on 16 rows, and 4 times on some machines. Layers are selected by size alone, never by
+measurement, so that a model computes the same sums each time it is loaded. A packed weight replaces the plain one; if
+it is tied to the embedding, both are kept.
 
 oneDNN compiles and keeps a primitive for each shape of a product: 0.05 to 0.65 MiB, depending on the CPU's instructions. An
 engine's steps eventually have every number of tokens, which came to hundreds of MiB. A packed layer therefore splits its rows

@@ -82,8 +82,7 @@ class Loaded:
     def copied(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """A copy of the model over the same tensors, in evaluation mode. Tensors of another device or type are converted.
 
-        Everything else is copied: configuration, modules, settings. Changes to the copy, such as another attention or packed
-        layers, do not affect the original.
+        Changes to the copy, such as another attention or packed layers, do not affect the original.
         """
         shared: dict[int, Any] = {}
         dtype_to = self._dtype_to(dtype)

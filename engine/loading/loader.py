@@ -51,8 +51,8 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
 def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """The type of weights and KV cache. Raises ConfigError for an unknown one.
 
-    "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU (where float16 is slow and overflows in
-    sums), and that an unsupported type (float64, 8-bit floats) becomes float32.
+    "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU (where float16 is slow and
+    overflows in sums), and that an unsupported type (float64, 8-bit floats) becomes float32.
     """
     name = check_dtype(dtype)
     if name == "auto":
@@ -113,12 +113,11 @@ def load_model(
     """The model with exactly the checkpoint's weights, in evaluation mode, without gradients.
 
     On a CPU, weights that need no conversion stay mapped from their files. They are read on first use and belong to the page
-    cache, so free memory falls by less than their size. To size something by the remaining memory, take the free bytes before
-    loading and subtract `weights_bytes`, as `planning` does.
+    cache, so free memory falls by less than their size.
 
     Raises:
         NotEnoughMemory: the weights do not fit; nothing was read.
-        CheckpointError: a file is broken, or weights are missing; says which. (transformers alone would use random numbers.)
+        CheckpointError: a file is broken, or weights are missing; says which.
     """
     check_weights_fit(checkpoint, device, dtype, free)
     loaded = checkpoint.spec.loaded

@@ -1,7 +1,7 @@
 """Checks of a model's JSON files before transformers reads them: sizes, counts, and names of code on the hub.
 
 transformers builds lists of the lengths in `config.json` before it compares them with the weights, and downloads kernels that
-the file names. Both are therefore checked first.
+the file names.
 """
 
 from __future__ import annotations

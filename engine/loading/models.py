@@ -1,7 +1,7 @@
 """Resolves a model's name to its folder: the models file, a path, or a hub id in the local cache. Never uses the network.
 
 A models file is YAML with entries `name: path` or `name: {path: ..., dtype: ..., ...}` (see `configs/models.yaml`). Entries of
-the file that PAGETIDE_CONFIG names override built-in ones, so `demo` is always available.
+the file that PAGETIDE_CONFIG names override built-in ones.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One validated entry of a models file. Its folder need not exist."""
+    """One validated entry of a models file."""
 
     name: str
     path: str  # as written
@@ -213,7 +213,7 @@ def _looked_for(text: str) -> tuple[Path, bool]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelNotFound unless `folder` has a configuration and all its weight files. Read-only."""
+    """Raises ModelNotFound unless `folder` has a configuration and all its weight files."""
     if not folder.exists():
         raise ModelNotFound(f"there is no folder {folder}")
     if not folder.is_dir():
@@ -226,7 +226,7 @@ def check_folder(folder: Path) -> None:
 
 
 def fetch_command(hub_id: str) -> str:
-    """The command that fetches `hub_id` into the local cache (the `hf` of huggingface_hub >= 0.34)."""
+    """The command that fetches `hub_id` into the local cache (huggingface_hub >= 0.34)."""
     return f"hf download {hub_id}"
 
 
@@ -290,7 +290,7 @@ def _read_file(file: Path) -> dict[str, ModelEntry]:
 
 
 def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
-    """The keys of a mapping and their lines. Here and below, keys must be unique text.
+    """The keys of a mapping and their lines. Keys must be unique text.
 
     YAML readers silently take the last of two equal keys.
     """

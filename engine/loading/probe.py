@@ -67,9 +67,9 @@ def probe(
 
     Args:
         model: A causal language model of transformers, in eval mode, on its device.
-        geometry: The engine's geometry for it. Only its layers and its dtype matter here.
+        geometry: Only its layers and dtype matter here.
         max_length: Most tokens of a sequence; behaviour beyond it is ignored. None: the model's limit.
-        kernel: The kernel to test, in blocks of 4 tokens. None: a new TorchKernel.
+        kernel: By default a new TorchKernel.
 
     Raises:
         UnsupportedModel: it does not, or this cannot be determined; names the model, the layer and what to do.
@@ -423,10 +423,7 @@ def _worst(right: torch.Tensor, without: torch.Tensor, got: torch.Tensor, dtype:
 
 
 def _position_pairs(limit: int, window: int | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [pairs] each: query and key positions below `limit`, near and far apart, around powers of two and windows.
-
-    For any chunk or window size, some pairs are that far apart and some are not.
-    """
+    """int64 [pairs]: query and key positions below `limit`, near and far apart, around powers of two and windows."""
     random = np.random.default_rng(2)
     powers = 2 ** np.arange(0, limit.bit_length())
     near = {int(p) + d for p in [*powers, window or 1] for d in (-1, 0, 1)}

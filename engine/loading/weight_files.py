@@ -1,6 +1,6 @@
 """The files of a model's weights: which they are, whether all are present, and what their headers contain.
 
-This module never reads weights. A safetensors file is
+A safetensors file is
 
     8 bytes, little endian: n | n bytes of JSON: {name: {dtype, shape, data_offsets: [begin, end]}} | the tensors' bytes
 
@@ -45,7 +45,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weights of one model: a single file, or all shards of its index. All files exist."""
+    """The weights of one model: a single file, or all shards of its index."""
 
     paths: tuple[Path, ...]
     safetensors: bool

@@ -19,11 +19,10 @@ class BaseMemory:
     """Bytes that the process holds for one engine besides KV: weights, libraries, workspaces.
 
     Args:
-        measure: Measures them.
         reserve_bytes: Additional workspaces of a step.
         trim: Empties caches of libraries and of the attention kernel.
-        tidy: Returns free heap memory to the system if the device is the host; else None. The heap keeps what steps have
-            freed, and temporaries of varying sizes fragment it.
+        tidy: Returns free heap memory, which varying temporaries fragment, to the system if the device is the host;
+        else None.
     """
 
     def __init__(

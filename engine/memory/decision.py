@@ -9,9 +9,8 @@ The first of these tasks that is due determines the action:
     GROW     blocks are short                            map up to the forecast, within grant and limit; ask for the rest
     REST     not all extents were needed for `idle_s`    give back what requests do not need, down to the minimum
 
-`decide` changes nothing and reads no clock: the same view at the same time gives the same action. Amounts are extents,
-unless a name says bytes; times are monotonic seconds. Forecasts cost about as much as planning a step: they are
-computed only for the task at hand, and for GROW and REST at most every LOOK_S.
+Amounts are extents, unless a name says bytes; times are monotonic seconds. Forecasts cost about as much as planning a
+step: they are computed only for the task at hand, and for GROW and REST at most every LOOK_S.
 """
 
 from __future__ import annotations

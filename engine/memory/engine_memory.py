@@ -5,16 +5,15 @@
     concurrently    the arena prepares extents for the next slice and frees unmapped ones: decision 0027
     after it        slices are learned (StepTimer), held bytes are reported, recalls are answered (LeaseReporter)
 
-The lease's grant covers all bytes of the engine. `base` is what it holds besides KV (weights, libraries, workspaces); the pool
-may use the rest. `base` counts up to the lease's initial max less the largest pool. What the process holds beyond that, such as
-a program's own data, is not the engine's: other engines see it as an external process's memory, and the pool does not shrink
-for it.
+The lease's grant covers all bytes of the engine. `base` is what it holds besides KV; the pool may use the rest. `base`
+counts up to the lease's initial max less the largest pool. The pool does not shrink for what the process holds beyond
+that, such as a program's own data.
 
 Memory goes back in this order: prepared extents, caches of libraries, the host tier if it is in the same memory, free extents,
 compaction, and for a recall only, preemption (preemption.py). While requests run this happens in slices, one per step, so that
-steps stay short. The host tier's memory, with its contents, also goes back after a long time without requests.
+steps stay short.
 
-Without a lease (`share` is off, or there is no broker) the pool does the same between its own bounds.
+Without a lease the pool does the same between its own bounds.
 """
 
 from __future__ import annotations
@@ -65,14 +64,9 @@ class EngineMemory:
         arena: Of the pool; leased if there is a lease. It also works in the background from now on, so CUDA graphs must be
             captured before.
         min_extents: Extents that only a recall may take.
-        base_bytes: Measures what the process holds besides KV.
-        reserve_bytes: Additional workspaces of a step.
-        weights_bytes: Of the weights, for the report by class.
-        trim: Empties caches of libraries and of the attention kernel.
-        tidy: Returns free heap memory to the system if the device is the host; else None.
+        base_bytes, reserve_bytes, trim, tidy: See `BaseMemory`.
         lease: None without a broker.
         idle_s: Time after which unneeded extents, and without requests the host tier's memory, are given back.
-        host: The host tier's memory; None without one.
         host_is_device: The pool is in host memory too.
         clock: Seconds, monotonic.
     """

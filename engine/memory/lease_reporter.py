@@ -49,10 +49,6 @@ class LeaseReporter:
     """Keeps an engine's lease informed. Without a lease it only measures the process.
 
     Args:
-        lease: None without a broker.
-        base: What the process holds besides KV.
-        scheduler: Returns the current scheduler; a fault replaces it.
-        arena: Of the pool.
         pool: What requests need of the pool.
         weights_bytes: Of the weights, for the report by class.
         stats: Counts recalls and lost brokers here.

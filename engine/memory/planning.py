@@ -1,11 +1,11 @@
 """The memory plan of a device: weights, primitives, a working reserve and the KV pool. For `pagetide plan` and engine startup.
 
-Both call `plan_memory` with the bytes that are free *before* the weights are read, so both get the same numbers:
+Both call `plan_memory` with the bytes that are free *before* the weights are read:
 
     |<------------------------------ free before the weights -------------------------------->|
     | weights, primitives | working reserve |       KV pool       | left to others           |
 
-Nothing here reads weights or allocates memory (on CUDA, querying the free memory creates the process's context).
+Nothing here allocates memory (on CUDA, querying the free memory creates the process's context).
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ def plan_memory(
     Args:
         context: Tokens of the sequences in `sequences_that_fit`; None is the longest that the engine takes. Does not change the
             pool.
-        free: Returns the free bytes of a device.
         total: Returns all bytes of a device. A pool with a given maximum is planned within these: it starts at its minimum and
             may grow into memory that is not free yet.
 
@@ -248,7 +247,7 @@ def _auto_pool(
     max_seqs: int,
     max_model_len: int,
 ) -> tuple[Geometry, int]:
-    """(geometry with fitting extents, blocks) of the pool that `auto_kv_bytes` describes."""
+    """(geometry, blocks) of the pool that `auto_kv_bytes` describes."""
     per_sequence = geometry.blocks_for_tokens(max_model_len)
     room = max(0, free_after_weights - reserve_bytes)
     if device.type == "cpu":

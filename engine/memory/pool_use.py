@@ -11,7 +11,6 @@ class SchedulerPoolUse:
     """The pool of a scheduler, now and by forecast. Read-only.
 
     Args:
-        scheduler: Returns the current scheduler; a fault replaces it.
         min_extents: Extents that are never free.
     """
 
@@ -54,7 +53,7 @@ class SchedulerPoolUse:
 
     @property
     def wanted_extents(self) -> int:
-        """Extents that running and waiting requests are forecast to need; 0 without any. Costs as much as planning a step."""
+        """Extents that running and waiting requests are forecast to need; 0 without any."""
         scheduler = self._scheduler()
         blocks = scheduler.pool.wanted_blocks()
         return _extents_for(scheduler, blocks) if blocks else 0

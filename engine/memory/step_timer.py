@@ -15,8 +15,7 @@ _ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
 class Slice:
     """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
 
-    So such steps take twice as long, and sliced work takes twice as long as unsliced work, on any machine. The size is learned
-    from steps that had at least half a slice to do.
+    The size is learned from steps that had at least half a slice to do.
     """
 
     SHARE = 1.0  # of the time of a plain step

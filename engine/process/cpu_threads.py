@@ -1,9 +1,9 @@
 """The number of CPU threads of a step: fewer while other processes need the cores.
 
 OpenMP threads spin at a barrier at the end of every matrix product. If one of them shares its core with another process, the
-others spin through that process's time slices: one busy process on two cores made steps four times as slow, and two concurrent
-engines were as slow together as one should be alone. So a step uses as many threads as there are idle cores: all that torch
-would use, or a half, a quarter or an eighth of them, as oneDNN keeps primitives for each number of threads.
+others spin through that process's time slices: one busy process on two cores made steps four times as slow. So a step
+uses as many threads as there are idle cores: all that torch would use, or a half, a quarter or an eighth of them, as
+oneDNN keeps primitives for each number of threads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def use_own_threads(count: int) -> None:
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
-    """The numbers of threads that steps may use if torch's own is `most`: distinct, the largest first."""
+    """The numbers of threads that steps may use if torch's own is `most`, the largest first."""
     if _fixed():
         return (most,)
     return tuple(dict.fromkeys(max(1, most // divisor) for divisor in _DIVISORS))

@@ -4,8 +4,8 @@ The algorithm is that of transformers 5.23 (`_beam_search`), with its float32 nu
 decides when beams are computed: docs/decisions/0024-beams.md.
 
 Each step ranks the candidates of all beams by their sums of log-probabilities. The best that do not end continue as beams.
-Those among the first `num_beams` that end are kept as hypotheses, scored by sum / length ** penalty. With fewer candidates than
-beams, some requests are spare until a later step uses them.
+Those among the first `num_beams` that end are kept as hypotheses. With fewer candidates than beams, some requests are
+spare until a later step uses them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class BeamSearch:
     """The beams of one prompt. Pass candidates to `record`; call `choose` once `ready`. Mutable, not thread-safe.
 
     Args:
-        rules: The settings of the search.
         request_ids: Of the beams. All begin with the prompt alone, so the first choice uses the first one's candidates only.
     """
 
@@ -109,10 +108,7 @@ class BeamSearch:
             self._candidates[request_id] = candidates
 
     def choose(self) -> list[BeamMove]:
-        """Choose the next token of each beam. Requests without a move are spare; a later move may use them.
-
-        Returns no moves when the search is `over`.
-        """
+        """Choose the next token of each beam."""
         chosen = self._best_candidates()
         length = self._length + 1
         self._keep_ended(chosen)

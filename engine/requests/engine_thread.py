@@ -1,7 +1,6 @@
 """The thread that runs an engine's steps for callers on event loops.
 
-Callers send messages, handled between two steps, so no event loop ever waits for a step or a lock. Results go to each loop in
-one call per step.
+Callers send messages, handled between two steps. Results go to each loop in one call per step.
 
     caller's loop          a thread for the tokenizer      the engine thread
     begin ───────────────► prompts as token ids ─────────► PendingCalls.arrive; submitted once there is room
@@ -41,8 +40,7 @@ _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 class EngineThread(threading.Thread):
     """Runs the steps of `manager` while there is work, and sleeps otherwise. Closes the manager when it ends.
 
-    Public methods are thread-safe and never block. `cancel` and `end` may also be called by the garbage collector, which may
-    interrupt any other code.
+    Public methods are thread-safe and never block. `cancel` and `end` may also be called by the garbage collector.
     """
 
     def __init__(self, manager: RequestManager, max_waiting: int) -> None:
@@ -70,10 +68,7 @@ class EngineThread(threading.Thread):
     # -- from any thread -----------------------------------------------------------------------------------------
 
     def begin(self, call: PendingCall, encode: Callable[[RequestIntake], list[PromptInput]]) -> None:
-        """Call `encode` on the tokenizer's thread, then queue its inputs. Errors resolve the waiter. Raises EngineClosed.
-
-        Constraints are compiled in other threads, so that later calls do not wait for them.
-        """
+        """Call `encode` on the tokenizer's thread, then queue. Errors resolve the waiter. Raises EngineClosed."""
 
         def encode_inputs() -> None:
             if call.cancelled:
@@ -98,7 +93,7 @@ class EngineThread(threading.Thread):
             waiter.set_result([])
 
     def cancel(self, call: PendingCall) -> None:
-        """Abort the unfinished requests of `call`. Its waiter gets an empty result."""
+        """Abort the unfinished requests of `call`."""
         call.cancelled = True
         self._inbox.put(partial(self._calls.cancel, call))
 

@@ -82,7 +82,6 @@ class BeamGroup(RequestGroup):
     """The beams of a search, a request for each. The request states receive the best hypotheses at the end.
 
     Args:
-        rules: The settings of the search.
         requests: One for each beam, all with the same prompt.
     """
 
@@ -163,10 +162,7 @@ class BeamGroup(RequestGroup):
         )
 
     def _finish(self, finished: Finished, now: float) -> GroupActions | None:
-        """Record the end of one request; the last one completes the request states.
-
-        The other requests end too, unless the search itself ended this one.
-        """
+        """Record the end of one request; the last one completes the request states."""
         self._running.pop(finished.request_id, None)
         self._num_preemptions += finished.num_preemptions
         if finished.num_cached_tokens is not None:  # all forks have the same number

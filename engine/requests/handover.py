@@ -1,7 +1,6 @@
 """Serialization of an exported request for another process: plain data, validated on import.
 
-The settings are the resolved ones, with seed and end ids, so the importing engine's defaults do not matter:
-docs/decisions/0022-hand-over.md.
+The settings are the resolved ones, with seed and end ids: docs/decisions/0022-hand-over.md.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _SCORES = ("token_ids", "logprobs", "ranks")
 class Handover:
     """The state of a request between two steps. `params` leave nothing to the engine's defaults: see `resolved_params`.
 
-    The stream has delivered the first `num_told_tokens` of `token_ids` and `num_told_characters` of their text. Seconds and
-    preemptions are those so far. `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet or the data are of
-    version 1. `logprobs` are those of `token_ids`; `prompt_logprobs` begin at the prompt's second token and end where the
-    computation did. They are None if not requested.
+    The stream has delivered the first `num_told_tokens` of `token_ids` and `num_told_characters` of their text.
+    `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet or the data are of version 1. `logprobs`
+    are those of `token_ids`; `prompt_logprobs` begin at the prompt's second token and end where the computation did.
+    They are None if not requested.
     """
 
     prompt: str | None

@@ -65,10 +65,7 @@ class RequestIntake:
     def build(
         self, index: int, prompt: PromptInput, priority: int | None, cache_salt: str | None, streams: bool
     ) -> tuple[RequestGroup, list[Request]]:
-        """The group of prompt `index` of a call, and the requests to queue for it. Call it under the engine's lock.
-
-        An imported request keeps its own salt, and with `priority` None its own priority.
-        """
+        """The group of prompt `index` of a call, and the requests to queue for it. Call it under the engine's lock."""
         params = prompt.params
         if streams and params.num_started > (params.n or 1):
             raise RequestRejected(

@@ -149,8 +149,8 @@ class RequestManager:
     ) -> list[RequestGroup]:
         """Queue all prompts, or none if one is rejected.
 
-        An imported request keeps its own salt, and with `priority` None its own priority. Constraints are compiled before the
-        lock is taken.
+        An imported request keeps its own salt, and with `priority` None its own priority. Constraints are compiled
+        before the lock is taken.
         """
         check_cache_salt(cache_salt)
         for one in inputs:
@@ -238,7 +238,7 @@ class RequestManager:
             self._advance(engine, ahead=False)
 
     def abort(self, groups: Iterable[RequestGroup]) -> None:
-        """Abort the unfinished of `groups`, and run steps until they have ended. For callers that are gone."""
+        """Abort the unfinished of `groups`, and run steps until they have ended."""
         with self.lock:
             left = [group for group in groups if not group.is_finished]
             if self.engine is None or not left:

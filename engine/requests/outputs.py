@@ -51,11 +51,11 @@ class Completion:
 class RequestOutput:
     """The output of a finished request: its `n` continuations, with `best_of` the best first.
 
-    The properties are those of the first continuation.
+    The properties are the first continuation's.
 
     `num_cached_tokens` is the number of `prompt_token_ids` found in the prefix cache at the first admission; these were not
-    computed. It is 0 for a prompt that was never admitted. It is one number for all continuations and beams, as they share what
-    the first one finds and computes. An imported request keeps the number of its first engine.
+    computed. It is 0 for a prompt that was never admitted, and one number for all continuations and beams. An imported
+    request keeps the number of its first engine.
 
     `prompt_logprobs` has one entry for each of `prompt_token_ids`, None for the first. It is None if not requested, and shorter
     if the request ended before its prompt was computed.

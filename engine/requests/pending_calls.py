@@ -87,7 +87,6 @@ class PendingCalls:
 
     Args:
         max_waiting: Calls are submitted while fewer requests than this wait in the scheduler.
-        outbox: Receives the results.
     """
 
     def __init__(self, manager: RequestManager, max_waiting: int, outbox: Outbox) -> None:
@@ -189,7 +188,7 @@ class PendingCalls:
                 self._give(call, results)
 
     def end(self, error: Callable[[], BaseException]) -> None:
-        """Forget all calls; those with a waiter get an error. Readers collect the rest of their streams themselves."""
+        """Forget all calls; those with a waiter get an error."""
         for call in [call for calls in self._open.values() for call in calls]:
             if call.waiter is not None:
                 self._outbox.put(call.waiter, error())

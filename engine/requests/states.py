@@ -259,10 +259,7 @@ class RequestGroup(ABC):
     Mutated under the engine's lock.
 
     Args:
-        index: Of the prompt in its call.
-        prompt: The prompt, with resolved parameters.
-        requests: Those in the engine. The first `params.num_started` have a request state.
-        text_stream: Makes the text stream of a request state.
+        requests: The first `params.num_started` have a request state.
         streams: Whether chunks are read before the end.
     """
 

@@ -203,7 +203,6 @@ class _Words:
         alone: int64: the words of one token.
         longer: Whether there are words of several tokens. They are indexed by their last token but one, so that each step
             compares only a few of many words.
-        any: Whether there are any words.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:

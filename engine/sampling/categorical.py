@@ -11,7 +11,7 @@ _BLOCK = 128  # elements per block of an inversion
 def draw(weights: Tensor, noise: Tensor, at_hand: bool) -> Tensor:
     """int64[m]: inverts each row's distribution at `noise` (float64[m] in [0, 1)). Never returns a token of weight 0.
 
-    `at_hand`: the weights can be read without a wait, as on a CPU. Otherwise nothing is read.
+    `at_hand`: as in `SamplingTransforms`.
     """
     ids = invert(weights, noise)[:, None]
     lost = weights.gather(1, ids) <= 0  # rounding in parallel sums can select a weight of 0
@@ -34,8 +34,8 @@ def sums(weights: Tensor) -> Tensor:
 def find(weights: Tensor, ends: Tensor, targets: Tensor) -> Tensor:
     """int64[m, 1]: where each row's running sum of `weights` first exceeds its target, float64[m, 1].
 
-    It searches two levels: blocks, by their `sums` in `ends`, then the elements of a block. Only a few elements are summed
-    sequentially, in float64; the rest in trees. If no sum exceeds the target, or a value is NaN, the result is any place.
+    It searches two levels: blocks, by their `sums` in `ends`, then the elements of a block. If no sum exceeds the
+    target, or a value is NaN, the result is any place.
     """
     blocks = weights.view(len(weights), -1, _BLOCK)
     block = torch.searchsorted(ends, targets, right=True).clamp_(max=blocks.shape[1] - 1)

@@ -36,7 +36,7 @@ _INSTALL = "constrained output needs llguidance: pip install pagetide[constraine
 class CompiledConstraint:
     """A constraint of one model, compiled at first use and shared by all requests with it. Safe for concurrent use.
 
-    The compiled form lives as long as this object. A request holds it until the request ends, so a step never compiles.
+    A request holds it until the request ends, so a step never compiles.
     """
 
     def __init__(self, constraints: Constraints, constraint: Constraint) -> None:
@@ -51,9 +51,7 @@ class CompiledConstraint:
         return self._master is not None
 
     def compile(self) -> None:
-        """Compile the constraint, or wait for the thread that is compiling it. Returns at once if it is compiled.
-
-        Other constraints can be compiled at the same time.
+        """Compile the constraint, or wait for the thread that is compiling it. Others can be compiled at the same time.
 
         Raises:
             RequestRejected: llguidance is missing or does not support the tokenizer, or the constraint is invalid or too large.

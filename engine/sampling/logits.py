@@ -26,7 +26,7 @@ _GPU_CHUNK = 1 << 24  # logits processed at once: temporaries take some 15 bytes
 def largest(logits: Tensor, at_hand: bool) -> tuple[Tensor, Tensor]:
     """(ids int64[n], values float32[n]) of the largest logit per row. Ties: the lowest id. A NaN is largest.
 
-    `at_hand`: the logits can be read without a wait, as on a CPU.
+    `at_hand`: the logits can be read without a wait.
     """
     if not at_hand:
         values, ids = logits.max(-1)

@@ -87,7 +87,7 @@ class LogprobRequests:
 
 
 def score(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> Logprobs:
-    """Each token's log-probability and rank, and the `k` most likely tokens. Read-only. Works in pieces to limit temporaries.
+    """Each token's log-probability and rank, and the `k` most likely tokens. Read-only.
 
     Args:
         logits: float[m, vocab] of any float type, on any device.

@@ -19,9 +19,8 @@ _HALF = np.uint64(32)
 def uniform(seeds: UInt64, indices: UInt64, positions: Int64) -> Float64:
     """float64[n] in [0, 1) with 53 random bits: a pure function of each (seed, sample index, position).
 
-    Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), with the key (seed's low and high
-    half) and the counter (position's low and high half, index, 0). The number is the upper 27 bits of the first word and the
-    upper 26 bits of the second.
+    Philox4x32-10 (Salmon et al., SC 2011), with the key (seed's low and high half) and the counter (position's low and
+    high half, index, 0). The number is the upper 27 bits of the first word and the upper 26 bits of the second.
     """
     seeds, positions = np.asarray(seeds, np.uint64), np.asarray(positions).astype(np.uint64)
     words = np.asarray(indices, np.uint64) & _LOW
@@ -32,8 +31,8 @@ def uniform(seeds: UInt64, indices: UInt64, positions: Int64) -> Float64:
 def gumbel(seed: int, sample_index: int, position: int, token_ids: Int64) -> Float64:
     """float64[n] from the standard Gumbel distribution, one per token.
 
-    The k largest of log-probability + noise are k draws without replacement (Kool et al., "Stochastic Beams and Where to Find
-    Them", ICML 2019). As `uniform`, with token id + 1 as the counter's last word, so it never repeats a plain draw's number.
+    The k largest of log-probability + noise are k draws without replacement (Kool et al., ICML 2019). As `uniform`,
+    with token id + 1 as the counter's last word, so it never repeats a plain draw's number.
     """
     tokens = np.asarray(token_ids).astype(np.uint64)
     counter = np.empty((4, len(tokens)), np.uint64)

@@ -4,7 +4,7 @@ The processors follow the order of transformers' `generate` and give its distrib
 frequency and presence penalties, bad words, minimum length, the request's own processors, the constraint, temperature, top-k,
 top-p, min-p. The draw is pagetide's own: one uniform number per (seed, sample index, position), then the inverse of the
 cumulative distribution in vocabulary order. A token therefore depends only on its own logits and request, not on neighbours,
-order or earlier draws. If rounding swaps two nearly equal logits, the token changes only if the number falls between them.
+order or earlier draws.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class Sampler:
     `collect_samples`, once the values are on the host.
 
     Args:
-        num_rows: Row ids are below it.
         vocab_size: Width of the logits.
-        device: Device of the logits.
         constraints: Compiles output constraints; None: no row has one.
         at_hand: Whether device values can be read without a wait; None: only on a CPU.
     """
@@ -135,8 +133,7 @@ class Sampler:
 
         Returns:
             tokens int32[n], and bool[n] marking rows without a token (their token is 0), or None if all rows have one. A row
-                has none if its logits hold a NaN, a +inf or only -inf, or for the reason that `trouble` gives. Other rows are
-                unaffected.
+                has none if its logits hold a NaN, a +inf or only -inf, or for the reason that `trouble` gives.
         """
         processed = self._processed_rows(rows, positions)
         tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~processed)
@@ -167,8 +164,6 @@ class Sampler:
 
         Args:
             logits: As for `sample`; may be overwritten.
-            settings: Of the rows, in the order of the logits.
-            uploaded: The arrays of `settings` on the device.
         """
         tokens, top = largest(logits, self._at_hand)
         warmed = top
@@ -194,7 +189,7 @@ class Sampler:
 
         The processors run on log-probabilities, as in transformers' beam search. For a row with a temperature, keys are the
         transformed log-probabilities plus Gumbel noise; else they are the log-probabilities. Ties: the lowest id. Histories are
-        not changed: the caller chooses and reports by `record_tokens` or another `admit`. Arguments as for `sample`.
+        not changed: the caller chooses and reports by `record_tokens` or another `admit`.
 
         Returns:
             None for a row that has no candidates: see `sample`.

@@ -12,10 +12,10 @@ from .categorical import find, padded, sums
 def cut(x: Tensor, num_sorted: int, top_k: Tensor | None, top_p: Tensor | None, at_hand: bool) -> Tensor:
     """float32[m, vocab]: 1 for kept tokens, else 0. Overwrites and returns `x`, logits float32[m, vocab].
 
-    All ties for the k-th place stay. Of ties for the last place in the nucleus the lowest ids stay, as with argmax
-    (transformers' unstable sort keeps any). A row's result must not depend on how many logits were sorted for its neighbours.
-    Therefore the exponentials are not normalized and are summed in blocks counted from the largest, and ties for the k-th place
-    are counted, because not all are among the sorted logits.
+    All ties for the k-th place stay. Of ties for the last place in the nucleus the lowest ids stay, as with argmax. A
+    row's result must not depend on how many logits were sorted for its neighbours. Therefore the exponentials are not
+    normalized and are summed in blocks counted from the largest, and ties for the k-th place are counted, because not
+    all are among the sorted logits.
 
     Args:
         num_sorted: Number of largest logits read in descending order: at least `top_k`, or all without it.

@@ -57,8 +57,7 @@ NO_DRAWS = DrawSettings((), ())  # if no row draws
 class SamplingTransforms:
     """The transforms of each row's distribution. A row without a temperature does not draw. Not safe for concurrent use.
 
-    `at_hand`: values on `device` can be read without a wait, as on a CPU. Rare cases are then tested for and handled only if
-    they occur. Otherwise nothing is read.
+    `at_hand`: values on `device` can be read without a wait, as on a CPU. Otherwise nothing is read.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, at_hand: bool) -> None:
@@ -118,8 +117,6 @@ class SamplingTransforms:
 
         Args:
             logits: float[n, vocab] of any float type; the part's logits may be overwritten.
-            part: One part of the settings.
-            uploaded: The arrays of the settings, on the device of the logits.
         """
         places, temperature, top_k, top_p, min_p, _ = (of[part.rows] for of in uploaded)
         x = logits.index_select(0, places) if part.places is None else logits[part.places]

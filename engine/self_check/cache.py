@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/pagetide/self-check/DIGEST.json     ~/.cache if the variable is not set or not absolute
 
-A file is replaced atomically, so readers never see a partial one, and several processes may write: the last result stays. A
-damaged file, or one of other versions, is ignored.
+A file is replaced atomically, so several processes may write: the last result stays. A damaged file, or one of other
+versions, is ignored.
 """
 
 from __future__ import annotations

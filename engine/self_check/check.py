@@ -1,8 +1,7 @@
 """The self-check of a device: combines cached results with new tests, and logs the outcome. Imports no torch.
 
 Results are valid for one identity of device, driver and versions. A failure is only valid for a day: then all parts that did
-not pass are tested again, since the cause (a missing compiler, another program on the device) may be gone. Reasons:
-docs/decisions/0036-self-check.md.
+not pass are tested again, since the cause may be gone. Reasons: docs/decisions/0036-self-check.md.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def self_check(
     """Which parts of the engine work on CUDA device `index`, as torch counts.
 
     Args:
-        again: Test every part, even with cached results.
         tries: Test parts without a cached result; False: report cached results only.
         cache: The result cache.
         identify: The identity for which results are valid.

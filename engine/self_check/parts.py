@@ -49,11 +49,8 @@ class Seams:
     """The interface between the tests and a device.
 
     Args:
-        capability: Its compute capability.
         granule_bytes: The arena's minimum mapping size.
         arena: Makes an arena from a number of extents and bytes per extent. Raises DriverUnavailable without device support.
-        record: Makes a recorder such as `CudaRecorder`.
-        makers: Usable attention kernels, by backend.
         synchronize: Waits for all queued work, and raises its errors.
     """
 

@@ -65,8 +65,6 @@ class CheckReport:
         device: As torch names it.
         identity: What the result is valid for: the device, its driver, versions. See `identity`.
         cached: Whether every outcome is from an earlier run.
-        file: The result's file.
-        kept: Whether the file could be written.
     """
 
     device: str

@@ -58,7 +58,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Map
 
 @contextmanager
 def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A context for one call of the tokenizer's `apply_chat_template`. Yields the options to pass instead of `options`.
+    """A context for one call of the tokenizer's `apply_chat_template`. Yields the options to pass instead.
 
     The rendering creates values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds of processor time.
 

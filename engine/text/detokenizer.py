@@ -22,19 +22,18 @@ _LONG_WINDOW = 16  # pending tokens without a whole character at the end, before
 class Detokenizer:
     """The text of one output, piece by piece. All pieces together equal `tokenizer.decode` of all ids.
 
-    The text is *what follows the prompt*. The ids are decoded after a token of text, and that token's text is removed (the
-    prefix offset of vLLM and TGI). A tokenizer that marks words by a leading space thus keeps the first word's space. Only if
-    the prompt shows no text (only special tokens) is the output at the beginning and loses that space, as in `decode` alone.
-    `clean_up_tokenization_spaces` is always off, since it would change text already emitted.
+    The text is *what follows the prompt*. The ids are decoded after a token of text, and that token's text is removed.
+    A tokenizer that marks words by a leading space thus keeps the first word's space. Only if the prompt shows no text
+    (only special tokens) is the output at the beginning and loses that space. `clean_up_tokenization_spaces` is always
+    off, since it would change text already emitted.
 
     Text is held back while it may change: an unfinished character at the end, and, for a tokenizer with byte tokens (`<0xE4>`),
     a run of them until another token follows, because one bad byte makes their decoder reject the whole run. Each id is decoded
-    a bounded number of times, for any piece sizes. Not safe for concurrent use.
+    a bounded number of times. Not safe for concurrent use.
 
     Args:
         tokenizer: A transformers tokenizer, which may be shared.
         prompt_ids: The prompt; only whether it shows text matters.
-        skip_special_tokens: Leave special tokens out of the text.
     """
 
     def __init__(

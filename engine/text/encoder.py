@@ -25,8 +25,6 @@ class PreparedParams:
     """Data derived from a request's parameters before it is queued. The request holds it until the request ends.
 
     Attributes:
-        bad_words: Token ids of each entry of `bad_words`.
-        stops: The stop strings, perhaps none.
         constraint: The output's constraint, compiled or not; None without one.
     """
 
@@ -64,7 +62,7 @@ class Encoder:
 
         Raises:
             RequestRejected: no tokenizer for a string, a string that is not valid text, no ids, or ids outside the vocabulary.
-            PromptTooLong: (a RequestRejected) the prompt is far too long. The scheduler checks the exact length later.
+            PromptTooLong: (a RequestRejected) the prompt is far too long.
         """
         if not isinstance(prompt, str):
             return self._checked(prompt, params.start_id)
@@ -98,8 +96,8 @@ class Encoder:
         return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
 
     def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> PreparedParams:
-        """Check resolved parameters against this model, and derive `PreparedParams`. The constraint is not compiled here
-        (`PreparedParams.compile`). `eos_token_ids` are the model's own end ids.
+        """Check resolved parameters against this model, and derive `PreparedParams`. `eos_token_ids` are the model's
+        own end ids.
 
         Raises:
             RequestRejected: stop strings or bad words without a tokenizer, a bad word without any token, ids outside the

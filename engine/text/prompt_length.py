@@ -4,15 +4,14 @@ Tokenizing a megabyte takes seconds, and memory of 200 times its size. The lengt
 
 1. A text of at most 65,536 characters, or of at most 8 characters per token that fits, is tokenized as a whole.
 
-2. A text of more than `most_characters` is rejected without tokenizing: 1,024 characters per token that fits. No known
-vocabulary has tokens that long. If one does, the bound is 4 times its longest token, because Unicode normalisation (NFC, NFKC)
-composes at most 4 characters into one.
+2. A text of more than `most_characters` is rejected without tokenizing: 1,024 characters per token that fits. With
+longer tokens the bound is 4 times its longest token, because Unicode normalisation (NFC, NFKC) composes at most 4
+characters into one.
 
 3. Any other text is tokenized slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
 many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
 
-Stage 2 counts all characters. It rejects some texts that a tokenizer could serve if it drops white space or maps any unknown
-text to one token.
+Stage 2 rejects some texts that a tokenizer could serve: one that drops white space or maps unknown text to one token.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The cost per character does not depend on the number of stop strings.
 
 The stop strings form an automaton (Aho and Corasick, "Efficient string matching", 1975). Its states are their prefixes. After
-each character the state is the longest prefix that the text ends with. It gives whether a stop string is complete, and how much
-of the text's end may still become one.
+each character the state is the longest prefix that the text ends with.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class StopPatterns:
 class StopStrings:
     """Cuts incremental text before the first stop string.
 
-    The first stop string is the first to be complete; of several complete at once, the one that begins first. The text ends as
-    soon as possible, at the same place for any split into pieces.
+    The first to be complete counts; of several complete at once, the one that begins first. The text ends at the
+    same place for any split into pieces.
     """
 
     def __init__(self, stops: Sequence[str] | StopPatterns) -> None:

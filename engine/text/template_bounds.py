@@ -1,8 +1,8 @@
 """Limits the time and memory of rendering a chat template, by counting the template's operations while it runs.
 
-A template comes with a model, and its messages come from anywhere. Jinja's sandbox restricts what a template can access, but
-not how long it loops or how large its values are: `"a" * 10**12`. The template's syntax tree is therefore changed before
-compilation (`template_tree.py`): each operation of non-constant cost becomes a call of a function of this module.
+Jinja's sandbox restricts what a template can access, not how long it loops or how large its values are: `"a" * 10**12`.
+The template's syntax tree is therefore changed before compilation (`template_tree.py`): each operation of non-constant
+cost becomes a call of a function of this module.
 
     {% for m in x %}...    turned() at the beginning of each iteration
     a + b, a * b, a ** b   combined("+", a, b)
