@@ -36,6 +36,7 @@ __all__ = (
     "UNKNOWN_SPLIT_KEYS",
     "ScoreTransform",
     "Tiling",
+    "load_rows",
     "logits",
     "on_device",
     "padded",
@@ -123,6 +124,16 @@ def product(a: tl.tensor, b: tl.tensor, add: tl.tensor) -> tl.tensor:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, add, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(
+    start: tl.tensor, offsets: tl.tensor, real: tl.tensor, DIM: tl.constexpr, DIM_PAD: tl.constexpr
+) -> tl.tensor:
+    """[n, DIM_PAD]: rows of DIM contiguous elements at `start + offsets`; zeros beyond, and where a row is not `real`."""
+    dims = tl.arange(0, DIM_PAD)
+    mask = real[:, None] & (dims < DIM)[None, :]
+    return tl.load(start + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

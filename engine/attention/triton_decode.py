@@ -23,6 +23,7 @@ from .triton_base import (
     UNKNOWN_SPLITS,
     ScoreTransform,
     Tiling,
+    load_rows,
     logits,
     on_device,
     padded,
@@ -112,6 +113,17 @@ def _keys_per_split(
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits), least_tiles) * KEYS
 
 
+@triton.jit
+def _add_tile(
+    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, v: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add a tile of keys, at least one of them visible to each row, to the running softmax and its weighted values."""
+    new = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new[:, None])
+    shrink = tl.exp2(highest - new)
+    return new, total * shrink + tl.sum(weights, 1), product(weights.to(v.dtype), v, mixed * shrink[:, None])
+
+
 @triton.jit(do_not_specialize=["table_row", "num_splits", "least_tiles", "reach"])
 def _decode(
     out: tl.tensor, sums: tl.tensor,
@@ -136,10 +148,7 @@ def _decode(
             return
     group = tl.arange(0, GROUP_PAD)
     heads = (kv_head * GROUP + group).to(tl.int64)
-    dims = tl.arange(0, DIM_PAD)
-    v_dims = tl.arange(0, V_DIM_PAD)
-    q_mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
-    q = tl.load(query + row * query_token + heads[:, None] * query_head + dims[None, :], mask=q_mask, other=0.0)
+    q = load_rows(query + row * query_token, heads * query_head, group < GROUP, DIM, DIM_PAD)
     table += row * table_row
     key += kv_head * key_head
     value += kv_head * value_head
@@ -160,30 +169,18 @@ def _decode(
         blocks = next_blocks  # int64, as are all pointer offsets
         next_blocks = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < last, other=0)
         slots = at % BLOCK_SIZE
-        k = tl.load(
-            key + (blocks * key_block + slots * key_token)[:, None] + dims[None, :],
-            mask=seen[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
+        k = load_rows(key, blocks * key_block + slots * key_token, seen, DIM, DIM_PAD)
         scores = product(q, tl.trans(k), tl.zeros((GROUP_PAD, KEYS), tl.float32))
         scores = tl.where(seen[None, :], logits(scores, inner, outer, SOFTCAP), float("-inf"))
-        v = tl.load(
-            value + (blocks * value_block + slots * value_token)[:, None] + v_dims[None, :],
-            mask=seen[:, None] & (v_dims < V_DIM)[None, :],
-            other=0.0,
-        )
-        new = tl.maximum(highest, tl.max(scores, 1))  # finite: each tile has a visible key
-        weights = tl.exp2(scores - new[:, None])
-        shrink = tl.exp2(highest - new)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = product(weights.to(v.dtype), v, mixed * shrink[:, None])
-        highest = new
+        v = load_rows(value, blocks * value_block + slots * value_token, seen, V_DIM, V_DIM_PAD)
+        highest, total, mixed = _add_tile(highest, total, mixed, scores, v)
 
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     places = row * (tl.num_programs(0) * GROUP) + heads
     if sums is not None:
         places = places * num_splits + tl.program_id(2)
         tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
+    v_dims = tl.arange(0, V_DIM_PAD)
     o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
     tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
 

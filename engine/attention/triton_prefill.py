@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .context import LayerCache, StepContext
-from .triton_base import LOG2_E, ScoreTransform, Tiling, logits, on_device, padded, product, tl, triton
+from .triton_base import LOG2_E, ScoreTransform, Tiling, load_rows, logits, on_device, padded, product, tl, triton
 
 
 def queries_per_tile(tiling: Tiling, group: int) -> int:
@@ -84,13 +84,8 @@ def _prefill(
     queries = rows // GROUP
     heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     real = queries < num_queries
-    dims = tl.arange(0, DIM_PAD)
     v_dims = tl.arange(0, V_DIM_PAD)
-    q = tl.load(
-        query + ((token + queries) * query_token + heads * query_head)[:, None] + dims[None, :],
-        mask=real[:, None] & (dims < DIM)[None, :],
-        other=0.0,
-    )
+    q = load_rows(query, (token + queries) * query_token + heads * query_head, real, DIM, DIM_PAD)
     table += chunk * table_row
     key += kv_head * key_head
     value += kv_head * value_head
