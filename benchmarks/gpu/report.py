@@ -48,7 +48,7 @@ BOUNDS = {
     "recall_free": Bound("recall of free blocks", 10.0, "ms", "lower", "recall"),
     "recall_live": Bound("recall of live blocks / their copy", 1.3, "x", "lower", "recall"),
     "breathing": Bound("p99 of steps while the pool breathes / without", 2.0, "x", "lower", "recall"),
-    "failures": Bound("failures of the engine and of a external process beside it", 0.0, "count", "lower", "memory"),
+    "failures": Bound("failures of the engine and of an external process beside it", 0.0, "count", "lower", "memory"),
     "held": Bound("share of what was free, less headroom, that the engine holds", 0.9, "x", "higher", "memory"),
 }  # fmt: skip
 

@@ -325,7 +325,7 @@ def test_a_broken_scheduler_is_renewed_and_tells_every_end():
     for _ in range(3):
         world.step()
     world.add("late", 10)
-    world.scheduler.rows.take = None  # breaks the next admission, half way
+    world.scheduler.rows.assign = None  # breaks the next admission, half way
     with pytest.raises(TypeError):
         world.scheduler.schedule()
     fresh, emissions = world.scheduler.rebuilt("TypeError: broke")

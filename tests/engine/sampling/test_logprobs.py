@@ -342,8 +342,8 @@ def test_one_for_each_token_behind_a_stop_string_and_of_what_is_aborted(llm: LLM
     manager = llm._manager
     params = SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)
     (group,) = manager.submit(manager.intake.encode(TEXTS[0], params), 0, None)
-    manager.step_for(group.states[0])
-    manager.abort([group.states[0]])
+    manager.step_for(group)
+    manager.abort([group])
     output = group.output
     assert (output.finish_reason, output.completions[0].logprobs) == ("aborted", ())
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 6, "as far as it was computed"
