@@ -39,8 +39,8 @@ class SamplingParams:
     """How to continue a prompt. `None` stands for the value of the model's `generation_config.json`, else the default.
 
     Args:
-        n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws its own tokens.
-            `num_return_sequences` is an alias.
+        n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws its own tokens; with
+            temperature 0 they are all alike. `num_return_sequences` is an alias.
         best_of: Continuations to generate; the `n` with the highest mean log-probability are returned, best first.
         num_beams: Above 1: beam search with this many beams, as in transformers' `generate`; `n` of them are returned, best
             first. With a temperature, candidates are drawn instead of being the most likely.

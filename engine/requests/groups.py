@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -24,16 +25,10 @@ log = logging.getLogger(__name__)
 class ContinuationGroup(RequestGroup):
     """One continuation of a prompt, or several (`n`, `best_of`), each with a request and a request state of its own."""
 
-    def __init__(
-        self,
-        index: int,
-        prompt: PromptInput,
-        requests: Sequence[Request],
-        text_stream: Callable[[], TextStream | None] = lambda: None,
-        streams: bool = False,
-    ) -> None:
-        super().__init__(index, prompt, requests, text_stream, streams)
-        self._state_of = {state.request.request_id: state for state in self.states}
+    @cached_property
+    def _state_of(self) -> dict[str, RequestState]:
+        """The request states by request id."""
+        return {state.request.request_id: state for state in self.states}
 
     @property
     def request_ids(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,13 +12,19 @@ MOST_LINES = 60
 MOST_METHODS, MOST_ATTRIBUTES = 30, 20
 
 
+def nodes(root: Path) -> Iterator[tuple[Path, ast.AST]]:
+    """Every node of every module, with the module's path from `root`."""
+    for folder in SOURCES:
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                yield path.relative_to(root), node
+
+
 def long_functions(root: Path) -> set[str]:
     """`file: name` of every function with more than MOST_LINES lines, its signature and docstring included."""
     return {
-        f"{path.relative_to(root)}: {node.name}"
-        for folder in SOURCES
-        for path in (root / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}: {node.name}"
+        for path, node in nodes(root)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES
     }
@@ -26,10 +33,8 @@ def long_functions(root: Path) -> set[str]:
 def wide_classes(root: Path) -> set[str]:
     """`file: name` of every class with too many methods or attributes; frozen ones (settings, messages) excepted."""
     return {
-        f"{path.relative_to(root)}: {node.name}"
-        for folder in SOURCES
-        for path in (root / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}: {node.name}"
+        for path, node in nodes(root)
         if isinstance(node, ast.ClassDef) and not is_frozen(node)
         if len(methods(node)) > MOST_METHODS or len(attributes(node)) > MOST_ATTRIBUTES
     }
