@@ -21,7 +21,6 @@ RUN := $(BIN)/python -P -m
 # whatever the environment says: they start hundreds of processes, which would compile the same files again.
 JOBS ?= 2
 PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN)
-PACKAGES := monitor allocator cache scheduler engine configs
 
 # $(call setup,EXTRA ...): the environment, with these optional dependencies of pyproject.toml.
 define setup
@@ -70,10 +69,10 @@ GPU_RESULTS ?= benchmarks/results
 GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
 GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))
 
-gpu: types  ## the tests, and the figures, that need a CUDA device
+gpu:  ## the tests, and the figures, that need a CUDA device
 	@python="$(GPU_PYTHON)"; \
 	if [ -z "$$python" ]; then $(MAKE) --no-print-directory gpu-environment || exit 1; python="$(BIN)/python"; fi; \
-	export PYTHONPATH="$(CURDIR)/build/types:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONUNBUFFERED=1; \
+	export PYTHONPATH="$(CURDIR)/src:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" PYTHONUNBUFFERED=1; \
 	"$$python" -P -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
 		f'make gpu needs a CUDA device; torch {torch.__version__} sees none on this machine')" || exit 1; \
 	jobs=; "$$python" -P -c 'import xdist' 2>/dev/null && jobs="-n $(GPU_JOBS)"; \
@@ -87,7 +86,7 @@ gpu: types  ## the tests, and the figures, that need a CUDA device
 gpu-environment:
 	$(call setup,test cuda)
 
-check: types  ## lint, format and types
+check:  ## lint, format and types
 	$(call setup,dev)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -111,15 +110,10 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 
-types:  ## lay the folders out as they are installed, by links in build/types, for mypy and editors
-	@rm -rf build/types && mkdir -p build/types/pagetide
-	@ln -s $(addprefix ../../../,$(wildcard pagetide/*.py) $(patsubst %/__init__.py,%,$(wildcard pagetide/*/__init__.py)) \
-		pagetide/py.typed $(PACKAGES)) build/types/pagetide/
-
 clean:  ## remove everything that make made, the environment too
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test stress soak gpu gpu-environment check bench types clean help
+.PHONY: demo test stress soak gpu gpu-environment check bench clean help

@@ -317,8 +317,9 @@ def test_what_comes_beside_torch_is_announced_with_its_size(capsys: pytest.Captu
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     """A new environment with this interpreter's pip and nothing else."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     pip = pytest.importorskip("pip")
     made = Environment(tmp_path / "venv")
     venv.create(made.path, symlinks=True)

@@ -1,4 +1,4 @@
-"""What the package promises by name is there: public names, packages, commands, the marker for type checkers."""
+"""What the package promises by name is there: public names and commands."""
 
 from __future__ import annotations
 
@@ -13,17 +13,6 @@ import pagetide
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-
-
-def folder_of(package: str) -> Path:
-    """Where setuptools finds a package: the nearest parent in `package-dir` says."""
-    folders = SETUPTOOLS["package-dir"]
-    parent, below = package, list[str]()
-    while parent not in folders:
-        parent, _, last = parent.rpartition(".")
-        below.insert(0, last)
-    return ROOT.joinpath(folders[parent], *below)
 
 
 @pytest.mark.parametrize("name", pagetide.__all__)
@@ -54,27 +43,6 @@ def test_public_names_are_listed_and_annotated_for_type_checkers() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         _ = pagetide.LMM
-
-
-def test_the_marker_for_type_checkers_ships() -> None:
-    assert (ROOT / "pagetide" / "py.typed").is_file()
-    assert "py.typed" in SETUPTOOLS["package-data"]["pagetide"]
-
-
-@pytest.mark.parametrize("package", SETUPTOOLS["packages"])
-def test_a_listed_package_exists(package: str) -> None:
-    assert (folder_of(package) / "__init__.py").is_file()
-
-
-def test_every_package_is_listed() -> None:
-    tops = {folder_of(package) for package in SETUPTOOLS["package-dir"]}
-    there = {path.parent for top in tops for path in top.rglob("__init__.py")}
-    assert there == {folder_of(package) for package in SETUPTOOLS["packages"]}
-
-
-@pytest.mark.parametrize("package", SETUPTOOLS["package-data"])
-def test_data_is_listed_for_packages_only(package: str) -> None:
-    assert package in SETUPTOOLS["packages"]
 
 
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())

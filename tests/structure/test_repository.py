@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, files
 
-ROOT = Path(__file__).resolve().parents[2]
 LARGEST_BYTES = 16 << 20
 # Written in pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile(r"(?<![\w./-])/" + r"(?:home/\w|Users/\w|root/|work/)")
@@ -17,20 +15,6 @@ LEFT_OVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
 CODE = {".py", ".c", ".h", ".cu", ".sh", ".toml", ".yaml", ".yml"}
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)")
-
-
-@cache
-def files() -> tuple[Path, ...]:
-    """What git holds or would take: tracked files, and new ones that it does not ignore."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("git is not installed")
-    if run.returncode != 0:
-        pytest.skip("not a git checkout")
-    paths = (ROOT / name for name in run.stdout.decode().split("\0") if name)
-    return tuple(path for path in paths if path.is_file())
 
 
 def text_of(path: Path) -> str:
