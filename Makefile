@@ -110,10 +110,16 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 
+RELEASE ?=
+
+dist:  ## wheel and sdist into dist/, each installed and tried; RELEASE=1 fails on what keeps it from being a release
+	$(call setup,dist)
+	$(BIN)/python .ci/dist.py $(if $(RELEASE),--release)
+
 clean:  ## remove everything that make made, the environment too
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test stress soak gpu gpu-environment check bench clean help
+.PHONY: demo test stress soak gpu gpu-environment check bench dist clean help

@@ -109,4 +109,4 @@ def test_a_torch_without_cuda_beside_a_driver_is_told(capsys: pytest.CaptureFixt
 
 def test_the_extras_are_those_of_the_project() -> None:
     there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(there) - {"examples", "test", "parallel", "dev"}
+    assert set(doctor.EXTRAS) == set(there) - {"examples", "test", "parallel", "dev", "dist"}

@@ -17,6 +17,7 @@ from pagetide.monitor import watch
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
+PACKAGE = (ROOT / "docs" / "package.md").read_text("utf-8")
 MIGRATING = (ROOT / "docs" / "migrating.md").read_text("utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = BUILT_IN_FILE.parent.parent / "engine" / "demo_model"
@@ -49,8 +50,14 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_models")
-@pytest.mark.parametrize("block", [pytest.param(text, id=name) for name, text in blocks(README, "python").items()])
-def test_readme(block: str) -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(text, id=name)
+        for name, text in [*blocks(README, "python").items(), *blocks(PACKAGE, "python").items()]
+    ],
+)
+def test_readme_and_package_description(block: str) -> None:
     if "json_schema" in block:
         pytest.importorskip("llguidance")
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})

@@ -57,9 +57,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     clone, site, out = parent / "pagetide", parent / "site", parent / "out"
     for folder in (clone / "src", site, out):
         folder.mkdir(parents=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "pagetide", *PACKAGES):
+    for name in ("pyproject.toml", "LICENSE", "docs", "pagetide", *PACKAGES):
         (clone / name).symlink_to(ROOT / name)
-    (clone / "docs").symlink_to(ROOT / "docs")
     (clone / "src" / "pagetide").symlink_to("../pagetide")
     run = subprocess.run(
         [sys.executable, "-c", BUILD, str(out)], cwd=clone, capture_output=True, text=True, check=False

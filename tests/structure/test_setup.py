@@ -173,7 +173,7 @@ def test_an_environment_without_an_interpreter_does_not_run(tmp_path: Path) -> N
 
 def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
     pinned = setup.pins(CONSTRAINTS)
-    for requirement in map(Requirement, setup.requirements(PYPROJECT, ["test", "dev"])):
+    for requirement in map(Requirement, setup.requirements(PYPROJECT, ["test", "dev", "dist"])):
         pin = pinned[setup.normalised(requirement.name)]
         assert requirement.specifier.contains(Version(pin.partition("==")[2]), prereleases=True), pin
 
