@@ -114,7 +114,7 @@ RELEASE ?=
 
 dist:  ## wheel and sdist into dist/, each installed and tried; RELEASE=1 fails on what keeps it from being a release
 	$(call setup,dist)
-	$(BIN)/python .ci/dist.py $(if $(RELEASE),--release)
+	$(BIN)/python .ci/distribution.py $(if $(RELEASE),--release)
 
 clean:  ## remove everything that make made, the environment too
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

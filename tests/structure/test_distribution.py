@@ -1,4 +1,4 @@
-"""What `make dist` refuses (.ci/dist.py): wheels that differ, metadata that an index refuses, a release that is none."""
+"""What `make dist` refuses (.ci/distribution.py): wheels that differ, metadata that an index refuses, a release that is none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import dist  # .ci/dist.py
+import distribution  # .ci/distribution.py
 import pytest
 
 METADATA = "Metadata-Version: 2.4\nName: pagetide\nVersion: 0.1.0\nDescription-Content-Type: text/markdown\n\n{}"
@@ -31,16 +31,16 @@ def test_links_are_no_files_of_a_wheel_and_what_they_lead_to_is() -> None:
         "cache/blocks.py",
         "tests/cache/test_x.py",
     ]
-    assert dist.expected_files(tracked) == {"pagetide/cli.py", "pagetide/cache/blocks.py"}
+    assert distribution.expected_files(tracked) == {"pagetide/cli.py", "pagetide/cache/blocks.py"}
 
 
 def test_wheels_have_to_agree_with_each_other_and_with_git(tmp_path: Path) -> None:
     one, other = wheel(tmp_path / "1", a="x"), wheel(tmp_path / "2", a="y", b="z")
-    dist.check_files(one, one, {"pagetide/a.py"})
-    with pytest.raises(dist.DistError, match=r"differ in: pagetide/a\.py, pagetide/b\.py"):
-        dist.check_files(one, other, {"pagetide/a.py"})
-    with pytest.raises(dist.DistError, match=r"lacks \['pagetide/b\.py'\].* has \['pagetide/a\.py'\]"):
-        dist.check_files(one, one, {"pagetide/b.py"})
+    distribution.check_files(one, one, {"pagetide/a.py"})
+    with pytest.raises(distribution.DistError, match=r"differ in: pagetide/a\.py, pagetide/b\.py"):
+        distribution.check_files(one, other, {"pagetide/a.py"})
+    with pytest.raises(distribution.DistError, match=r"lacks \['pagetide/b\.py'\].* has \['pagetide/a\.py'\]"):
+        distribution.check_files(one, one, {"pagetide/b.py"})
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ def test_wheels_have_to_agree_with_each_other_and_with_git(tmp_path: Path) -> No
 def test_a_description_stands_on_its_own(description: str, refusal: str | None) -> None:
     raw = METADATA.format(description).encode()
     if refusal is None:
-        dist.check_metadata(raw, "x")
+        distribution.check_metadata(raw, "x")
         return
-    with pytest.raises(dist.DistError, match=refusal):
-        dist.check_metadata(raw, "x")
+    with pytest.raises(distribution.DistError, match=refusal):
+        distribution.check_metadata(raw, "x")
 
 
 def test_metadata_that_are_not_valid_are_refused() -> None:
-    with pytest.raises(dist.DistError, match=r"'1\.x' is invalid for 'version'"):
-        dist.check_metadata(METADATA.format("text").replace("0.1.0", "1.x").encode(), "x")
+    with pytest.raises(distribution.DistError, match=r"'1\.x' is invalid for 'version'"):
+        distribution.check_metadata(METADATA.format("text").replace("0.1.0", "1.x").encode(), "x")
 
 
 def test_the_description_of_the_package_has_no_relative_links() -> None:
-    assert dist.LINK.findall((dist.ROOT / "docs" / "package.md").read_text("utf-8")) == []
+    assert distribution.LINK.findall((distribution.ROOT / "docs" / "package.md").read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_the_description_of_the_package_has_no_relative_links() -> None:
     [
         ({}, []),
         ({"pyproject": {"project": {"version": "0.1.0"}}}, ["Repository"]),
-        ({"readme": f"git clone {dist.PLACEHOLDER}"}, [dist.PLACEHOLDER]),
+        ({"readme": f"git clone {distribution.PLACEHOLDER}"}, [distribution.PLACEHOLDER]),
         ({"changelog": "## [0.1.0] - unreleased"}, ["CHANGELOG.md"]),
         ({"changelog": "## [0.0.9] - 2026-01-01", "status": " M a"}, ["CHANGELOG.md", "not committed"]),
     ],
 )
 def test_what_keeps_a_checkout_from_being_a_release(change: dict[str, Any], missing: list[str]) -> None:
     given = {"pyproject": PYPROJECT, "changelog": CHANGELOG, "readme": "# pagetide", "status": ""} | change
-    found = dist.missing_for_release(**given)
+    found = distribution.missing_for_release(**given)
     assert len(found) == len(missing)
     assert all(word in sentence for word, sentence in zip(missing, found, strict=True))

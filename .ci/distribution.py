@@ -1,6 +1,6 @@
 """Builds wheel and sdist into dist/ from what git holds, and tries each in an environment of its own, from another folder.
 
-    python .ci/dist.py [--release]
+    python .ci/distribution.py [--release]
 
 Run by `make dist` in an environment that has the extra `dist` and can import torch. The environments that are made here see
 what that one has, so nothing is downloaded. With --release the checks of a release have to pass too; otherwise they are
