@@ -33,9 +33,9 @@ class LLM:
     """A model and its paged KV cache, ready to generate.
 
     Args:
-        model: A name from `configs/models.yaml` (or the file that PAGETIDE_CONFIG names; "demo" is always available), a folder
-            in transformers' format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model,
-            which keeps its device and dtype, is not changed and shares its weights: do not modify these meanwhile.
+        model: A name of a models file (`pagetide models` lists them; "demo" is always available), a folder in transformers'
+            format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model, which keeps its
+            device and dtype, is not changed and shares its weights: do not modify these meanwhile.
         tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
         dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, but float32 instead of float16 on a CPU.

@@ -77,7 +77,7 @@ class RuntimeDir:
             try:
                 self.path.mkdir(mode=mode)
             except FileExistsError:
-                self._check()
+                self.check()
                 made = not any(self.path.iterdir())
             if gid is not None:
                 self._open_to(gid, mode, made)
@@ -105,8 +105,8 @@ class RuntimeDir:
         os.chown(self.path, -1, gid)
         self.path.chmod(mode)
 
-    def _check(self) -> None:
-        """Reject a directory that another user could have created, or can write to."""
+    def check(self) -> None:
+        """Reject a directory that another user could have created, or can write to. Raises ConfigInvalid, OSError."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigInvalid(f"the runtime directory {self.path} is no directory")

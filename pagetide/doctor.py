@@ -1,31 +1,21 @@
-"""`pagetide doctor`: lists what this machine offers an engine, and the self-check results of its CUDA devices."""
+"""`pagetide doctor`: what this machine offers an engine, the self-checks of its CUDA devices, and what is wrong."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .machine_report import Problem, machine, torch_report
+from .monitor.units import format_bytes
 
 if TYPE_CHECKING:
     from .engine.self_check.report import CheckReport
 
-# The optional dependencies (extras of pyproject.toml) that an engine uses, each with the module that shows it is
-# installed.
-EXTRAS = {
-    "cuda": ("cuda.bindings", "an elastic KV pool on CUDA, and pinned host memory for swaps"),
-    "triton": ("triton", "attention on CUDA, and with it CUDA graphs"),
-    "flash": ("flash_attn", "attention by flash-attn"),
-    "flashinfer": ("flashinfer", "attention by FlashInfer"),
-    "constrained": ("llguidance", "output by a JSON schema, a regular expression or a grammar"),
-}
-_DISTRIBUTIONS = ("torch", "transformers", "numpy", "nvidia-ml-py", "triton", "cuda-bindings", "llguidance")
 _NAME_COLUMNS = 13
 
 
@@ -33,8 +23,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `doctor` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor", help="what this machine has, and what of the engine works on its GPUs",
-        description="Versions, devices, extras and the monitor, and what the self-check found that the first engine on a CUDA "
-        "device makes. Status 1 where a part of the engine is switched off, or torch cannot be imported.",
+        description="Versions, devices, attention kernels, limits, models files, the monitor and its rights, and what the "
+        "self-check found that the first engine on a CUDA device makes. For each problem, what to do about it. Status 1 where "
+        "a part that should work does not.",
     )  # fmt: skip
     parser.add_argument("--device", metavar="cuda:N", help="check this device alone (default: all)")
     parser.add_argument(
@@ -67,50 +58,33 @@ def main(
     from .engine.self_check.identity import cuda_devices
 
     report = machine()
+    problems: list[Problem] = report["problems"]
+    report["torch"] = torch_report(problems, report["driver"]["version"] is not None)
+    there: list[dict[str, Any]] = []
     try:
-        there = (devices or cuda_devices)()
+        there = (devices or cuda_devices)() if report["torch"] is not None else []
     except (ImportError, OSError) as error:  # a library that torch needs is missing
-        there, report["torch_error"] = [], f"{type(error).__name__}: {error}"
-    from .engine.self_check.check import self_check
-
-    check = check or self_check
+        problems.append(Problem("torch", f"cannot be used: {type(error).__name__}: {error}", "install torch anew"))
+    examine = check or _self_check
     report["devices"] = [
-        one | {"self_check": check(int(one["device"][5:]), again=refresh, tries=tries or refresh).to_dict()}
+        one | {"self_check": examine(int(one["device"][5:]), again=refresh, tries=tries or refresh).to_dict()}
         for one in _chosen(device, there)
     ]
+    fix = "the engine does without; after an update of the driver or a library: pagetide doctor --refresh"
+    problems += [
+        Problem(one["device"], "a part of the engine failed in the self-check and is switched off", fix)
+        for one in report["devices"]
+        if one["self_check"]["state"] == "failed"
+    ]
+    report["problems"] = [asdict(problem) for problem in sorted(problems, key=lambda problem: not problem.fails)]
     print(json.dumps(report, indent=1) if as_json else "\n".join(describe(report)))
-    off = any(one["self_check"]["state"] == "failed" for one in report["devices"])
-    return int(off or report["torch_error"] is not None)
+    return int(any(problem.fails for problem in problems))
 
 
-def machine() -> dict[str, Any]:
-    """Everything but the CUDA devices, as plain data."""
-    from .engine.self_check.cache import cache_dir
-    from .engine.self_check.identity import driver_version, versions
-    from .monitor.host_memory import host_memory
-    from .monitor.runtime_dir import readable_dirs
-    from .monitor.watching import find_live
+def _self_check(index: int, *, again: bool, tries: bool) -> CheckReport:
+    from .engine.self_check.check import self_check  # imports torch
 
-    directories = readable_dirs()
-    live = find_live(directories)
-    memory = host_memory()
-    monitor: dict[str, Any] = {"runtime_dir": str(directories[-1].path), "pid": None, "source": None}
-    if live is not None:
-        directory, reader = live
-        monitor = {"runtime_dir": str(directory.path), "pid": reader.monitor_pid, "source": reader.source}
-        reader.close()
-    return {
-        "pagetide": __version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "versions": versions(_DISTRIBUTIONS),
-        "driver": driver_version(),
-        "torch_error": None,
-        "host": {"total_bytes": memory.total_bytes, "free_bytes": memory.free_bytes},
-        "extras": {name: {"installed": _is_there(module), "for": what} for name, (module, what) in EXTRAS.items()},
-        "monitor": monitor,
-        "self_checks": str(cache_dir()),
-    }
+    return self_check(index, again=again, tries=tries)
 
 
 def _chosen(device: str | None, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,43 +98,77 @@ def _chosen(device: str | None, there: Sequence[dict[str, Any]]) -> list[dict[st
     return chosen
 
 
-def _is_there(module: str) -> bool:
-    """Whether a module can be found. Imports at most its parent packages."""
-    try:
-        return find_spec(module) is not None
-    except ImportError:
-        return False
-
-
 # ---- as text ------------------------------------------------------------------------------------
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
-    """The results of `machine` and the checks, as lines of text."""
-    from .monitor.units import format_bytes
-
+    """The report as lines of text, with what is wrong at the end."""
     yield f"pagetide {report['pagetide']}, Python {report['python']}, {report['system']}"
     there = [f"{name} {version}" for name, version in report["versions"].items() if version is not None]
     yield _row("versions", ", ".join(there))
-    if report["torch_error"] is not None:
-        yield _row("torch", f"cannot be imported: {report['torch_error']}")
-    yield _row("driver", f"NVIDIA {report['driver']}" if report["driver"] else "no NVIDIA driver is seen")
-    host = report["host"]
-    yield _row("host", f"{format_bytes(host['total_bytes'])} of memory, {format_bytes(host['free_bytes'])} free")
-    for one in report["devices"]:
-        yield _row(one["device"], f"{one['name']}, capability {one['capability']}, {format_bytes(one['total_bytes'])}")
-    if not report["devices"] and report["torch_error"] is None:
-        hint = ", though there is a driver: is this a torch with CUDA?" if report["driver"] else ""
-        yield _row("cuda", f"torch sees no CUDA device{hint}")
+    yield from _devices(report)
     for name, extra in report["extras"].items():
         yield _row(f"[{name}]", f"{'installed' if extra['installed'] else 'not installed'}: {extra['for']}")
-    monitor = report["monitor"]
-    runs = (
-        f"process {monitor['pid']} watches {monitor['source']}" if monitor["pid"] else "none runs, an engine starts one"
-    )
-    yield _row("monitor", f"{runs}, in {monitor['runtime_dir']}")
+    yield from _host(report)
+    yield from _monitor(report["monitor"])
+    for file in report["models_files"]:
+        names = "not readable" if file["error"] else ", ".join(file["names"]) or "no names"
+        yield _row("models", f"{names}: {file['file']} ({file['role']})")
     for one in report["devices"]:
         yield from _checked(one)
+    yield ""
+    if not report["problems"]:
+        yield "no problems"
+    for problem in report["problems"]:
+        yield f"{'problem' if problem['fails'] else 'note'}: {problem['part']}: {problem['what']}"
+        yield f"  to do: {problem['fix']}"
+
+
+def _devices(report: dict[str, Any]) -> Iterator[str]:
+    driver, torch = report["driver"], report["torch"]
+    nvml = "" if driver["nvml_devices"] is None else f"; NVML sees {driver['nvml_devices']} device(s)"
+    yield _row("driver", f"NVIDIA {driver['version']}{nvml}" if driver["version"] else "no NVIDIA driver is seen")
+    if torch is None:
+        return
+    yield _row(
+        "torch", f"built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPUs'}, threads: {torch['threads']}"
+    )
+    for one in report["devices"]:
+        yield _row(one["device"], f"{one['name']}, capability {one['capability']}, {format_bytes(one['total_bytes'])}")
+    if not report["devices"]:
+        yield _row("cuda", "torch sees no CUDA device")
+    loads = [name for name, kernel in torch["attention"].items() if kernel["loads"]]
+    missing = [name for name in torch["attention"] if name not in loads]
+    others = f"; not installed: {', '.join(missing)}" if missing else ""
+    yield _row("attention", f"{', '.join(loads)}{others}")
+
+
+def _host(report: dict[str, Any]) -> Iterator[str]:
+    host, threads, limits = report["host"], report["threads"], report["limits"]
+    limited = f", by the cgroup {host['limited_by_cgroup']}" if host["limited_by_cgroup"] else ""
+    yield _row(
+        "host", f"{format_bytes(host['total_bytes'])} of memory{limited}; {format_bytes(host['free_bytes'])} free"
+    )
+    quota = "" if threads["cgroup_cores"] is None else f", {threads['cgroup_cores']:g} of them by the cgroup's quota"
+    variables = [f"{name}={value}" for name, value in threads["variables"].items()]
+    yield _row("threads", f"{threads['cores']} cores{quota}; {', '.join(variables) or 'OMP_NUM_THREADS is not set'}")
+    files, locked = limits["open_files"]["soft"], limits["locked_bytes"]["soft"]
+    may_open = "any number" if files is None else f"{files:,}"
+    may_lock = "any amount" if locked is None else format_bytes(locked)
+    yield _row("limits", f"open files: {may_open}; locked memory: {may_lock}")
+
+
+def _monitor(monitor: dict[str, Any]) -> Iterator[str]:
+    if monitor["pid"] is None:
+        yield _row("monitor", f"none runs, an engine starts one, in {monitor['runtime_dir']}")
+    else:
+        leases = "" if monitor["leases"] is None else f"; {monitor['leases']} lease(s), protocol {monitor['protocol']}"
+        yield _row(
+            "monitor", f"process {monitor['pid']} watches {monitor['source']}, in {monitor['runtime_dir']}{leases}"
+        )
+    for one in monitor["directories"]:
+        if one["exists"]:
+            yield _row("", f"{one['path']}: {one['mode']}, owner {one['owner']}, group {one['group']}")
 
 
 def _checked(device: dict[str, Any]) -> Iterator[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,20 +12,16 @@ from hypothesis import settings
 settings.register_profile("pagetide", deadline=None)
 settings.load_profile("pagetide")
 
-VARIABLE = "PAGETIDE_RUNTIME_DIR"
-
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("runtime")
-    directory.chmod(0o700)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(directory)
-    yield directory
-    if before is None:
-        del os.environ[VARIABLE]
-    else:
-        os.environ[VARIABLE] = before
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A runtime directory of the tests' own, and a home of settings without any, for this process and those it starts."""
+    runtime = tmp_path_factory.mktemp("runtime")
+    runtime.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGETIDE_RUNTIME_DIR", str(runtime))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,12 @@
 """Resolves a model's name to its folder: the models file, a path, or a hub id in the local cache. Never uses the network.
 
 A models file is YAML with entries `name: path` or `name: {path: ..., dtype: ..., ...}` (see `configs/models.yaml`). Entries of
-the file that PAGETIDE_CONFIG names override built-in ones.
+the user's file override built-in ones, and those of the file that PAGETIDE_CONFIG names override both.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .loaded import Loaded
+
+log = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = "PAGETIDE_CONFIG"
 BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
@@ -159,20 +162,61 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
     return folder
 
 
-def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
-    """All named models: the built-in ones, overridden by those of `file` (default: the file that PAGETIDE_CONFIG names).
+def user_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's models file: $XDG_CONFIG_HOME/pagetide/models.yaml, by default in ~/.config. Need not exist."""
+    named = environ.get("XDG_CONFIG_HOME", "")
+    # The XDG base directory specification requires relative paths to be ignored.
+    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".config"
+    return base / "pagetide" / "models.yaml"
 
-    Raises ConfigError with file and line for invalid content.
+
+def _is_present(file: Path) -> bool:
+    """Whether the user's file is there. A folder that this process may not search, as another user's home, has none."""
+    try:
+        return file.is_absolute() and file.exists()  # relative: there is no home directory
+    except OSError as error:
+        log.debug("no models file is looked for at %s: %s", file, error)
+        return False
+
+
+def models_files(file: str | os.PathLike[str] | None = None) -> dict[str, Path]:
+    """The models files to read, by their role; a later one overrides earlier ones. `file` replaces PAGETIDE_CONFIG."""
+    found = {"built-in": BUILT_IN_FILE}
+    if _is_present(user_file()):
+        found["user"] = user_file()
+    named = file or os.environ.get(CONFIG_VARIABLE)
+    if named:
+        found["argument" if file else CONFIG_VARIABLE] = Path(named).expanduser().absolute()
+    return found
+
+
+def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
+    """All named models: the built-in ones, the user's, and those of `file` (default: the file that PAGETIDE_CONFIG names).
+
+    A later file overrides an earlier one, entry by entry. Raises ConfigError with file and line for invalid content.
     """
-    entries = _read_file(BUILT_IN_FILE)
-    own = file or os.environ.get(CONFIG_VARIABLE)
-    if own:
-        path = Path(own).expanduser().absolute()
-        if not path.is_file():
-            said = "" if file else f" {CONFIG_VARIABLE} names it:"
-            raise ConfigError(f"there is no models file {path};{said} correct the path, or unset it")
-        entries |= _read_file(path)
+    entries: dict[str, ModelEntry] = {}
+    for role, path in models_files(file).items():
+        entries |= read_models_file(role, path)
     return entries
+
+
+def read_models_file(role: str, file: Path) -> dict[str, ModelEntry]:
+    """The models that one file names; `role` as in `models_files`. Raises ConfigError with file and line."""
+    if not file.exists():
+        said = f" {CONFIG_VARIABLE} names it:" if role == CONFIG_VARIABLE else ""
+        raise ConfigError(f"there is no models file {file};{said} correct the path, or unset it")
+    try:
+        document, content = read_yaml(file)
+    except InvalidYaml as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"the models file {file} cannot be read: {error.strerror or error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{file}: must hold `name: path` entries, got a {type(content).__name__}")
+    return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
 
 
 def loaded_spec(model: object) -> ModelSpec:
@@ -273,20 +317,8 @@ def _known_names(entries: Mapping[str, ModelEntry]) -> str:
     for entry in entries.values():
         by_file.setdefault(entry.file, []).append(entry.name)
     known = "; ".join(f"{file} names {', '.join(sorted(names))}" for file, names in by_file.items())
-    more = "" if os.environ.get(CONFIG_VARIABLE) else f" (set {CONFIG_VARIABLE} to add a file of your own)"
-    return known + more
-
-
-def _read_file(file: Path) -> dict[str, ModelEntry]:
-    try:
-        document, content = read_yaml(file)
-    except InvalidYaml as error:
-        raise ConfigError(str(error)) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
-        raise ConfigError(f"{file}: must hold `name: path` entries, got a {type(content).__name__}")
-    return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
+    own = bool(os.environ.get(CONFIG_VARIABLE)) or _is_present(user_file())
+    return known if own else f"{known} (add your own to {user_file()}, or to a file that {CONFIG_VARIABLE} names)"
 
 
 def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:

@@ -37,6 +37,13 @@ def cuda_devices() -> list[dict[str, Any]]:
     return found
 
 
+def torch_build() -> dict[str, Any]:
+    """Torch's CUDA version (None: a build for CPUs), and its number of threads. Raises as `cuda_devices` does."""
+    import torch
+
+    return {"cuda": torch.version.cuda, "threads": torch.get_num_threads(), "sees_cuda": torch.cuda.is_available()}
+
+
 def identity_of(index: int) -> dict[str, Any]:
     """The identity of CUDA device `index`, as torch counts. Plain data; takes no device memory."""
     import torch

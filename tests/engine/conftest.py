@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,6 +10,6 @@ from pagetide.monitor import Watch, watch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_monitor(_own_runtime_dir: Path) -> Iterator[Watch]:
+def _one_monitor(_own_folders: None) -> Iterator[Watch]:
     with watch(timeout_s=60) as watched:
         yield watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pagetide.engine.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer
+from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer, user_file
 from pagetide.scheduler.request import SamplingParams
 
 
@@ -186,6 +187,59 @@ def test_named_file_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "gone.yaml"))
     with pytest.raises(ConfigError, match=r"gone\.yaml; PAGETIDE_CONFIG names it"):
         resolve_model("demo")
+
+
+def test_the_users_file_lies_between_the_built_in_one_and_the_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = user_file({"XDG_CONFIG_HOME": str(tmp_path)})
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert list(read_models()) == ["demo"]  # it need not exist
+    file.parent.mkdir()
+    write(file, "demo: mine\nalpha: mine\nbeta: mine")
+    named = write(tmp_path / "named.yaml", "beta: named\ngamma: named")
+    assert {name: entry.where for name, entry in read_models().items()} == {
+        "demo": f"{file}:1", "alpha": f"{file}:2", "beta": f"{file}:3",
+    }  # fmt: skip
+    monkeypatch.setenv(CONFIG_VARIABLE, str(named))
+    files = {name: entry.file for name, entry in read_models().items()}
+    assert files == {"demo": file, "alpha": file, "beta": named, "gamma": named}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({"XDG_CONFIG_HOME": "/etc/alice"}, "/etc/alice/pagetide/models.yaml"),
+        ({"XDG_CONFIG_HOME": "not/absolute"}, "/srv/alice/.config/pagetide/models.yaml"),
+        ({}, "/srv/alice/.config/pagetide/models.yaml"),
+    ],
+)
+def test_the_place_of_the_users_file(environ: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/srv/alice")
+    assert user_file(environ) == Path(place)
+
+
+@pytest.mark.parametrize("kind", ["folder", "no YAML", "no permission"])
+def test_a_users_file_that_is_there_and_cannot_be_read_is_an_error_that_names_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = user_file()
+    file.parent.mkdir()
+    if kind == "folder":
+        file.mkdir()
+    else:
+        write(file, "a: [" if kind == "no YAML" else "a: x").chmod(0o600 if kind == "no YAML" else 0)
+    if kind == "no permission" and os.access(file, os.R_OK):
+        pytest.skip("root may read everything")
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        resolve_model("demo")
+    assert resolve_model(BUILT_IN_FILE.parent.parent / "engine" / "demo_model").path.is_dir()  # a folder needs no names
+
+
+def test_a_home_that_the_system_cannot_look_into_has_no_models_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/" + "x" * 300)  # too long a name
+    assert list(read_models()) == ["demo"]
 
 
 # -- from a name to a folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from pagetide import __version__, doctor
 from pagetide.cli import main
 from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, CheckReport, PartOutcome
+from pagetide.machine_report import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = [
@@ -47,7 +49,8 @@ def test_on_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no CUDA device" in text
     assert main(["doctor", "--run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["devices"] == [] and told["torch_error"] is None
+    assert told["devices"] == [] and told["torch"]["attention"]["torch"] == {"loads": True, "error": None}
+    assert [problem for problem in told["problems"] if problem["fails"]] == []
     assert told["versions"]["torch"] == torch.__version__
     assert told["host"]["total_bytes"] >= told["host"]["free_bytes"] > 0
     assert main(["doctor", "--device", "cuda:1"]) == 2
@@ -74,7 +77,7 @@ def test_each_part_is_told_with_what_comes_in_its_place(capsys: pytest.CaptureFi
     assert run(checks, "cuda:0") == 1
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("self-check of cuda:0: failed, kept in /cache/x.json")
-    rows = {line.split()[0]: line for line in lines[start + 1 :] if not line.startswith("    ")}
+    rows = {line.split()[0]: line for line in lines[start + 1 : lines.index("", start)] if not line.startswith("    ")}
     assert list(rows) == list(PARTS)
     assert "passed     0.25 s  2001-09-0" in rows["pool"]
     assert rows["triton"].endswith("no module named triton")
@@ -94,19 +97,24 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         run(Checks(), device)
 
 
-def test_a_torch_that_cannot_be_imported_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_that_breaks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> list[dict[str, Any]]:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
     assert doctor.main(None, True, False, False, devices=broken, check=Checks()) == 1
-    assert "cannot be imported: OSError: libcudart.so.13" in capsys.readouterr().out
+    assert "cannot be used: OSError: libcudart.so.13" in capsys.readouterr().out
 
 
-def test_a_torch_without_cuda_beside_a_driver_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    told = doctor.machine() | {"driver": "580.82.07", "devices": []}
-    assert any("though there is a driver: is this a torch with CUDA?" in line for line in doctor.describe(told))
+def test_without_torch_the_rest_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["torch"] is None and told["devices"] == [] and told["host"]["free_bytes"] > 0
+    assert [(problem["part"], problem["fails"]) for problem in told["problems"]] == [("torch", True)]
+    assert main(["doctor"]) == 1
+    assert "problem: torch: cannot be imported: " in capsys.readouterr().out
 
 
 def test_the_extras_are_those_of_the_project() -> None:
     there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(there) - {"examples", "test", "parallel", "dev", "dist"}
+    assert set(EXTRAS) == set(there) - {"examples", "test", "parallel", "dev", "dist"}

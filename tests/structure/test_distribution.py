@@ -1,4 +1,4 @@
-"""What `make dist` refuses (.ci/distribution.py): wheels that differ, metadata that an index refuses, a release that is none."""
+"""What `make dist` refuses (.ci/distribution.py): wheels that differ, metadata that an index refuses, a false release."""
 
 from __future__ import annotations
 

@@ -1,0 +1,204 @@
+"""What `pagetide doctor` finds wrong, on machines made of files: each problem is told with what to do, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from monitors import MonitorProcess
+
+from pagetide import machine_report
+from pagetide.cli import main
+from pagetide.engine.loading.models import user_file
+from pagetide.machine_report import Problem
+from pagetide.monitor.errors import SourceUnavailable
+from pagetide.monitor.runtime_dir import RuntimeDir
+
+
+def told(problems: list[Problem]) -> list[tuple[str, bool]]:
+    return [(f"{problem.part}: {problem.what}", problem.fails) for problem in problems]
+
+
+# -- driver
+
+
+def gpu_on_bus(bus: Path, vendor: str = "0x10de", kind: str = "0x030200") -> None:
+    (bus / "0000:01:00.0").mkdir(parents=True)
+    (bus / "0000:01:00.0" / "vendor").write_text(vendor + "\n")
+    (bus / "0000:01:00.0" / "class").write_text(kind + "\n")
+
+
+def driver(tmp_path: Path, version: str | None, count: Any = lambda: 1) -> tuple[dict[str, Any], list[Problem]]:
+    problems: list[Problem] = []
+    (tmp_path / "dev").mkdir(exist_ok=True)
+    found = machine_report.driver(
+        problems, version=lambda: version, devices=tmp_path / "dev", bus=tmp_path / "bus", count=count
+    )
+    return found, problems
+
+
+def test_a_machine_without_a_gpu_has_no_problem(tmp_path: Path) -> None:
+    gpu_on_bus(tmp_path / "bus", vendor="0x8086")
+    found, problems = driver(tmp_path, None)
+    assert (found["gpus_on_bus"], found["nvml_devices"], problems) == (0, None, [])
+
+
+def test_a_gpu_without_a_driver_is_a_note(tmp_path: Path) -> None:
+    gpu_on_bus(tmp_path / "bus")
+    _, problems = driver(tmp_path, None)
+    assert told(problems) == [("driver: 1 NVIDIA GPU(s) on the PCI bus, and no driver is loaded", False)]
+
+
+def test_a_driver_that_works_has_its_devices_counted(tmp_path: Path) -> None:
+    found, problems = driver(tmp_path, "580.82.07", lambda: 2)
+    assert (found["version"], found["nvml_devices"], problems) == ("580.82.07", 2, [])
+
+
+def test_a_driver_whose_library_fails_is_a_problem(tmp_path: Path) -> None:
+    def refuse() -> int:
+        raise SourceUnavailable("Driver/library version mismatch")
+
+    _, problems = driver(tmp_path, "580.82.07", refuse)
+    assert told(problems) == [("driver: NVML does not work: Driver/library version mismatch", True)]
+    assert "nvidia-smi" in problems[0].fix
+
+
+def test_device_files_that_may_not_be_opened_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev" / "nvidia-caps").mkdir(parents=True)
+    (tmp_path / "dev" / "nvidia0").touch()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "nvidia0")
+    found, problems = driver(tmp_path, "580.82.07")
+    assert found["not_permitted"] == [str(tmp_path / "dev" / "nvidia0")]
+    assert told(problems) == [(f"driver: this user may not open {tmp_path}/dev/nvidia0", True)]
+
+
+# -- limits and threads
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "fix"),
+    [(1024, 4096, None), (resource.RLIM_INFINITY,) * 2 + (None,), (64, 4096, "ulimit -n"), (64, 64, "hard limit")],
+)
+def test_too_few_open_files(soft: int, hard: int, fix: str | None) -> None:
+    problems: list[Problem] = []
+    found = machine_report.limits(problems, lambda number: (soft, hard))
+    assert found["open_files"]["soft"] == (None if soft == resource.RLIM_INFINITY else soft)
+    assert len(problems) == (fix is not None)
+    assert fix is None or (fix in problems[0].fix and problems[0].fails)
+
+
+@pytest.mark.parametrize(
+    ("variable", "quota", "problem"),
+    [
+        (None, "max 100000", None),
+        ("4", "max 100000", None),
+        ("4,2", None, None),
+        (None, "150000 100000", "the cgroup gives 1.5 of 8 cores, and torch starts a thread on each"),
+        ("2", "150000 100000", None),
+        ("16", "max 100000", "OMP_NUM_THREADS=16, and this process may use 8 cores"),
+        ("all", None, "OMP_NUM_THREADS=all, and this process may use 8 cores"),
+    ],
+)
+def test_threads_that_do_not_suit_the_cores(
+    variable: str | None, quota: str | None, problem: str | None, tmp_path: Path
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    environ = {} if variable is None else {"OMP_NUM_THREADS": variable}
+    problems: list[Problem] = []
+    machine_report.threads(problems, environ=environ, cores=8, cpu_max=tmp_path / "cpu.max")
+    assert told(problems) == ([] if problem is None else [(f"threads: {problem}", False)])
+
+
+# -- models files
+
+
+def test_a_broken_models_file_is_told_and_stops_neither_the_version_nor_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("PAGETIDE_CONFIG", str(tmp_path / "gone.yaml"))
+    user_file().parent.mkdir()
+    user_file().write_text("mine: /models/mine\n")
+    problems: list[Problem] = []
+    found = machine_report.models_files(problems)
+    assert [(file["role"], file["names"]) for file in found] == [
+        ("built-in", ["demo"]), ("user", ["mine"]), ("PAGETIDE_CONFIG", []),
+    ]  # fmt: skip
+    assert [problem.what.startswith(f"there is no models file {tmp_path / 'gone.yaml'}") for problem in problems] == [
+        True
+    ]
+    user_file().write_text("mine: [\n")
+    assert main(["models"]) == 2
+    assert capsys.readouterr().err.startswith(f"pagetide: {user_file()}:2: not valid YAML")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert main(["doctor"]) == 1
+    assert f"problem: models: {user_file()}:2: not valid YAML" in capsys.readouterr().out
+
+
+# -- monitor
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RuntimeDir:
+    tmp_path.chmod(0o700)
+    return RuntimeDir(tmp_path)
+
+
+def test_a_directory_without_a_monitor_has_no_problem(directory: RuntimeDir) -> None:
+    problems: list[Problem] = []
+    found = machine_report.monitor(problems, [RuntimeDir(directory.path / "none"), directory], directory)
+    assert (found["pid"], found["runtime_dir"], problems) == (None, str(directory.path), [])
+    assert [one["exists"] for one in found["directories"]] == [False, True]
+    assert found["directories"][1]["mode"] == "drwx------"
+
+
+def test_a_running_monitor_and_its_broker_answer(directory: RuntimeDir) -> None:
+    problems: list[Problem] = []
+    with MonitorProcess(directory.path) as process:
+        found = machine_report.monitor(problems, [directory], directory)
+    assert (found["pid"], found["leases"], problems) == (process.pid, 0, [])
+    assert found["source"] == "host" and found["socket"] == str(directory.socket)
+
+
+def test_a_directory_that_others_may_write_to(directory: RuntimeDir) -> None:
+    directory.path.chmod(0o777)
+    problems: list[Problem] = []
+    machine_report.monitor(problems, [directory], directory)
+    assert [(problem.part, problem.fails) for problem in problems] == [("monitor", True)]
+    assert problems[0].fix.startswith(f"chmod go-w {directory.path}")
+
+
+def test_the_machines_directory_of_a_group_that_the_user_is_not_in(
+    directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = RuntimeDir(directory.path / "machine")
+    machines.path.mkdir(mode=0o750)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != machines.path)
+    problems: list[Problem] = []
+    found = machine_report.monitor(problems, [machines, directory], directory)
+    group = found["directories"][0]["group"]
+    assert f"{machines.path} belongs to the group {group}" in problems[0].what and len(problems) == 1
+    assert problems[0].fix.startswith(f"usermod --append --groups {group} ")
+
+
+def test_a_directory_that_cannot_be_made(directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RuntimeDir(directory.path / "a" / "b")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != directory.path)
+    problems: list[Problem] = []
+    machine_report.monitor(problems, [own], own)
+    assert f"{own.path} is not there" in problems[0].what and f"may not make it in {directory.path}" in problems[0].what
+
+
+def test_a_record_of_no_monitor(directory: RuntimeDir) -> None:
+    directory.record.write_bytes(b"something else")
+    directory.record.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    problems: list[Problem] = []
+    assert machine_report.monitor(problems, [directory], directory)["pid"] is None
+    assert [problem.part for problem in problems] == ["monitor"] and str(directory.record) in problems[0].what
