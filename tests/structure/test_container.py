@@ -1,0 +1,46 @@
+"""The container file: what it copies exists, what it installs is what the project needs, and its images have no root."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import cpu_torch  # .ci/cpu_torch.py
+from checkout import ROOT, files
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEXT = (ROOT / "Containerfile").read_text().replace("\\\n", " ")
+LINES = [line for line in TEXT.splitlines() if line and not line.startswith("#")]
+STAGES = {
+    stage.split(" AS ")[1].split("\n")[0]: stage for stage in re.split(r"^FROM ", "\n".join(LINES), flags=re.M)[1:]
+}
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_the_build_sees_the_whole_package_and_nothing_else() -> None:
+    assert IGNORED[0] == "*"
+    seen = {line[1:] for line in IGNORED if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in seen)
+    packages = {path.relative_to(ROOT).parts[0] for path in files() if path.name == "__init__.py"}
+    assert seen >= (packages - {"benchmarks", "tests"}) | {"src", PYPROJECT["project"]["readme"]}
+    assert not seen & {"tests", "benchmarks", ".git", ".venv", "build"}
+
+
+def test_the_monitors_image_installs_what_the_project_names_and_no_torch() -> None:
+    (install,) = (line for line in LINES if "nvidia-ml-py" in line)
+    wanted = set(install.split("constraints.txt", 1)[1].split())
+    required = {re.split(r"[<>=]", requirement)[0] for requirement in PYPROJECT["project"]["dependencies"]}
+    assert wanted <= required and wanted.isdisjoint({"torch", "transformers"})
+
+
+def test_torch_for_cpus_comes_from_the_index_that_make_asks() -> None:
+    assert f"--index-url {cpu_torch.INDEX} --no-deps" in STAGES["build-engine"]
+
+
+def test_what_a_user_runs_has_no_root_and_a_command_of_the_project() -> None:
+    for name, command in (("monitor", "vram-monitor"), ("engine", "pagetide")):
+        stage = STAGES[name]
+        assert "\nUSER 10001\n" in stage and "--uid 10001 " in stage and f'ENTRYPOINT ["{command}"]' in stage
+        assert command in PYPROJECT["project"]["scripts"]
+        assert not re.search(r"\nUSER (?!10001\n)", stage)
+    assert 'CMD ["vram-monitor", "leases"]' in STAGES["monitor"]
