@@ -35,7 +35,7 @@ echo "pagetide needs Python 3.11 or later, and found none as: $(CANDIDATES)." \
 endef
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo:  ## watch the engine serve many prompts out of a pool too small for all of them
 	$(call setup)
@@ -44,6 +44,10 @@ demo:  ## watch the engine serve many prompts out of a pool too small for all of
 test:  ## the tests that need no GPU and no patience
 	$(call setup,test parallel)
 	$(PARALLEL) pytest -q -n $(JOBS) -m "not gpu and not stress"
+
+test-pythons:  ## what needs no torch, with each further Python from 3.11 to 3.13 that is installed
+	$(call setup,test parallel)
+	JOBS=$(JOBS) $(BIN)/python .ci/pythons.py
 
 STRESS_ALONE := tests/stress/test_elastic_stress.py tests/stress/test_memory_stress.py
 
@@ -122,4 +126,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test stress soak gpu gpu-environment check bench dist clean help
+.PHONY: demo test test-pythons stress soak gpu gpu-environment check bench dist clean help

@@ -1,6 +1,6 @@
 """A pytest plugin for interpreters without torch: what imports torch or transformers is skipped, and counted so.
 
-PYTHONPATH=src:tests python -P -m pytest -p without_torch tests/cache
+PYTHONPATH=tests python -P -m pytest -p without_torch tests/cache
 """
 
 from __future__ import annotations

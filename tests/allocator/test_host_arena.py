@@ -258,6 +258,7 @@ a.map([1])
 
 @linux
 def test_a_tensor_outlives_the_arena() -> None:
+    pytest.importorskip("torch")
     program = """
 import gc, torch
 from pagetide.allocator.host_arena import HostArena
