@@ -153,16 +153,15 @@ def memory(
     problems: list[Problem], proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
     """Host memory, and the cgroup that limits it, if one does."""
-    from .monitor.host_memory import host_memory, limiting_cgroup
+    from .monitor.host_memory import free_host_bytes, host_memory, limiting_cgroup
 
-    found, limiting = host_memory(proc, cgroups), limiting_cgroup(proc, cgroups)
-    if found.free_bytes < _LITTLE_BYTES:
-        problems.append(
-            Problem("memory", f"{found.free_bytes >> 20} MiB of {found.total_bytes >> 20} MiB are free", "end what is not "
-                    "needed, or raise the cgroup's limit", fails=False)
-        )  # fmt: skip
+    found, free_bytes = host_memory(proc, cgroups), free_host_bytes(proc, cgroups)
+    limiting = limiting_cgroup(proc, cgroups)
+    if free_bytes < _LITTLE_BYTES:
+        fix = "end what is not needed, or raise the cgroup's limit"
+        problems.append(Problem("memory", f"{free_bytes >> 20} MiB are free", fix, fails=False))
     return {
-        "total_bytes": found.total_bytes, "free_bytes": found.free_bytes,
+        "total_bytes": found.total_bytes, "free_bytes": free_bytes,
         "limited_by_cgroup": None if limiting is None else limiting.path,
     }  # fmt: skip
 

@@ -77,6 +77,20 @@ def test_device_files_that_may_not_be_opened_are_named(tmp_path: Path, monkeypat
     assert told(problems) == [(f"driver: this user may not open {tmp_path}/dev/nvidia0", True)]
 
 
+# -- host
+
+
+@pytest.mark.parametrize(("free_mib", "told"), [(511, ["511 MiB are free"]), (512, [])])
+def test_little_free_memory_is_a_note(free_mib: int, told: list[str], tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("")
+    (tmp_path / "meminfo").write_text(f"MemTotal:       8388608 kB\nMemAvailable:    {free_mib << 10} kB\n")
+    problems: list[Problem] = []
+    found = machine_report.memory(problems, tmp_path, tmp_path / "cgroups")
+    assert (found["total_bytes"], found["free_bytes"]) == (8 << 30, free_mib << 20)
+    assert [problem.what for problem in problems] == told and not any(problem.fails for problem in problems)
+
+
 # -- limits and threads
 
 
