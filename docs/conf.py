@@ -57,7 +57,7 @@ suppress_warnings = ["myst.header"]  # a heading may be skipped on a git host
 
 # The reference is made without these: importing them takes longer than the rest of the site.
 autodoc_mock_imports = ["torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "triton"]
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
@@ -66,6 +66,8 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 default_role = "py:obj"  # `name` in a docstring is a link where it names something of the reference
 add_module_names = False
+
+highlight_language = "none"  # of a block that names none: commands
 
 html_title = f"pagetide {version}"
 html_theme = "furo"
