@@ -38,7 +38,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo:  ## watch the engine serve many prompts out of a pool too small for all of them
-	$(call setup)
+	$(call setup,constrained)
 	$(BIN)/pagetide demo
 
 test:  ## the tests that need no GPU and no patience
@@ -90,11 +90,20 @@ gpu:  ## the tests, and the figures, that need a CUDA device
 gpu-environment:
 	$(call setup,test cuda)
 
-check:  ## lint, format and types
-	$(call setup,dev)
+# Warnings fail, such as those of a link to a page, an anchor or a file of the repository that is not there.
+SITE := $(RUN) sphinx -q -W --keep-going -d build/doctrees -c docs . build/docs
+
+docs:  ## the documentation as a site, into build/docs
+	$(call setup,docs)
+	$(SITE)
+	@echo "the documentation is in build/docs/index.html"
+
+check:  ## lint, format, types, and the documentation
+	$(call setup,dev docs)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(SITE)
 
 bench:  ## measure; the figures go to build/bench
 	$(call setup)
@@ -126,4 +135,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-pythons stress soak gpu gpu-environment check bench dist clean help
+.PHONY: demo test test-pythons stress soak gpu gpu-environment docs check bench dist clean help

@@ -1,23 +1,25 @@
 """The errors of the allocator.
 
-AllocatorError
-├── OutOfDeviceMemory
-├── DriverUnavailable
-├── DriverError
-├── NoFreeBlocks
-├── BlockMisuse
-└── LeaseError
-    ├── BrokerUnavailable
-    ├── ProtocolMismatch
-    ├── ProtocolViolation
-    ├── LeaseRefused
-    │   ├── InvalidLease
-    │   ├── MinimumsExceedCapacity
-    │   ├── UnknownEngine
-    │   └── NotPermitted
-    ├── LeaseTooSmall
-    ├── GrantExceeded
-    └── LeaseClosed
+All are an `AllocatorError`:
+
+    AllocatorError
+    ├── OutOfDeviceMemory
+    ├── DriverUnavailable
+    ├── DriverError
+    ├── NoFreeBlocks
+    ├── BlockMisuse
+    └── LeaseError
+        ├── BrokerUnavailable
+        ├── ProtocolMismatch
+        ├── ProtocolViolation
+        ├── LeaseRefused
+        │   ├── InvalidLease
+        │   ├── MinimumsExceedCapacity
+        │   ├── UnknownEngine
+        │   └── NotPermitted
+        ├── LeaseTooSmall
+        ├── GrantExceeded
+        └── LeaseClosed
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
     unmap    madvise(DONTNEED)                          memory goes back to the system; zeros come next time
 
 The reasons, each measured:
+
 - MAP_SHARED (which `mmap.mmap(-1, n)` uses) keeps the cgroup's charge and the old bytes after DONTNEED.
 - Without POPULATE no memory is allocated yet, and a later write could get the process killed.
 - Inside a cgroup even POPULATE invokes the OOM killer and does not return ENOMEM, hence the budget.

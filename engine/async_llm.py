@@ -59,7 +59,7 @@ class AsyncLLM:
         engine_options: Every other argument of `LLM`.
 
     Raises:
-        What `LLM` raises.
+        ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `LLM`.
 
     The constructor loads the model and blocks meanwhile: call it before the loop is busy, or with
     `asyncio.to_thread(AsyncLLM, ...)`. A call's requests are aborted if its task is cancelled or times out, if its stream is

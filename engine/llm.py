@@ -293,7 +293,7 @@ class LLM:
         not: it returns earlier values.
 
         Raises:
-            EngineClosed.
+            EngineClosed: the engine is closed.
         """
         manager = self._manager
         with manager.lock:
@@ -343,7 +343,7 @@ class RequestHandle:
 
         Raises:
             RequestRejected: the request has ended, or it has `logits_processors`, which are not plain data; nothing changes.
-            EngineClosed.
+            EngineClosed: the engine is closed.
         """
         return self._stream._manager.export(self._state)
 

@@ -61,9 +61,9 @@ class SamplingParams:
             256 characters each.
         bad_words_ids: Lists of token ids never generated as a whole. At most 16,384 ids in all.
         logit_bias: Token ids, at most 16,384, and the values to add to their logits.
-        logits_processors: transformers' `LogitsProcessor`s or functions like them. Each is called for this request alone with
-            the tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary], and returns scores. They run after
-            the penalties and before temperature.
+        logits_processors: transformers' `LogitsProcessor` objects, or functions like them. Each is called for this request
+            alone with the tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary], and returns scores. They
+            run after the penalties and before temperature.
         json_schema: A JSON schema (text or mapping) for the output. At most 131,072 characters, like the next two.
         regex: A regular expression that the whole output must match.
         grammar: A context-free grammar in Lark's notation that the output must satisfy.

@@ -275,14 +275,16 @@ class Scheduler:
     def explain(self) -> list[Decision]:
         """The last 64 decisions made when blocks ran short, with their numbers: plain data, oldest first.
 
-        "wait"     a request that did not fit when first considered: the blocks it needs, those available, and the
-                   forecast for it and all running sequences
-        "pass"     a smaller request that was admitted before others
-        "preempt"  a victim: the blocks won, and the seconds that swapping or computing its loss would take
-        "return"   a readmitted request: the tokens it had and those it found
-        "cut"      a request that ended because the pool can hold no more
-        "give up"  the cached blocks demoted and evicted over a range of steps, the cost per block of either way, and
-                   how likely a block is to be needed again
+        Kinds of decisions:
+
+            "wait"     a request that did not fit when first considered: the blocks it needs, those available, and the
+                       forecast for it and all running sequences
+            "pass"     a smaller request that was admitted before others
+            "preempt"  a victim: the blocks won, and the seconds that swapping or computing its loss would take
+            "return"   a readmitted request: the tokens it had and those it found
+            "cut"      a request that ended because the pool can hold no more
+            "give up"  the cached blocks demoted and evicted over a range of steps, the cost per block of either way, and
+                       how likely a block is to be needed again
         """
         return self.decisions.to_list()
 

@@ -74,7 +74,6 @@ class TextGenerationPipeline:
         task: "text-generation".
         llm: The engine; also available as `model`, since there is no transformers model to call.
         tokenizer: transformers' tokenizer.
-        generation_config: The model's own; each call reads it anew.
     """
 
     task = _TASK

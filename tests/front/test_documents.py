@@ -1,35 +1,81 @@
-"""The code in README.md and docs/migrating.md runs as it stands, and the commands there are commands."""
+"""The code in README and the documents runs as it stands, and the commands there are commands.
+
+What the language of a block says:
+
+    python    run: in README each block by itself, in other documents one after the other
+    yaml      a models file, read as PAGETIDE_CONFIG
+    none      a command on each line, parsed; those of RUN are run too
+    text      output or a diagram
+
+Exceptions, which are counted: Python blocks that begin with `# transformers` or `# vLLM` show other libraries, and blocks
+below `<!-- not run: why -->` need what no test has.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from pagetide.cli import _parser
-from pagetide.engine.loading.models import BUILT_IN_FILE
+from pagetide import cli, vram_monitor
+from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE
 from pagetide.monitor import watch
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text("utf-8")
-PACKAGE = (ROOT / "docs" / "package.md").read_text("utf-8")
-MIGRATING = (ROOT / "docs" / "migrating.md").read_text("utf-8")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [*sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"(?P<mark><!-- not run: .+? -->\s+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+FOREIGN = ("# transformers\n", "# vLLM\n")
+LANGUAGES = {"python", "yaml", "text", ""}
 DEMO = BUILT_IN_FILE.parent.parent / "engine" / "demo_model"
+RUN = ("generate", "models", "plan", "run")  # commands of pagetide that are quick
+PLACEHOLDER = re.compile(r"^([A-Z]+|\$.*)$")
 
 
-def blocks(document: str, language: str) -> dict[str, str]:
-    """The blocks of a language, by the line that their fence stands in."""
-    return {
-        f"line {document.count(chr(10), 0, match.start()) + 1}": match[2]
-        for match in BLOCK.finditer(document)
-        if match[1] == language
-    }
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of code, with the place of its fence."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+    is_marked: bool
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    text = document.read_text("utf-8")
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        yield Block(document, line, match["language"], match["text"], match["mark"] is not None)
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and not block.is_marked]
+
+
+PYTHON = [block for block in of("python") if not block.text.startswith(FOREIGN)]
+COMMANDS = [
+    pytest.param(line, id=f"{block} {line.partition(' #')[0].strip()}")
+    for block in of("")
+    for line in block.text.splitlines()
+    if line.strip() and not line.startswith("#")
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,44 +85,120 @@ def _one_monitor() -> Iterator[None]:
 
 
 @pytest.fixture
-def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's models file, with the bundled model where it says its path; and nothing is written into the checkout."""
-    (text,) = blocks(README, "yaml").values()
-    models = yaml.safe_load(text)
-    models["talk"]["path"] = str(DEMO)
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(models), "utf-8")
-    monkeypatch.setenv("PAGETIDE_CONFIG", str(tmp_path / "models.yaml"))
+def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with what the documents name, into which commands may write; and the models file of README."""
+    shutil.copytree(BUILT_IN_FILE.parent, tmp_path / "configs", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "prompts.txt").write_text("Call me\n")
+    models = [block.text for block in of("yaml") if block.document.name == "README.md"]
+    text = "\n".join(models).replace("/path/to/pagetide/engine/demo_model", str(DEMO))
+    (tmp_path / "models.yaml").write_text(text, "utf-8")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "models.yaml"))
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("_models")
+def run_python(some: list[Block]) -> None:
+    if any("json_schema=" in block.text for block in some):
+        pytest.importorskip("llguidance")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in some:
+        exec(compile("\n" * block.line + block.text, str(block.document), "exec"), names)
+
+
+@pytest.mark.usefixtures("_checkout")
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.document.name.startswith("README")], ids=str)
+def test_a_block_of_readme_runs_by_itself(block: Block) -> None:
+    run_python([block])
+
+
+@pytest.mark.usefixtures("_checkout")
 @pytest.mark.parametrize(
-    "block",
+    "document",
+    sorted({block.document for block in PYTHON if not block.document.name.startswith("README")}),
+    ids=lambda document: document.name,
+)
+def test_the_blocks_of_a_document_run_in_order(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python([block for block in PYTHON if block.document == document])
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_a_models_file_is_read(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models.yaml").write_text(block.text, "utf-8")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "models.yaml"))
+    assert cli.main(["models"]) == 0
+    listed = capsys.readouterr().out
+    names = re.findall(r"^(\w[\w-]*):", block.text, re.MULTILINE)
+    assert names and all(name in listed for name in names)
+
+
+def parse(command: str) -> list[str]:
+    """The words of a command line, if it is one that exists. Raises SystemExit or AssertionError."""
+    words = shlex.split(command, comments=True)
+    words = words[: words.index("&&")] if "&&" in words else words
+    match words[0].removeprefix(".venv/bin/"), words[1:]:
+        case "pagetide", arguments:
+            cli._parser().parse_args(arguments)
+        case "vram-monitor", arguments:
+            vram_monitor.parser().parse_args(arguments)
+        case "make", arguments:
+            targets = [word for word in arguments if "=" not in word]
+            makefile = (ROOT / "Makefile").read_text("utf-8")
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), command
+        case "python" | "python3", ["-m", module, *_]:
+            path = ROOT / module.replace(".", "/")
+            known = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            assert known or importlib.util.find_spec(module), command
+        case (("git" | "pip" | "docker" | "curl" | "kill"), _):
+            pass
+        case _:
+            raise AssertionError(f"not a command of pagetide: {command!r}; mark output and diagrams as ```text")
+    return words
+
+
+@pytest.mark.usefixtures("_checkout")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_and_runs_if_it_is_quick(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = parse(command)
+    if words[0] == "pagetide" and words[1] in RUN and not any(PLACEHOLDER.match(word) for word in words):
+        assert cli.main(words[1:]) == 0
+        assert capsys.readouterr().out
+
+
+def test_blocks_that_do_not_run_are_few() -> None:
+    foreign = [block for block in of("python") if block.text.startswith(FOREIGN)]
+    marked = [block for block in BLOCKS if block.is_marked]
+    assert (len(foreign), len(marked)) == (4, 2), "only these may be left out"
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    assert len(PYTHON) >= 20 and len(COMMANDS) >= 40
+    for block in foreign:
+        compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+# ---- the test tested ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
     [
-        pytest.param(text, id=name)
-        for name, text in [*blocks(README, "python").items(), *blocks(PACKAGE, "python").items()]
+        ("pagetide generate --no-such-option", SystemExit),
+        ("vram-monitor limit", SystemExit),
+        ("make no-such-target", AssertionError),
+        ("python -m benchmarks.no_such", AssertionError),
+        ("one more line of output", AssertionError),
     ],
 )
-def test_readme_and_package_description(block: str) -> None:
-    if "json_schema" in block:
-        pytest.importorskip("llguidance")
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+def test_a_planted_command_is_refused(command: str, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        parse(command)
 
 
-def test_migrating(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    ours = [text for text in blocks(MIGRATING, "python").values() if text.startswith("# pagetide\n")]
-    theirs = [
-        text for text in blocks(MIGRATING, "python").values() if text.startswith(("# transformers\n", "# vLLM\n"))
-    ]
-    for block in ours:
-        exec(compile(block, "docs/migrating.md", "exec"), names)
-    assert (len(ours), len(theirs)) == (6, 4)
-    assert capsys.readouterr().out.count("\n") > 8
-
-
-def test_commands() -> None:
-    lines = [line for text in blocks(README, "").values() for line in text.splitlines() if line.startswith("pagetide ")]
-    for line in lines:
-        _parser().parse_args(shlex.split(line, comments=True)[1:])
-    assert len(lines) >= 8
+def test_planted_blocks_are_found(tmp_path: Path) -> None:
+    document = tmp_path / "a.md"
+    document.write_text("```python\n1 / 0\n```\n\n<!-- not run: no root -->\n\n```\ny\n```\n")
+    broken, marked = blocks(document)
+    assert (broken.text, broken.is_marked, broken.line) == ("1 / 0\n", False, 1)
+    assert (marked.text, marked.is_marked, marked.line) == ("y\n", True, 7)
+    with pytest.raises(ZeroDivisionError):
+        run_python([broken])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def test_public_names_are_listed_and_annotated_for_type_checkers() -> None:
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     assert annotated == set(pagetide._MODULE_OF.items())
     assert {name for name, _ in annotated} | {"__version__"} == set(pagetide.__all__)
+
+
+@pytest.mark.parametrize("name", sorted({*pagetide.__all__} - {"__version__"}))
+def test_a_public_name_is_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "api" / "pagetide.rst").read_text("utf-8")
+    assert re.search(rf"^\.\. auto(class|function|exception):: {name}$", page, re.MULTILINE)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -39,16 +39,28 @@ def found(pattern: re.Pattern[str], paths: list[Path]) -> list[str]:
     ]
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors of a Markdown file's headings, as git hosts and the documentation make them."""
+    headings = re.findall(r"^#+ +(.+?)\s*$", FENCE.sub("", text_of(document)), re.MULTILINE)
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    slugs: list[str] = []
+    for text in texts:
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        count = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in slugs)
+        slugs.append(f"{slug}-{count}" if count else slug)
+    return set(slugs)
+
+
 def dead_links(document: Path) -> list[str]:
-    """Links of a Markdown file to local files that are not there."""
-    text = FENCE.sub("", text_of(document))
+    """Links of a Markdown file to local files, or to headings in them, that are not there."""
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text_of(document)))
     dead = []
     for target in LINK.findall(text):
-        local = target.partition("#")[0]
-        if not local or re.match(r"[a-z][a-z0-9+.-]*:", target):
+        local, _, anchor = target.partition("#")
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
             continue
-        base = ROOT / local[1:] if local.startswith("/") else document.parent / local
-        if not base.exists():
+        path = (ROOT / local[1:] if local.startswith("/") else document.parent / local) if local else document
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             dead.append(f"{document.name}: {target}")
     return dead
 
@@ -97,5 +109,8 @@ def test_other_paths_are_not(text: str) -> None:
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
-    document.write_text("[a](a.md) [b](gone.md#x) [c](https://example.org/c) [d](#d)\n```\n[e](code.md)\n```\n")
-    assert dead_links(document) == ["a.md: gone.md#x"]
+    document.write_text(
+        "# The first `one`: a, b\n[a](a.md) [b](gone.md#x) [c](https://example.org/c) [d](#the-first-one-a-b)\n"
+        "```\n[e](code.md)\n```\n[f](#f) `[g](g.md)` ![h](h.png) [i](a.md#the-first-one)\n"
+    )
+    assert dead_links(document) == ["a.md: gone.md#x", "a.md: #f", "a.md: h.png", "a.md: a.md#the-first-one"]
