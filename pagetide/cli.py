@@ -355,17 +355,10 @@ def _demo(args: argparse.Namespace) -> int:
         from .demo.shared import run_shared
 
         return run_shared(seed=args.seed, as_json=args.json)
-    from .demo.run import run
+    from .demo.run import DemoOptions, run
 
-    return run(
-        device=args.device,
-        num_prompts=args.prompts,
-        max_new_tokens=args.max_new_tokens,
-        share=args.pool,
-        seed=args.seed,
-        as_json=args.json,
-        with_table=args.table,
-    )
+    options = DemoOptions(args.device, args.prompts, args.max_new_tokens, args.pool, args.seed)
+    return run(options, as_json=args.json, with_table=args.table)
 
 
 def _models(args: argparse.Namespace) -> int:

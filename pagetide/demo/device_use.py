@@ -1,4 +1,4 @@
-"""Samples of a private device that engine processes and an external process share, and the external process as it comes and goes."""
+"""What engine processes and an external process hold of a private device, and the external process's coming and going."""
 
 from __future__ import annotations
 

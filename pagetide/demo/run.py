@@ -35,32 +35,46 @@ MOST_HISTORY = 6000  # samples
 TABLE_WIDTH = 100
 
 
-def run(
-    *, device: str = "auto", num_prompts: int = 24, max_new_tokens: int = 96, share: float = 0.5, seed: int = 0,
-    as_json: bool = False, with_table: bool = False,
-) -> int:  # fmt: skip
-    """Run the whole demo. Returns 0 if every request was served and both runs gave the same tokens, else 1.
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the demo runs. Raises ValueError for numbers out of range."""
 
-    Raises ValueError for numbers out of range.
-    """
-    if num_prompts < LEAST_PROMPTS:
-        raise ValueError(
-            f"the demo needs at least {LEAST_PROMPTS} prompts, to have something to juggle; got {num_prompts}"
+    device: str = "auto"
+    num_prompts: int = 24
+    max_new_tokens: int = 96
+    share: float = 0.5  # of the blocks that all prompts need: the pool
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < LEAST_PROMPTS:
+            raise ValueError(
+                f"the demo needs at least {LEAST_PROMPTS} prompts, to have something to juggle; got {self.num_prompts}"
+            )
+        if not 0 < self.share <= 1:
+            raise ValueError(f"the pool's share of the need must be in (0, 1], got {self.share}")
+        self.sampling()
+
+    def sampling(self) -> list[SamplingParams]:
+        """The sampling parameters of each prompt."""
+        from ..scheduler.request import SamplingParams
+
+        return [SamplingParams(max_new_tokens=self.max_new_tokens, seed=self.seed + i) for i in range(self.num_prompts)]
+
+    def first_state(self) -> DemoState:
+        """What is shown while everything loads."""
+        return DemoState(
+            title=f"{self.num_prompts} prompts, one KV pool",
+            now="Loading PyTorch and the bundled model ...",
+            intro=f"{self.num_prompts} prompts, up to {self.max_new_tokens} new tokens each, will run together out of a KV "
+            f"pool with {self.share:.0%} of the blocks that they need. On a CPU, half of the pool is recalled in the middle "
+            "of it, and comes back later. Then the same prompts run with room for all, and the tokens are compared.",
         )
-    if not 0 < share <= 1:
-        raise ValueError(f"the pool's share of the need must be in (0, 1], got {share}")
-    from ..scheduler.request import SamplingParams
 
-    params = [SamplingParams(max_new_tokens=max_new_tokens, seed=seed + i) for i in range(num_prompts)]
-    first = DemoState(
-        title=f"{num_prompts} prompts, one KV pool",
-        now="Loading PyTorch and the bundled model ...",
-        intro=f"{num_prompts} prompts, up to {max_new_tokens} new tokens each, will run together out of a KV pool with "
-        f"{share:.0%} of the blocks that they need. On a CPU, half of the pool is recalled in the middle of it, and comes "
-        "back later. Then the same prompts run with room for all, and the tokens of both runs are compared.",
-    )
-    with open_display(first, DRAWINGS, silent=as_json) as display:
-        result = _run(display, first, demo_prompts(num_prompts, seed), params, device, share)
+
+def run(options: DemoOptions, *, as_json: bool = False, with_table: bool = False) -> int:
+    """Run the whole demo. Returns 0 if every request was served and both runs gave the same tokens, else 1."""
+    with open_display(options.first_state(), DRAWINGS, silent=as_json) as display:
+        result = run_demo(options, display)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False, indent=1))
     else:
@@ -69,25 +83,24 @@ def run(
     return 0 if result.is_success else 1
 
 
-def _run(
-    display: Display[DemoState], state: DemoState, prompts: list[str], params: list[SamplingParams], device: str,
-    share: float,
-) -> DemoResult:  # fmt: skip
-    """Both runs."""
-    each = blocks_needed(prompts, params[0].max_new_tokens or 0)
+def run_demo(options: DemoOptions, display: Display[DemoState]) -> DemoResult:
+    """Both runs, shown on `display`."""
+    prompts, params, state = demo_prompts(options.num_prompts, options.seed), options.sampling(), options.first_state()
+    each = blocks_needed(prompts, options.max_new_tokens)
     need, largest = sum(each), max(each)
-    plan = plan_pool(device, max(int(need * share), largest) + 1)  # the 1 is the null block
-    usable = plan.num_blocks - 1
-    title = f"{state.title} of {usable} blocks for a need of {need}"
+    plan = plan_pool(options.device, max(int(need * options.share), largest) + 1)  # the 1 is the null block
+    usable, everything = plan.num_blocks - 1, [range(len(prompts))]
     with open_engines(plan, least_blocks=largest + 1, roomy_blocks=need + 1) as (tight, roomy, private):
         recall = None if private is None else PoolRecall(private, plan.num_blocks)
-        watched = Watched(display, replace(state, title=title, now="The prompts run ..."), prompts, params)
-        pressed = serve(tight, watched, [range(len(prompts))] if recall is None else waves(each, usable), recall)
-        comparing = replace(
-            state, title=f"{state.title}, with room for all", now="The same again, to compare tokens ..."
+        running = replace(
+            state, title=f"{state.title} of {usable} blocks for a need of {need}", now="The prompts run ..."
         )
-        watched = Watched(display, comparing, prompts, params)
-        free = serve(roomy, watched, [range(len(prompts))], None)
+        watched = Watched(display, running, prompts, params)
+        pressed = serve(tight, watched, everything if recall is None else waves(each, usable), recall)
+        comparing = replace(
+            state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ..."
+        )
+        free = serve(roomy, Watched(display, comparing, prompts, params), everything, None)
     return DemoResult(pressed, free, usable, need)
 
 

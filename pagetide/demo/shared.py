@@ -24,7 +24,8 @@ from .results import counted
 from .shared_view import COLUMN_S, SHARED_DRAWINGS, EngineCounts, Holding, SharedState
 
 NAMES = ("engine A", "engine B")
-BURSTS = (((2.2, 9), (11.0, 7)), ((5.5, 9), (14.0, 7)))  # of each engine: second, requests
+Bursts = Sequence[tuple[float, int]]
+BURSTS: tuple[Bursts, ...] = (((2.2, 9), (11.0, 7)), ((5.5, 9), (14.0, 7)))  # of each engine: second, requests
 PROMPT_TOKENS, OUTPUT_TOKENS = (350, 750), (20, 48)  # from, to
 SECONDS = (
     18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
@@ -99,31 +100,32 @@ class SharedResult:
         return sum(int(one[name]) for one in self.engines)
 
 
-def run_shared(*, seconds: float = SECONDS, seed: int = 0, as_json: bool = False) -> int:
+FIRST_STATE = SharedState(
+    now="Starting two engines, each in a process of its own ...",
+    intro="Two engines will serve bursts of requests in turn, on one device whose memory does not suffice for both and an "
+    "external process. Each pool grows while its engine has work, and gives back memory when the other engine or the "
+    "external process needs it. Then the same requests run with room for all, and the tokens are compared.",
+)
+
+
+def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     """Run it. Returns 0 if every request was served, no token changed and memory stayed within the limit, else 1.
 
-    Bursts and visits are spread over `seconds`. Raises ChildProcessError if a process ends early; then all end.
+    Raises ChildProcessError if a process ends early; then all end.
     """
-    first = SharedState(
-        now="Starting two engines, each in a process of its own ...",
-        intro="Two engines will serve bursts of requests in turn, on one device whose memory does not suffice for both and "
-        "an external process. Each pool grows while its engine has work, and gives back memory when the other engine or the "
-        "external process needs it. Then the same requests run with room for all, and the tokens are compared.",
-    )
-    with open_display(first, SHARED_DRAWINGS, silent=as_json) as display:
-        result = _run(display, first, seconds, seed)
+    with open_display(FIRST_STATE, SHARED_DRAWINGS, silent=as_json) as display:
+        result = share_device(display, seed=seed)
     print(json.dumps(result.to_dict(), indent=1) if as_json else "\n".join(result.lines()))
     return 0 if result.is_success else 1
 
 
-def jobs(seconds: float, seed: int) -> list[EngineJob]:
-    """The requests of each engine: its bursts, compressed to `seconds`."""
+def engine_jobs(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[EngineJob]:
+    """The requests of each engine."""
     rng = random.Random(seed)
-    scale = seconds / SECONDS
     return [
         EngineJob(
             [
-                Arrival(at_s * scale, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
+                Arrival(at_s, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
                 for at_s, requests in bursts
                 for _ in range(requests)
             ],
@@ -131,7 +133,7 @@ def jobs(seconds: float, seed: int) -> list[EngineJob]:
             KV_MIN,
             KV_MAX,
         )
-        for number, bursts in enumerate(BURSTS)
+        for number, bursts in enumerate(bursts_of_engines)
     ]
 
 
@@ -146,9 +148,11 @@ def engine_processes(all_jobs: Sequence[EngineJob]) -> Iterator[list[EngineProce
         yield engines
 
 
-def _run(display: Display[SharedState], state: SharedState, seconds: float, seed: int) -> SharedResult:
-    """Start the processes on their device, watch them, and collect the results."""
-    all_jobs = jobs(seconds, seed)
+def share_device(
+    display: Display[SharedState], *, seed: int = 0, seconds: float = SECONDS, bursts: Sequence[Bursts] = BURSTS
+) -> SharedResult:
+    """Start the processes on their device, watch them for at least `seconds`, and collect the results."""
+    state, all_jobs = FIRST_STATE, engine_jobs(seed, bursts)
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(engine_processes(all_jobs))
         external = stack.enter_context(ExternalProcess())
