@@ -23,7 +23,8 @@ FREE, CACHED, UNMAPPED = -1, -2, -3
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _COLOURS = (75, 214, 114, 204, 179, 141, 80, 209, 150, 111, 220, 176)  # of 256, light, neighbours unlike
 _STYLES = [Style(color="black", bgcolor=f"color({colour})") for colour in _COLOURS]
-_CACHED_STYLE, _FREE_STYLE = Style(color="color(250)", bgcolor="color(239)"), Style(color="color(245)")
+_CACHED_STYLE = Style(color="color(250)", bgcolor="color(239)")
+_FREE_STYLE, _UNMAPPED_STYLE = Style(color="color(245)"), Style(color="color(238)")
 _WIDEST, _TALLEST = 6, 3  # cells of a tile
 
 
@@ -140,16 +141,16 @@ def _tile(holder: int, width: int, symbols: Symbols) -> Segment:
     return Segment(text.center(width) if width > 2 else text.ljust(width), style)
 
 
-def _mark(holder: int, symbols: Symbols) -> tuple[str, Style | None]:
+def _mark(holder: int, symbols: Symbols) -> tuple[str, Style]:
     if holder >= 0:
         return letter_of(holder), style_of(holder)
-    return {FREE: (symbols.dot, _FREE_STYLE), CACHED: ("+", _CACHED_STYLE), UNMAPPED: (" ", None)}[holder]
+    return {FREE: (symbols.dot, _FREE_STYLE), CACHED: ("+", _CACHED_STYLE), UNMAPPED: ("_", _UNMAPPED_STYLE)}[holder]
 
 
 def legend(num_requests: int, symbols: Symbols) -> Line:
     """What the marks of the map mean."""
     last = letter_of(min(num_requests, len(LETTERS)) - 1)
-    line: Line = [Segment("A", style_of(0)), Segment(f"-{last} held by that request   ", DIM)]
-    for holder, name in ((FREE, "free"), (CACHED, "cached prefix")):
-        line += [_tile(holder, 1, symbols), Segment(f" {name}   ", DIM)]
-    return [*line, Segment("blank: without memory", DIM)]
+    line: Line = [Segment("A", style_of(0)), Segment(f"-{last} held by that request", DIM)]
+    for holder, name in ((FREE, "free"), (CACHED, "cached prefix"), (UNMAPPED, "without memory")):
+        line += [Segment("   "), _tile(holder, 1, symbols), Segment(f" {name}", DIM)]
+    return line

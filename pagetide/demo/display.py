@@ -21,6 +21,7 @@ from ..monitor.view.symbols import ASCII, UNICODE, Symbols
 from ..monitor.view.text import Line, crop
 
 FRAME_S = 0.1
+_LOOK_S = 0.005  # until the first frame
 LINE_S = 1.0
 PLAIN_WIDTH = 80
 
@@ -141,9 +142,12 @@ class LivePage(Generic[S]):
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
                 self._redirected.append((handler, handler.setStream(self._log)))
-        self._enter_screen()
-        self._draw()
-        self._thread.start()
+        try:
+            self._thread.start()
+            self._enter_screen()
+        except BaseException:  # an interrupt
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -159,12 +163,12 @@ class LivePage(Generic[S]):
         sys.stderr.write(self._log.getvalue())
 
     def _run(self) -> None:
-        while not self._ended.wait(FRAME_S):
-            try:
+        try:
+            while not self._ended.is_set():
                 self._draw()
-            except Exception as error:
-                self._error = error
-                return
+                self._ended.wait(FRAME_S if self._is_shown else _LOOK_S)
+        except Exception as error:
+            self._error = error
 
     def _draw(self) -> None:
         with self._lock:

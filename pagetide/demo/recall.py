@@ -83,7 +83,7 @@ class PoolRecall:
                 yield f"RECALL: half of the pool, {format_bytes(self._largest // 2)}, must go back to the system."
         until = time.monotonic() + Rules.of(self._device.capacity_bytes).cooldown_s
         while time.monotonic() < until:
-            yield "Half of the pool is taken: requests that lost their blocks wait, the others go on."
+            yield "Half of the pool is taken: some requests lose their blocks and wait."
 
     def _is_filled(self) -> bool:
         """Whether more blocks are in use than will be left, or no request remains that could use more."""

@@ -32,10 +32,10 @@ SECONDS = (
 )
 CONTENDED_BYTES = 280 * MIB  # above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
 VISIT_BYTES = 216 * MIB  # what the external process takes when it comes
-VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 64 * MIB, 4.0, 4.0, 2  # it comes when the pools have grown to so much
-PIECE_BYTES, PIECE_S = 16 * MIB, 0.1  # of the external process, less than the headroom; and the time between two
+VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 64 * MIB, 5.0, 4.0, 2  # it comes when the pools have grown to so much
+PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
-HEADROOM = 24 * MIB
+HEADROOM = 32 * MIB
 SAMPLE_S = 0.1
 RECALL_SHOWN_S = 1.0
 MOST_COLUMNS = 2000

@@ -165,8 +165,7 @@ def shared_line(state: SharedState, at_s: float) -> str:
         f"{name} {held / MIB:>5.1f} MiB {counts.done:>2}/{counts.total} done"
         for name, held, counts in zip(_SYMBOLS, newest.kv, state.engines, strict=True)
     )
-    recalls = sum(counts.recalls for counts in state.engines)
-    return f"{at_s:5.1f}s  {engines}  external {newest.external / MIB:>5.1f} MiB  recalls {recalls}"
+    return f"{at_s:5.1f}s  {engines}  external {newest.external / MIB:>5.1f} MiB"
 
 
 SHARED_DRAWINGS = Drawings(shared_page, shared_line, lambda state: state.now)

@@ -14,6 +14,7 @@ from .display import Drawings
 from .text_panes import SIDE_BY_SIDE, Pane, pane_lines, wrapped
 
 _NOW = Style(color="cyan", bold=True)
+_PARTLY = ENGINE + Style(bgcolor="color(236)")
 _MOST_MAP = 0.42  # of the page's lines
 _CHART_LINES = ((44, 6), (28, 4))  # from this height, so many lines of history
 _HISTORY_WIDTH = 120
@@ -108,7 +109,7 @@ def history_lines(
     lines = []
     for with_memory, in_use in zip(chart(mapped, rows, symbols), chart(held, rows, symbols), strict=True):
         cells = [
-            (used, ENGINE) if used != " " else (rest if here != " " else " ", DIM)
+            (rest if here != " " else " ", DIM) if used == " " else (used, _PARTLY if here > used else ENGINE)
             for used, here in zip(in_use, with_memory, strict=True)
         ]
         lines.append([Segment(text, style) for text, style in cells])
