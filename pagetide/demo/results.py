@@ -61,8 +61,8 @@ class DemoResult:
         return [
             f"{at_once}, in a pool of {self.usable_blocks} blocks for a need of {self.needed_blocks}",
             self._recall_line(),
-            f"{stats['recomputed_tokens']:,} tokens were computed again after preemptions; with room for all, "
-            f"{self.free.stats['preemptions']} preemptions",
+            f"{stats['recomputed_tokens']:,} tokens computed again after preemptions; with room for all, "
+            f"{counted(self.free.stats['preemptions'], 'preemption')}",
             self.claim(),
         ]
 

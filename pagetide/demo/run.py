@@ -18,7 +18,7 @@ from .display import Display, open_display
 from .engines import blocks_needed, open_engines, plan_pool
 from .prompts import demo_prompts, waves
 from .recall import PoolRecall
-from .results import DemoResult, DemoRun
+from .results import DemoResult, DemoRun, counted
 from .text_panes import Pane
 from .view import DRAWINGS, Counts, DemoState
 
@@ -196,4 +196,4 @@ class Watched:
 
     def _word(self, number: int, held: set[int]) -> str:
         word = "ended" if number in self._ended_at else "running" if number in held else "preempted, waits"
-        return f"{word}, {self._num_tokens[number]} tokens"
+        return f"{word}, {counted(self._num_tokens[number], 'token')}"

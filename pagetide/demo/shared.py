@@ -81,7 +81,7 @@ class SharedResult:
     def claim(self) -> str:
         """What the demo shows, as it was in this run."""
         failed = self._sum("failed")
-        served = f"{counted(self._sum('requests'), 'request')} served, {failed or 'none'} failed"
+        served = f"{counted(self._sum('requests') - failed, 'request')} served, {failed or 'none'} failed"
         limit = "memory above the limit" if self.is_above else "memory never above the limit"
         return f"{served}, {counted(self._sum('changed_tokens'), 'token')} changed, {limit}"
 

@@ -38,7 +38,9 @@ def drawn(page: Any, state: Any, width: int, height: int, symbols: Symbols = UNI
     console = Console(
         file=file, width=width, height=height, force_terminal=True, color_system="256", legacy_windows=False, **options
     )
-    console.print(SegmentLines(fitted(page(state, 83.2, width, height, symbols), width, height), new_lines=True), end="")
+    console.print(
+        SegmentLines(fitted(page(state, 83.2, width, height, symbols), width, height), new_lines=True), end=""
+    )
     return file.getvalue().split("\n")[:-1]
 
 
