@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pagetide.demo.device_use import DeviceSample, Visitor, sample_device
-from pagetide.demo.engine_process import Arrival, EngineJob, EngineProcess
+from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
 from pagetide.monitor.units import MIB
 from pagetide.pressure import ExternalProcess, PrivateDevice
 
@@ -136,7 +136,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     with contextlib.ExitStack() as stack:
         engines = []
         for number, (name, trace) in enumerate(zip(NAMES, traces, strict=False)):
-            engines.append(EngineProcess(name, EngineJob(trace, seed + 100_000 * number, KV_MIN, KV_MAX)))
+            engines.append(TraceEngineProcess(name, EngineJob(trace, seed + 100_000 * number, KV_MIN, KV_MAX)))
             stack.callback(engines[-1].close)
         external = stack.enter_context(ExternalProcess())
         capacity = sum(engine.hear()["minimum_bytes"] for engine in engines) + GROWTH + HEADROOM
@@ -155,7 +155,7 @@ def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     return tide
 
 
-def _watch(tide: Tide, engines: Sequence[EngineProcess], device: PrivateDevice, external: ExternalProcess) -> None:
+def _watch(tide: Tide, engines: Sequence[TraceEngineProcess], device: PrivateDevice, external: ExternalProcess) -> None:
     """Start the trace; sample and move the external process until the engines are done."""
     began = time.monotonic() + 0.2
     for engine in engines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, PoolSample
+from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, BlockHolders
 from pagetide.demo.shared_view import EngineCounts, Holding, SharedState
 from pagetide.demo.text_panes import Pane
 from pagetide.demo.view import Counts, DemoState
@@ -25,7 +25,7 @@ def demo_state(num_blocks: int = 223, num_panes: int = 2) -> DemoState:
         alarm=True,
         intro="What will be seen. " * 20,
         counts=Counts(1234, 8, 4, 5, 1, 24, 1523.4),
-        pool=PoolSample(holders),
+        pool=BlockHolders(holders),
         history=tuple((100 + i % 20, 3 * i % 90) for i in range(300)),
         panes=tuple(Pane(i, f"running, {i} tokens", PROSE, PROSE.upper()) for i in range(num_panes)),
     )

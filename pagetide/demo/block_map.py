@@ -29,7 +29,7 @@ _WIDEST, _TALLEST = 6, 3  # cells of a tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PoolSample:
+class BlockHolders:
     """The holder of each block of a pool at one time: a request's number, or FREE, CACHED or UNMAPPED.
 
     Without the null block. A block that several requests share counts for the lowest number.
@@ -53,13 +53,13 @@ class PoolSample:
         return int(np.count_nonzero(self.holders >= 0))
 
 
-def sample_pool(llm: LLM, numbers: Mapping[str, int]) -> PoolSample:
+def sample_pool(llm: LLM, numbers: Mapping[str, int]) -> BlockHolders:
     """The pool of `llm` now; `numbers` are the requests' by id. Takes about 0.1 ms, between two steps."""
     with llm.locked_engine() as engine:
         return sample_blocks(engine.core.scheduler, numbers)
 
 
-def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> PoolSample:
+def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> BlockHolders:
     """The blocks that `scheduler` manages. Read-only; call it between two steps."""
     pool, rows, cache = scheduler.cache.pool, scheduler.rows.request_ids, scheduler.cache
     mapped = np.isin(np.arange(pool.num_blocks) // pool.blocks_per_extent, pool.mapped_extents)
@@ -69,7 +69,7 @@ def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> PoolSampl
     for number, row in sorted(held, reverse=True):
         for table in cache.tables:
             holders[table.of(row)] = number
-    return PoolSample(holders[1:])
+    return BlockHolders(holders[1:])
 
 
 def letter_of(number: int) -> str:
@@ -112,7 +112,7 @@ class MapShape:
         return self.width * self.height, -abs(self.width - 2 * self.height)
 
 
-def map_lines(sample: PoolSample, width: int, height: int, symbols: Symbols) -> list[Line]:
+def map_lines(sample: BlockHolders, width: int, height: int, symbols: Symbols) -> list[Line]:
     """The blocks of `sample` in order, in at most `width` x `height` cells."""
     if width < 1 or height < 1:
         return []

@@ -139,9 +139,9 @@ class LivePage(Generic[S]):
         for number, handler in ((signal.SIGTERM, _exit), (signal.SIGHUP, _exit), (signal.SIGTSTP, self._stop)):
             if signal.getsignal(number) is signal.SIG_DFL:
                 self._handlers[number] = signal.signal(number, handler)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
-                self._redirected.append((handler, handler.setStream(self._log)))
+        for log in logging.getLogger().handlers:
+            if isinstance(log, logging.StreamHandler) and log.stream is sys.stderr:
+                self._redirected.append((log, log.setStream(self._log)))
         try:
             self._thread.start()
             self._enter_screen()

@@ -1,6 +1,6 @@
 """An engine in a process of its own that serves a trace of requests on a private device, and then compares its outputs.
 
-`python -m pagetide.demo.engine_process` is that process; `EngineProcess` is its other side. Messages are lines of JSON:
+`python -m pagetide.demo.engine_process` is that process; `TraceEngineProcess` is its other side. Messages are lines of JSON:
 
     job          ──►   what to serve, and on which bounds (EngineJob)
                  ◄──   minimum_bytes: what the process holds at least on a device, known once torch and model are loaded
@@ -62,7 +62,7 @@ class EngineJob:
     idle_s: float = 0.5
 
 
-class EngineProcess:
+class TraceEngineProcess:
     """A running engine process. Call `close` at the end, which kills it."""
 
     def __init__(self, name: str, job: EngineJob) -> None:

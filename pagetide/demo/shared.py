@@ -19,7 +19,7 @@ from ..monitor.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
 from .device_use import DeviceSample, Visitor, sample_device
 from .display import Display, open_display
-from .engine_process import Arrival, EngineJob, EngineProcess
+from .engine_process import Arrival, EngineJob, TraceEngineProcess
 from .results import counted
 from .shared_view import COLUMN_S, SHARED_DRAWINGS, EngineCounts, Holding, SharedState
 
@@ -138,12 +138,12 @@ def engine_jobs(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list
 
 
 @contextlib.contextmanager
-def engine_processes(all_jobs: Sequence[EngineJob]) -> Iterator[list[EngineProcess]]:
+def engine_processes(all_jobs: Sequence[EngineJob]) -> Iterator[list[TraceEngineProcess]]:
     """The processes of both engines, which end with the context."""
     with contextlib.ExitStack() as stack:
         engines = []
         for name, job in zip(NAMES, all_jobs, strict=False):
-            engines.append(EngineProcess(name, job))
+            engines.append(TraceEngineProcess(name, job))
             stack.callback(engines[-1].close)
         yield engines
 
@@ -165,7 +165,7 @@ def share_device(
         for engine in engines:
             engine.hear()
         state = replace(state, capacity_bytes=capacity)
-        watched = _Watched(display, state, engines, [len(job.arrivals) for job in all_jobs])
+        watched = SharedRun(display, state, engines, [len(job.arrivals) for job in all_jobs])
         visitor = Visitor(device, external, PIECE_BYTES, PIECE_S)
         watched.watch(device, external, visitor, seconds)
         display.show(replace(watched.state, now="The same again with room for all, to compare tokens ...", alarm=False))
@@ -176,12 +176,12 @@ def share_device(
 
 
 @dataclass(eq=False)
-class _Watched:
+class SharedRun:
     """The live part as the display sees it."""
 
     display: Display[SharedState]
     state: SharedState
-    engines: Sequence[EngineProcess]
+    engines: Sequence[TraceEngineProcess]
     totals: Sequence[int]  # requests of each engine
     _samples: list[DeviceSample] = field(default_factory=list)
     _served: set[int] = field(default_factory=set)

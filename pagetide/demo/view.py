@@ -9,7 +9,7 @@ from rich.style import Style
 
 from ..monitor.view.symbols import Symbols, chart, chart_columns
 from ..monitor.view.text import ALARM, BOLD, DIM, ENGINE, Line, blank, crop, cut, spread
-from .block_map import PoolSample, legend, map_lines
+from .block_map import BlockHolders, legend, map_lines
 from .display import Drawings
 from .text_panes import SIDE_BY_SIDE, Pane, pane_lines, wrapped
 
@@ -42,7 +42,7 @@ class DemoState:
     alarm: bool = False  # whether memory is being taken
     intro: str = ""  # shown until there is a pool
     counts: Counts | None = None
-    pool: PoolSample | None = None
+    pool: BlockHolders | None = None
     history: tuple[tuple[int, int], ...] = ()  # mapped and held blocks, of each sample
     panes: tuple[Pane, ...] = ()
 
@@ -80,7 +80,7 @@ def _head(state: DemoState, at_s: float, width: int, symbols: Symbols) -> list[L
 
 
 def _pool(
-    pool: PoolSample, history: tuple[tuple[int, int], ...], num_requests: int, width: int, height: int,
+    pool: BlockHolders, history: tuple[tuple[int, int], ...], num_requests: int, width: int, height: int,
     symbols: Symbols,
 ) -> list[Line]:  # fmt: skip
     """The pool's size, its history where there is room, its map and the legend."""

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, MapShape, PoolSample, map_lines, sample_blocks, tile_holders
+from pagetide.demo.block_map import (
+    CACHED,
+    FREE,
+    UNMAPPED,
+    BlockHolders,
+    MapShape,
+    map_lines,
+    sample_blocks,
+    tile_holders,
+)
 from pagetide.monitor.view.symbols import ASCII, UNICODE
 
 
@@ -82,10 +91,10 @@ def test_a_tile_of_several_blocks_shows_the_most_frequent_holder() -> None:
 @pytest.mark.parametrize(("symbols", "free"), [(UNICODE, "·"), (ASCII, "-")])
 def test_the_map_is_readable_without_colours(symbols: object, free: str) -> None:
     holders = np.array([0, 0, 25, 26, 51, 52, FREE, CACHED, UNMAPPED], np.int16)
-    lines = map_lines(PoolSample(holders), 9, 1, symbols)  # type: ignore[arg-type]
+    lines = map_lines(BlockHolders(holders), 9, 1, symbols)  # type: ignore[arg-type]
     assert ["".join(segment.text for segment in line) for line in lines] == [f"AAZazA{free}+_"]
 
 
 def test_the_styles_tell_neighbours_apart() -> None:
-    (line,) = map_lines(PoolSample(np.arange(12, dtype=np.int16)), 12, 1, UNICODE)
+    (line,) = map_lines(BlockHolders(np.arange(12, dtype=np.int16)), 12, 1, UNICODE)
     assert len({str(segment.style) for segment in line}) == 12

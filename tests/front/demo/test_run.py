@@ -16,7 +16,7 @@ import pytest
 
 from pagetide.cli import main
 from pagetide.demo import engines, run
-from pagetide.demo.block_map import PoolSample
+from pagetide.demo.block_map import BlockHolders
 from pagetide.demo.display import NoDisplay
 from pagetide.demo.results import DemoResult
 from pagetide.engine import llm as llm_module
@@ -168,7 +168,7 @@ def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) ->
     """The first two that stream; one that was preempted stays, one that has ended is replaced after a moment."""
     now, held = [100.0], {0, 1, 2, 3}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(run, "sample_pool", lambda *_: PoolSample(np.array(sorted(held), np.int16)))
+    monkeypatch.setattr(run, "sample_pool", lambda *_: BlockHolders(np.array(sorted(held), np.int16)))
     options = run.DemoOptions("cpu")
     watched = run.Watched(NoDisplay(), options.first_state(), [f"prompt {i}" for i in range(24)], options.sampling())
 

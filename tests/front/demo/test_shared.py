@@ -18,7 +18,7 @@ from monitors import wait_until
 from pagetide.demo import shared
 from pagetide.demo.device_use import DeviceSample, Visitor
 from pagetide.demo.display import NoDisplay
-from pagetide.demo.engine_process import Arrival, EngineJob, EngineProcess
+from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
 from pagetide.demo.shared_view import SharedState
 from pagetide.monitor.units import MIB
 
@@ -26,7 +26,7 @@ JOB = EngineJob([Arrival(0.0, 20, 2)], 0, 8 * MIB, 128 * MIB)
 
 
 def test_a_process_that_dies_is_told_with_its_last_words() -> None:
-    engine = EngineProcess("engine A", JOB)
+    engine = TraceEngineProcess("engine A", JOB)
     try:
         psutil.Process(engine.pid).kill()
         for _ in range(2):
@@ -37,7 +37,7 @@ def test_a_process_that_dies_is_told_with_its_last_words() -> None:
         engine.tell("to nobody")
     finally:
         engine.close()
-    broken = EngineProcess("engine B", replace(JOB, max_seqs=0))
+    broken = TraceEngineProcess("engine B", replace(JOB, max_seqs=0))
     try:
         with pytest.raises(ChildProcessError, match=r"has ended with status 1: .*max_seqs must be at least 1, got 0"):
             broken.hear()
@@ -118,7 +118,7 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     engines: Any = [Engine(), Engine()]
     counts = tuple(replace(shared.EngineCounts(), total=16) for _ in engines)
     state = replace(shared.FIRST_STATE, capacity_bytes=1000 * MIB, engines=counts)
-    watched = shared._Watched(Display(), state, engines, [16, 16])
+    watched = shared.SharedRun(Display(), state, engines, [16, 16])
 
     def sample(
         at_s: float, other: int, kv: tuple[int, int], external: int, recalling: tuple[bool, bool]
