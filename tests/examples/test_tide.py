@@ -36,7 +36,6 @@ def test_a_second_of_it_with_one_engine(
     """An engine is a process that loads torch first: here is one, and the picture and the table have it twice."""
     pytest.importorskip("matplotlib", reason='the picture needs the extra "examples"')
     monkeypatch.setattr(tide, "SETTLE_S", 0.0)
-    monkeypatch.setattr(tide, "_minimum_bytes", lambda seed: 2 << 30)  # more than one holds at least
     arrivals = [tide.Arrival(0.0, 16, 8), tide.Arrival(0.3, 100, 8)]
     seen = tide.run([arrivals], 1.0, 0)
     assert seen.engines[0]["requests"] == 2 and seen.engines[0]["arrivals"] == [0.0, 0.3] and seen.pieces > 0
