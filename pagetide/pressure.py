@@ -30,7 +30,8 @@ START_S = 30.0
 END_S = 10.0
 
 _PROGRAM = """
-import mmap, sys
+import mmap, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; its parent ends it
 pieces = []
 print(0, flush=True)
 for line in sys.stdin:

@@ -26,6 +26,7 @@ _STYLES = [Style(color="black", bgcolor=f"color({colour})") for colour in _COLOU
 _CACHED_STYLE = Style(color="color(250)", bgcolor="color(239)")
 _FREE_STYLE, _UNMAPPED_STYLE = Style(color="color(245)"), Style(color="color(238)")
 _WIDEST, _TALLEST = 6, 3  # cells of a tile
+_WIDE_LEGEND = 72
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,10 +148,12 @@ def _mark(holder: int, symbols: Symbols) -> tuple[str, Style]:
     return {FREE: (symbols.dot, _FREE_STYLE), CACHED: ("+", _CACHED_STYLE), UNMAPPED: ("_", _UNMAPPED_STYLE)}[holder]
 
 
-def legend(num_requests: int, symbols: Symbols) -> Line:
-    """What the marks of the map mean."""
+def legend(num_requests: int, width: int, symbols: Symbols) -> Line:
+    """What the marks of the map mean, in few words where `width` is small."""
     last = letter_of(min(num_requests, len(LETTERS)) - 1)
-    line: Line = [Segment("A", style_of(0)), Segment(f"-{last} held by that request", DIM)]
-    for holder, name in ((FREE, "free"), (CACHED, "cached prefix"), (UNMAPPED, "without memory")):
-        line += [Segment("   "), _tile(holder, 1, symbols), Segment(f" {name}", DIM)]
+    wide = width >= _WIDE_LEGEND
+    line: Line = [Segment("A", style_of(0)), Segment(f"-{last} {'held by that request' if wide else 'requests'}", DIM)]
+    names = ("free", "cached prefix", "without memory") if wide else ("free", "cached", "no memory")
+    for holder, name in zip((FREE, CACHED, UNMAPPED), names, strict=True):
+        line += [Segment("   " if wide else "  "), _tile(holder, 1, symbols), Segment(f" {name}", DIM)]
     return line

@@ -70,12 +70,13 @@ def _head(state: DemoState, at_s: float, width: int, symbols: Symbols) -> list[L
     lines = [spread(name, [Segment(clock, DIM)], width)]
     lines.append([Segment(cut(state.now, width, symbols), ALARM if state.alarm else _NOW)])
     if (counts := state.counts) is not None:
+        wide = width >= SIDE_BY_SIDE
+        running, waiting = ("running", "waiting") if wide else ("run", "wait")
         facts = (
-            f"running {counts.running:>2}", f"waiting {counts.waiting:>2}", f"preempted {counts.preemptions:>2}",
+            f"{running} {counts.running:>2}", f"{waiting} {counts.waiting:>2}", f"preempted {counts.preemptions:>2}",
             f"done {counts.done:>2}/{counts.total}", f"{counts.tokens_per_s:>4,.0f} tokens/s", f"step {counts.steps:,}",
         )  # fmt: skip
-        gap = 3 if width >= SIDE_BY_SIDE else 2
-        lines.append([Segment((" " * gap).join(facts))])
+        lines.append([Segment(("   " if wide else "  ").join(facts))])
     return lines
 
 
@@ -94,7 +95,7 @@ def _pool(
         lines += history_lines(history, pool.num_blocks, min(width, _HISTORY_WIDTH), rows, symbols)
         lines.append([])
     lines += map_lines(pool, width, max(int(height * _MOST_MAP) - rows, 1), symbols)
-    return [*lines, legend(num_requests, symbols)]
+    return [*lines, legend(num_requests, width, symbols)]
 
 
 def history_lines(

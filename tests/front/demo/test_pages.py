@@ -78,6 +78,12 @@ def test_all_that_matters_is_on_the_page(width: int, height: int) -> None:
         assert said in plain, said
 
 
+def test_a_narrow_page_says_it_in_fewer_words() -> None:
+    plain = [ESCAPES.sub("", line).rstrip() for line in drawn(demo_page, demo_state(), 60, 15)]
+    assert plain[2] == " run  8  wait  4  preempted  5  done  1/24  1,523 tokens/s"
+    assert " A-X requests  · free  + cached  _ no memory" in plain
+
+
 def test_without_colours_there_are_none() -> None:
     for page, state in PAGES:
         coloured = {code for line in drawn(page, state, 100, 30) for code, _ in ESCAPES.findall(line)}
