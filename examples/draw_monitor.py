@@ -2,25 +2,18 @@
 
     python examples/draw_monitor.py
 
-The lines are those that a terminal of that size gets. They are drawn here and not by rich's own export: its picture
-loads a font from the network, its charts fall apart in any other font, and its bytes change with rich's version. Here
-bars and charts become rectangles, words are held to their cells, and the same arguments give the same bytes.
+The lines are those that a terminal of that size gets, drawn by `pagetide.monitor.view.picture`: the same arguments give
+the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from html import escape
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-
-from rich.color import blend_rgb
-from rich.segment import Segment
-from rich.style import Style
-from rich.terminal_theme import TerminalTheme
 
 from pagetide.monitor.snapshot import (
     DetailReading,
@@ -35,32 +28,11 @@ from pagetide.monitor.snapshot import (
 )
 from pagetide.monitor.units import GIB, MIB
 from pagetide.monitor.view.page import render
-from pagetide.monitor.view.symbols import UNICODE
+from pagetide.monitor.view.picture import picture
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "vram-monitor.svg"
 WIDTH, HEIGHT = 110, 33
 CLOCK = datetime(2026, 11, 20, 14, 3, 27)
-
-THEME = TerminalTheme(
-    background=(16, 20, 28),
-    foreground=(208, 215, 226),
-    normal=[
-        (48, 54, 66),
-        (240, 113, 120),
-        (126, 200, 136),
-        (232, 190, 106),
-        (112, 164, 240),
-        (200, 146, 234),
-        (96, 200, 214),
-        (208, 215, 226),
-    ],
-)
-DIMMED = 0.5  # how far a dim colour goes into the background
-FONT = "ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
-CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, BASELINE = 9, 20, 15, 15  # pixels
-PADDING, TITLE_BAR = 16, 36
-HEAVY, LIGHT = 5, 1  # thickness of a bar's used and free part
-BUTTONS = ("#ff5f57", "#febc2e", "#28c840")
 
 SECOND_NS = 1_000_000_000
 NOW_NS = 50_000 * SECOND_NS
@@ -76,70 +48,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.width < 1 or args.height < 1:
         parser.error(f"the picture must have at least one cell and one line, got {args.width} x {args.height}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(picture(args.width, args.height), encoding="utf-8")
+    args.output.write_text(draw(args.width, args.height), encoding="utf-8")
 
 
-def picture(width: int, height: int) -> str:
+def draw(width: int, height: int) -> str:
     """The SVG of the view in a terminal of `width` cells and `height` lines."""
     lines = render(machine(), width=width, height=height, clock=CLOCK).lines
-    outer_width, outer_height = width * CELL_WIDTH + 2 * PADDING, height * CELL_HEIGHT + TITLE_BAR + PADDING
-    background, foreground = THEME.background_color.hex, THEME.foreground_color.hex
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="The terminal view of vram-monitor"'
-        f' width="{outer_width}" height="{outer_height}" viewBox="0 0 {outer_width} {outer_height}">',
-        f'<rect width="{outer_width}" height="{outer_height}" rx="10" fill="{background}"/>',
-        *(f'<circle cx="{22 + 20 * place}" cy="18" r="6" fill="{fill}"/>' for place, fill in enumerate(BUTTONS)),
-        f'<g font-family="{FONT}" font-size="{FONT_SIZE}" fill="{foreground}">',
-        f'<text x="{outer_width // 2}" y="23" text-anchor="middle" font-size="13" opacity="0.6">vram-monitor</text>',
-        f'<g transform="translate({PADDING},{TITLE_BAR})">',
-    ]
-    for number, line in enumerate(lines):
-        parts += _drawn(line, number * CELL_HEIGHT)
-    return "\n".join([*parts, "</g>", "</g>", "</svg>", ""])
-
-
-def _drawn(line: Sequence[Segment], top: int) -> Iterator[str]:
-    """One line: a run of the same bar or chart symbol as rectangles, a word as text as wide as its cells."""
-    x = 0
-    for segment in line:
-        colour = _colour(segment.style)
-        for kind, run in groupby(segment.text, key=_kind):
-            text = "".join(run)
-            width = len(text) * CELL_WIDTH
-            if kind == "word":
-                weight = ' font-weight="bold"' if segment.style and segment.style.bold else ""
-                place = f'x="{x}" y="{top + BASELINE}" textLength="{width}"'
-                yield f'<text {place} fill="{colour}"{weight}>{escape(text)}</text>'
-            elif kind != " ":
-                for left, upper, wide, high in _shapes(kind, width):
-                    place = f'x="{x + left:g}" y="{top + upper:g}" width="{wide:g}" height="{high:g}"'
-                    yield f'<rect {place} fill="{colour}"/>'
-            x += width
-
-
-def _kind(character: str) -> str:
-    """What has to be drawn for it: a space and a symbol stand for themselves, other characters are part of a "word"."""
-    return character if character in f" {UNICODE.bar}{UNICODE.half}{UNICODE.rest}{UNICODE.levels}" else "word"
-
-
-def _shapes(symbol: str, width: int) -> list[tuple[float, float, float, float]]:
-    """Rectangles (x, y, width, height) for a run of `symbol` that is `width` pixels wide."""
-    if symbol in UNICODE.levels:
-        height = CELL_HEIGHT * (UNICODE.levels.index(symbol) + 1) / 8
-        return [(0, CELL_HEIGHT - height, width, height)]
-    heavy, light = (CELL_HEIGHT - HEAVY) / 2, (CELL_HEIGHT - LIGHT) / 2
-    if symbol == UNICODE.bar:
-        return [(0, heavy, width, HEAVY)]
-    if symbol == UNICODE.rest:
-        return [(0, light, width, LIGHT)]
-    return [(0, heavy, width / 2, HEAVY), (width / 2, light, width / 2, LIGHT)]
-
-
-def _colour(style: Style | None) -> str:
-    colour = THEME.foreground_color
-    if style and style.color:
-        colour = style.color.get_truecolor(THEME)
-    return (blend_rgb(colour, THEME.background_color, DIMMED) if style and style.dim else colour).hex
+    return picture(lines, width, height, "vram-monitor", "The terminal view of vram-monitor")
 
 
 # -------------------------------------------------------------------------------------------------------- the machine

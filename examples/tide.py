@@ -13,20 +13,19 @@ Without the folder of traces (azure2023_code_0-20min.csv) a synthetic trace as b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
-import json
-import os
 import random
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pagetide.demo.device_use import DeviceSample, Visitor, sample_device
+from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
 from pagetide.monitor.units import MIB
 from pagetide.pressure import ExternalProcess, PrivateDevice
 
@@ -40,41 +39,15 @@ LEAST_OUTPUT, MOST_OUTPUT = 8, 96
 
 NAMES = ("engine A", "engine B")
 KV_MIN, KV_MAX = 16 * MIB, 512 * MIB
-COMPARED_MIN, COMPARED_MAX = 16 * MIB, 512 * MIB
 SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
 HEADROOM = 48 * MIB
 GROWTH = 512 * MIB  # what leases and external process contend for, above the engines' minimums
-IDLE_S = 0.5
-MAX_STEP_TOKENS = 512
 STAYS = (
     (0.15, 0.34, 0.6),
     (0.60, 0.82, 0.8),
 )  # of the external process: from, until (shares of the time), share of GROWTH
 PIECE, PIECE_S = 40 * MIB, 0.25  # of the external process, less than the headroom; and the time between two
 SAMPLE_S = 0.05
-ONE_CORE = {"OMP_NUM_THREADS": "1"}
-STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}  # large tensors go back when freed (glibc)
-TRIAL_CAPACITY = 8 * 1024 * MIB  # nothing of it is taken
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request: when it comes, and its lengths in tokens."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Bytes that each process held at one time; tuples list both engines in order."""
-
-    at_s: float
-    other: tuple[int, ...]  # programs and weights
-    kv: tuple[int, ...]
-    external: int
-    granted: int
 
 
 @dataclass(slots=True)
@@ -84,7 +57,7 @@ class Tide:
     seconds: float
     capacity: int
     headroom: int
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[DeviceSample] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)  # what each engine told at its end
     pieces: int = 0  # that the external process took
     refused: int = 0  # that did not fit
@@ -155,221 +128,52 @@ def _compressed(turns: list[tuple[float, int, int]], seconds: float, ahead: floa
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
-# ---- an engine, in a process of its own ----------------------------------------------------------
-
-
-def serve() -> None:
-    """A job on standard input, `ready`, a start time on standard input, and in the end what was seen, as JSON."""
-    from pagetide import LLM, SamplingParams
-
-    job = json.loads(sys.stdin.readline())
-    arrivals = [Arrival(**fields) for fields in job["arrivals"]]
-    common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seqs": 128, "max_step_tokens": MAX_STEP_TOKENS}
-    # The second engine is made when the first has its lease, which covers the whole process and was made with what a process
-    # may come to hold in mind: so that most of this is held, and the first one's KV above its least is contended.
-    with (
-        LLM("demo", **common, kv_memory=job["kv_memory"], idle_s=IDLE_S) as llm,
-        LLM("demo", **common, kv_memory={"min": COMPARED_MIN, "max": COMPARED_MAX}, share=False) as other,
-    ):
-        prompts = _prompts(llm, arrivals, job["seed"])
-        params = [
-            SamplingParams(max_new_tokens=arrival.output_tokens, temperature=0.8, seed=job["seed"] + i, ignore_eos=True)
-            for i, arrival in enumerate(arrivals)
-        ]
-        llm.generate(prompts[0], SamplingParams(max_new_tokens=2), progress=False)
-        memory = llm.stats()["memory"]
-        print(json.dumps(max(memory["lease"]["min_bytes"], memory["base_bytes"] + KV_MIN)), flush=True)
-        began = float(sys.stdin.readline())
-        outputs, told = _serve_trace(llm, arrivals, prompts, params, began)
-        told["memory"] = llm.stats()["memory"]
-        print(json.dumps("done"), flush=True)
-        sys.stdin.readline()  # the others are done too
-        unpressured = other.generate(prompts, params, progress=False)
-    told["failed"] = sum(output.finish_reason not in ("stop", "length") for output in outputs)
-    told["equal"] = sum(a.token_ids == b.token_ids for a, b in zip(outputs, unpressured, strict=True))
-    print(json.dumps(told), flush=True)
-
-
-def _prompts(llm: Any, arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
-    """Pieces of the text that the model has not seen, as long as the trace says."""
-    from pagetide.engine import demo_model
-
-    text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
-    tokens = [token for passage in text.split("\n%%\n") if passage.strip() for token in llm.tokenize(passage.strip())]
-    rng = random.Random(seed)
-    starts = [rng.randrange(len(tokens) - arrival.prompt_tokens) for arrival in arrivals]
-    return [tokens[at : at + arrival.prompt_tokens] for at, arrival in zip(starts, arrivals, strict=True)]
-
-
-def _serve_trace(
-    llm: Any, arrivals: Sequence[Arrival], prompts: list[list[int]], params: list[Any], began: float
-) -> tuple[list[Any], dict[str, Any]]:
-    """Each request as it comes. Returns the outputs, and recalls (second, bytes), first-token times and the like."""
-    due, open_streams = deque(range(len(arrivals))), dict[int, Any]()
-    outputs, recalls = dict[int, Any](), list[tuple[float, int]]()
-    seen = 0
-    while due or open_streams:
-        now = time.monotonic() - began
-        while due and arrivals[due[0]].at_s <= now:
-            open_streams[due[0]] = llm.stream(prompts[due[0]], params[due[0]])
-            due.popleft()
-        if open_streams:
-            oldest = next(iter(open_streams))
-            # Reading one stream runs a step, which advances all requests.
-            chunk = next(open_streams[oldest])
-            if chunk.output is not None:
-                outputs[oldest] = chunk.output
-                del open_streams[oldest]
-        else:
-            time.sleep(min(0.02, max(0.0, arrivals[due[0]].at_s - now)))
-        memory = llm.stats()["memory"]
-        if memory["recalls"] > seen:
-            seen = memory["recalls"]
-            recalls.append((time.monotonic() - began, memory["recalled_bytes"]))
-    done = [outputs[i] for i in range(len(arrivals))]
-    stats = llm.stats()
-    return done, {
-        "requests": len(done),
-        "seconds": time.monotonic() - began,
-        "arrivals": [arrival.at_s for arrival in arrivals],
-        "recalls": recalls,
-        "preemptions": stats["preemptions"],
-        "tokens": sum(len(output.token_ids) for output in done),
-        "first_token_s": sorted(output.timings.first_token_s or 0.0 for output in done),
-    }
-
-
-class TideEngine:
-    """This file as the process of an engine."""
-
-    def __init__(self, arrivals: Sequence[Arrival], seed: int, environ: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "engine"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env=os.environ | environ | ONE_CORE | STEADY_HEAP,
-        )  # fmt: skip
-        self.pid = self._process.pid
-        bounds = {"min": KV_MIN, "max": KV_MAX}
-        self.tell({"arrivals": [asdict(arrival) for arrival in arrivals], "seed": seed, "kv_memory": bounds})
-
-    def tell(self, message: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"an engine has ended with status {self._process.wait()}; it said why above")
-        return json.loads(line)
-
-    @property
-    def has_spoken(self) -> bool:
-        """Whether `hear` returns at once."""
-        import select
-
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
 # ---- the run ------------------------------------------------------------------------------------
 
 
 def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     """Both engines and the external process on one device, until the last request is done."""
-    capacity = len(traces) * _minimum_bytes(seed) + GROWTH + HEADROOM
-    engines: list[TideEngine] = []
-    with ExternalProcess() as external, PrivateDevice(capacity, HEADROOM, external) as device:
-        try:
-            for number, trace in enumerate(traces):
-                engines.append(TideEngine(trace, seed + 100_000 * number, device.environ))
-            for engine in engines:
-                engine.hear()
-            tide = Tide(seconds, capacity, HEADROOM)
-            time.sleep(SETTLE_S)
-            _watch(tide, engines, device, external)
-            for engine in engines:
-                engine.hear()
-            print("comparing with the same requests and room for all ...", flush=True)
-            for engine in engines:
-                engine.tell("go")
-            tide.engines = [engine.hear() for engine in engines]
-        finally:
-            for engine in engines:
-                engine.close()
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for number, (name, trace) in enumerate(zip(NAMES, traces, strict=False)):
+            engines.append(TraceEngineProcess(name, EngineJob(trace, seed + 100_000 * number, KV_MIN, KV_MAX)))
+            stack.callback(engines[-1].close)
+        external = stack.enter_context(ExternalProcess())
+        capacity = sum(engine.hear()["minimum_bytes"] for engine in engines) + GROWTH + HEADROOM
+        device = stack.enter_context(PrivateDevice(capacity, HEADROOM, external))
+        for engine in engines:
+            engine.tell(device.environ)
+        for engine in engines:
+            engine.hear()
+        tide = Tide(seconds, capacity, HEADROOM)
+        time.sleep(SETTLE_S)
+        _watch(tide, engines, device, external)
+        print("comparing with the same requests and room for all ...", flush=True)
+        for engine in engines:
+            engine.tell("compare")
+        tide.engines = [engine.hear() for engine in engines]
     return tide
 
 
-def _minimum_bytes(seed: int) -> int:
-    """What one engine holds at least: a process with torch, weights, the least KV. Asked of one on trial."""
-    with PrivateDevice(TRIAL_CAPACITY, HEADROOM) as device:
-        engine = TideEngine([Arrival(0.0, LEAST_PROMPT, LEAST_OUTPUT)], seed, device.environ)
-        try:
-            return int(engine.hear())
-        finally:
-            engine.close()
-
-
-def _watch(tide: Tide, engines: Sequence[TideEngine], device: PrivateDevice, external: ExternalProcess) -> None:
+def _watch(tide: Tide, engines: Sequence[TraceEngineProcess], device: PrivateDevice, external: ExternalProcess) -> None:
     """Start the trace; sample and move the external process until the engines are done."""
     began = time.monotonic() + 0.2
     for engine in engines:
         engine.tell(began)
-    visits, due = Visits(tide, device, external), began
-    while not all(engine.has_spoken for engine in engines) or time.monotonic() - began < tide.seconds:
+    visitor, due, pids = Visitor(device, external, PIECE, PIECE_S), began, [engine.pid for engine in engines]
+    served = 0
+    while served < len(engines) or time.monotonic() - began < tide.seconds:
+        served += sum("served" in message for engine in engines for message in engine.poll())
         at_s = time.monotonic() - began
-        visits.advance(at_s)
-        tide.samples.append(_sample(at_s, engines, device, external))
+        share = at_s / tide.seconds
+        visitor.advance(
+            at_s, int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0))
+        )
+        tide.samples.append(sample_device(at_s, pids, device, external))
         due = max(due + SAMPLE_S, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
     external.hold(0)
-
-
-def _sample(at_s: float, engines: Sequence[TideEngine], device: PrivateDevice, external: ExternalProcess) -> Sample:
-    leases = {lease.pid: lease for lease in device.leases()}
-    kv = tuple(leases[engine.pid].held.get("kv", 0) if engine.pid in leases else 0 for engine in engines)
-    for _ in range(10):  # until no piece came between the readings: memory that moves would be counted twice
-        strange = _resident(external.pid)
-        other = tuple(max(0, _resident(engine.pid) - mapped) for engine, mapped in zip(engines, kv, strict=True))
-        if _resident(external.pid) == strange:
-            break
-    return Sample(at_s, other, kv, strange, sum(lease.granted_bytes for lease in leases.values()))
-
-
-def _resident(pid: int) -> int:
-    import psutil
-
-    return int(psutil.Process(pid).memory_info().rss)
-
-
-class Visits:
-    """The external process's: piece by piece up to what it wants, and in pieces down again."""
-
-    def __init__(self, tide: Tide, device: PrivateDevice, external: ExternalProcess) -> None:
-        self._tide, self._device, self._external = tide, device, external
-        self._next_s = 0.0
-
-    def advance(self, at_s: float) -> None:
-        """Do what is due."""
-        share = at_s / self._tide.seconds
-        wanted = int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0))
-        held = self._external.held_bytes
-        if at_s < self._next_s or abs(wanted - held) < MIB:
-            return
-        self._next_s = at_s + PIECE_S
-        if wanted < held:
-            self._external.hold(max(wanted, held - PIECE))
-        elif self._device.free_bytes() >= (piece := min(PIECE, wanted - held)):
-            self._external.hold(held + piece)
-            self._tide.pieces += 1
-        else:
-            self._tide.refused += 1  # what a driver would answer
+    tide.pieces, tide.refused = visitor.pieces, visitor.refused
 
 
 # ---- what came of it ------------------------------------------------------------------------------
@@ -394,7 +198,7 @@ def report(tide: Tide) -> int:
     print()
     for title, cells in rows:
         print(f"  {title:<36}" + "".join(f"{cell:>14}" for cell in cells))
-    most = max(sum(sample.other) + sum(sample.kv) + sample.external for sample in tide.samples)
+    most = max(sample.held_bytes for sample in tide.samples)
     print(
         f"\n  the external process took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit"
     )
@@ -524,7 +328,4 @@ def _draw_arrivals(beach: Any, tide: Tide) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["engine"]:
-        serve()
-    else:
-        sys.exit(main())
+    sys.exit(main())

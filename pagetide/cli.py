@@ -69,16 +69,22 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="watch the engine serve many prompts out of a small pool",
         description="Serve many prompts with the bundled model out of a KV pool too small for all of them, then again "
-        "with room for all, and compare the tokens.",
+        "with room for all, and compare the tokens. Live on a terminal, plain lines elsewhere.",
     )  # fmt: skip
     demo.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     demo.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, at least 16 (default 24)")
-    demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="of each prompt (default 96)")
     demo.add_argument(
         "--pool", type=float, default=0.5, metavar="SHARE", help="pool as a share of the need (default 0.5)"
     )
     demo.add_argument("--seed", type=int, default=0)
-    _add_json(demo, "the closing table and the texts as JSON, without the live view")
+    demo.add_argument(
+        "--shared", action="store_true",
+        help="show two engines and an external process that share one device of host memory instead; of the other "
+        "options only --seed and --json apply",
+    )  # fmt: skip
+    demo.add_argument("--table", action="store_true", help="print the texts and a table of figures at the end too")
+    _add_json(demo, "the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
 
     models = commands.add_parser("models", help="list the models that have names")
@@ -345,16 +351,14 @@ class _InTurn:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from .demo import run
+    if args.shared:
+        from .demo.shared import run_shared
 
-    return run(
-        device=args.device,
-        num_prompts=args.prompts,
-        max_new_tokens=args.max_new_tokens,
-        share=args.pool,
-        seed=args.seed,
-        as_json=args.json,
-    )
+        return run_shared(seed=args.seed, as_json=args.json)
+    from .demo.run import DemoOptions, run
+
+    options = DemoOptions(args.device, args.prompts, args.max_new_tokens, args.pool, args.seed)
+    return run(options, as_json=args.json, with_table=args.table)
 
 
 def _models(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """A private test device: some of this machine's memory behind its own broker, and an external process that uses it.
 
-The demo uses it, as does examples/tide.py with the external process. The monitor is the real one, in a temporary
+`pagetide demo` and examples/tide.py use it. The monitor is the real one, in a temporary
 runtime directory, so that it disturbs no other monitor. The external process takes real memory and knows no broker.
 """
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 START_S = 30.0
 END_S = 10.0
 
-_STRANGER = """
-import mmap, sys
+_PROGRAM = """
+import mmap, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; its parent ends it
 pieces = []
 print(0, flush=True)
 for line in sys.stdin:
@@ -53,7 +54,7 @@ class ExternalProcess:
     def __init__(self) -> None:
         """Start the process, which holds nothing yet."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-I", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.held_bytes = self._answer()
 
@@ -65,7 +66,8 @@ class ExternalProcess:
     def hold(self, num_bytes: int) -> None:
         """Allocate up to `num_bytes` in one piece, or free the last pieces beyond it; returns when done."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_bytes}\n")
+        with contextlib.suppress(BrokenPipeError):  # of a process that has ended, as the missing answer says
+            self._process.stdin.write(f"{num_bytes}\n")
         self.held_bytes = self._answer()
 
     def _answer(self) -> int:

@@ -36,11 +36,11 @@ def test_a_second_of_it_with_one_engine(
     """An engine is a process that loads torch first: here is one, and the picture and the table have it twice."""
     pytest.importorskip("matplotlib", reason='the picture needs the extra "examples"')
     monkeypatch.setattr(tide, "SETTLE_S", 0.0)
-    monkeypatch.setattr(tide, "_minimum_bytes", lambda seed: 2 << 30)  # more than one holds at least
     arrivals = [tide.Arrival(0.0, 16, 8), tide.Arrival(0.3, 100, 8)]
     seen = tide.run([arrivals], 1.0, 0)
     assert seen.engines[0]["requests"] == 2 and seen.engines[0]["arrivals"] == [0.0, 0.3] and seen.pieces > 0
     seen.engines *= 2
+    seen.capacity *= 2
     few = seen.samples[:: max(1, len(seen.samples) // 10)]  # as of a busy machine
     seen.samples = [replace(sample, other=2 * sample.other, kv=2 * sample.kv) for sample in few]
     tide.draw(seen, tmp_path / "tide")
