@@ -34,7 +34,8 @@ from pagetide.monitor.snapshot import (
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view.page import render
+from pagetide.monitor.view.page import render_live
+from pagetide.monitor.view.state import ViewState
 from pagetide.monitor.view.symbols import UNICODE
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "vram-monitor.svg"
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def picture(width: int, height: int) -> str:
     """The SVG of the view in a terminal of `width` cells and `height` lines."""
-    lines = render(machine(), width=width, height=height, clock=CLOCK).lines
+    page = render_live(machine(), ViewState(can_act=True), width=width, height=height, clock=CLOCK)
+    lines = page.lines.lines
     outer_width, outer_height = width * CELL_WIDTH + 2 * PADDING, height * CELL_HEIGHT + TITLE_BAR + PADDING
     background, foreground = THEME.background_color.hex, THEME.foreground_color.hex
     parts = [
