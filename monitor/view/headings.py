@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 
 from rich.segment import Segment
+from rich.style import Style
 
 from ..snapshot import Origin, Snapshot
 from ..units import format_bytes
 from .numbers import brief, duration
 from .state import FilterInput, Question, SizeInput, ViewState, action_text
 from .symbols import Symbols
-from .text import ALARM, BOLD, DIM, GREEN, RED, YELLOW, Line, blank, crop, cut, spread, width_of
+from .text import ALARM, BOLD, DIM, GREEN, RED, YELLOW, Line, blank, crop, cut, printable, spread, width_of
 
 _CLOCK_FROM = 24  # cells
+_STATUS_LINES, _MOST_STATUS = 3, 2000
 
 
 def head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
@@ -57,25 +60,30 @@ def heading(title: str, facts: Sequence[str], width: int, symbols: Symbols, lege
     return crop([*line, Segment(f" {symbols.rest * rest}", DIM)] if rest > 0 else line, width)
 
 
-def last_line(view: ViewState, width: int, symbols: Symbols) -> Line:
-    """The question that waits for keys, the result of the last command, or the keys."""
+def last_lines(view: ViewState, width: int, symbols: Symbols) -> list[Line]:
+    """The question that waits for keys, the result of the last command, or the keys: one line, or a few in all."""
     match view.prompt:
         case FilterInput():
-            return _input("filter: ", view.listing.text, "Enter keeps it, Esc clears it", width, symbols)
+            return [_input("filter: ", view.listing.text, "Enter keeps it, Esc clears it", width, symbols)]
         case SizeInput() as prompt:
             engine = f"{prompt.lease.engine!r} (pid {prompt.lease.pid})"
             ask = f"recall how much from {engine}" if prompt.kind == "recall" else f"limit {engine} to how much"
             ask += f" [{format_bytes(prompt.default_bytes).replace(',', '')}]? "
             hint = prompt.error or "Enter, or Esc to cancel"
-            return _input(ask, prompt.text, hint, width, symbols, wrong=bool(prompt.error))
+            return [_input(ask, prompt.text, hint, width, symbols, wrong=bool(prompt.error))]
         case Question(action):
-            # What is asked is whole or its middle is missing: the answer keys always show.
-            tail = "? y or n"
-            text = cut(action_text(action), max(width - len(tail), 0), symbols)
-            return crop([Segment(text, BOLD), Segment(tail, YELLOW)], width)
+            return _wrapped(f"{action_text(action)}? y or n", YELLOW, width, symbols)
     if view.status:
-        return [Segment(cut(view.status, width, symbols), RED if view.failed else GREEN)]
-    return _hint(view, width, symbols)
+        return _wrapped(view.status, RED if view.failed else GREEN, width, symbols)
+    return [_hint(view, width, symbols)]
+
+
+def _wrapped(text: str, style: Style, width: int, symbols: Symbols) -> list[Line]:
+    """The text in a few lines, the last of which is cut."""
+    text = printable(text[:_MOST_STATUS], ascii_only=symbols.ascii_only)
+    lines = textwrap.wrap(text, width)
+    shown = [*lines[: _STATUS_LINES - 1], " ".join(lines[_STATUS_LINES - 1 :])]
+    return [[Segment(cut(line, width, symbols), style)] for line in shown if line]
 
 
 def _input(ask: str, text: str, hint: str, width: int, symbols: Symbols, *, wrong: bool = False) -> Line:

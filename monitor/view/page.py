@@ -10,7 +10,7 @@ from rich.segment import Segment, SegmentLines
 
 from ..snapshot import Device, Snapshot
 from .devices import device_lines
-from .headings import head, heading, last_line
+from .headings import head, heading, last_lines
 from .help import help_lines
 from .leases import bar_legend, lease_lines
 from .listing import Listing
@@ -86,7 +86,7 @@ def _composed(
 ) -> Page:
     inner = _inner(width)
     low = height is not None and height < _LOW
-    foot = [last_line(view, inner, symbols)] if keys and (not low or view.speaks) else []
+    foot = last_lines(view, inner, symbols)[:height] if keys and (not low or view.speaks) else []
     lines = [head(snapshot, clock, inner, symbols), *([] if low else [[]])]
     devices = snapshot.devices
     leases = view.listing.leases(snapshot.leases, devices)
@@ -125,7 +125,7 @@ def _fitted(lines: list[Line], foot: list[Line], height: int | None, *, fill: bo
         return lines
     room = max(height - len(foot), 0)
     lines = lines[:room]
-    return (lines + [[] for _ in range(room - len(lines))] if fill else lines) + foot[:height]
+    return (lines + [[] for _ in range(room - len(lines))] if fill else lines) + foot
 
 
 def _no_processes(devices: Sequence[Device], listing: Listing, hidden: int, width: int, symbols: Symbols) -> list[Line]:
@@ -138,7 +138,7 @@ def _no_processes(devices: Sequence[Device], listing: Listing, hidden: int, widt
 def _help(view: ViewState, width: int, height: int, symbols: Symbols) -> Page:
     inner = _inner(width)
     lines = help_lines(inner, symbols)
-    foot = [last_line(view, inner, symbols)] if height > 1 else []
+    foot = last_lines(view, inner, symbols) if height > 1 else []
     rows = max(height - len(foot), 1)
     start = max(min(view.help_scroll, len(lines) - rows), 0)
     return Page(_page(_fitted(lines[start : start + rows], foot, height, fill=True), width), start, rows)
