@@ -27,8 +27,9 @@ from pagetide.monitor.snapshot import (
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view.page import render
+from pagetide.monitor.view.page import render_live
 from pagetide.monitor.view.picture import picture
+from pagetide.monitor.view.state import ViewState
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "vram-monitor.svg"
 WIDTH, HEIGHT = 110, 33
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def draw(width: int, height: int) -> str:
     """The SVG of the view in a terminal of `width` cells and `height` lines."""
-    lines = render(machine(), width=width, height=height, clock=CLOCK).lines
-    return picture(lines, width, height, "vram-monitor", "The terminal view of vram-monitor")
+    page = render_live(machine(), ViewState(can_act=True), width=width, height=height, clock=CLOCK)
+    return picture(page.lines.lines, width, height, "vram-monitor", "The terminal view of vram-monitor")
 
 
 # -------------------------------------------------------------------------------------------------------- the machine

@@ -149,6 +149,14 @@ class LeaseUse:
         return {"weights": weights, "kv": kv, "other": self.held_bytes - weights - kv}
 
 
+class Origin(StrEnum):
+    """Where a view takes its snapshots from."""
+
+    MONITOR = "monitor"  # a monitor's record
+    DIRECT = "direct"  # a source that this process reads, or a recording that it plays
+    WAITING = "waiting"  # like DIRECT, until a monitor starts
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of all devices at one time, as the monitor recorded it."""
@@ -163,6 +171,7 @@ class Snapshot:
     silent_ns: int | None = None  # time since the monitor's last heartbeat; None: it runs
     # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
+    origin: Origin = field(default=Origin.MONITOR, compare=False)
 
     def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
         """The same snapshot with these leases, and their engines' names in the process entries."""

@@ -176,16 +176,16 @@ def find_running(
     """
     deadline = time.monotonic() + timeout_s
     while (found := find_live(directories)) is None:
-        held = next((directory for directory in directories if _is_seen_held(directory)), None)
+        held = next((directory for directory in directories if is_seen_held(directory)), None)
         if held is None:
             return None
         if time.monotonic() > deadline:
-            raise MonitorFailed(_silence(held))
+            raise MonitorFailed(silence_of(held))
         time.sleep(0.02)
     return found
 
 
-def _is_seen_held(directory: RuntimeDir) -> bool:
+def is_seen_held(directory: RuntimeDir) -> bool:
     """Whether a monitor holds the directory, as far as this user can see. Creates nothing."""
     try:
         return directory.monitor_lock.exists() and _is_held(directory)
@@ -194,7 +194,7 @@ def _is_seen_held(directory: RuntimeDir) -> bool:
         return False
 
 
-def _silence(directory: RuntimeDir) -> str:
+def silence_of(directory: RuntimeDir) -> str:
     """A sentence about the monitor that holds the directory and does not answer."""
     pid = monitor_pid(directory)
     name = "a process" if pid is None else f"process {pid}"
@@ -225,7 +225,7 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
                 raise MonitorFailed(f"the monitor ended with status {status}: {_said(directory)}")
             if time.monotonic() > deadline:
                 if process is None and _is_held(directory):
-                    raise MonitorFailed(_silence(directory))
+                    raise MonitorFailed(silence_of(directory))
                 raise MonitorFailed(f"no monitor answered in time: {_said(directory)}")
             time.sleep(0.005)
         return reader

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from .allocator.errors import AllocatorError
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
-from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Snapshot
+from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Origin, Snapshot
 from .monitor.units import format_bytes, parse_bytes
 from .version import __version__
 
@@ -29,18 +32,27 @@ if TYPE_CHECKING:
     from .allocator.lease_policy import Rules
     from .allocator.wire import LeaseView
     from .monitor.daemon import Daemon
+    from .monitor.following import Follower
     from .monitor.record import RecordReader
     from .monitor.runtime_dir import RuntimeDir
+    from .monitor.view.listing import Listing
+    from .monitor.view.state import Action
 
 log = logging.getLogger("vram-monitor")
 
 ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
+_BROKER_TIMEOUT_S = 1.0  # of the view, which waits for it
 
 _WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", "capacity", "members")
 _SERVING = (
     *_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level",
 )  # fmt: skip
+# The packages that not every environment has, by the name to import.
+_PACKAGES = {
+    "numpy": "numpy", "prometheus_client": "prometheus-client", "psutil": "psutil", "pynvml": "nvidia-ml-py",
+    "rich": "rich", "yaml": "pyyaml",
+}  # fmt: skip
 _DESCRIPTORS = 4096  # three per place at the broker, and as many again for the devices, /proc and the metrics page
 
 
@@ -68,23 +80,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MonitorError, AllocatorError, OSError) as error:
         print(f"vram-monitor: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        package = _PACKAGES.get((error.name or "").split(".")[0])
+        if package is None:
+            raise
+        print(
+            f"vram-monitor: this needs the package {package}, which is missing: pip install {package}", file=sys.stderr
+        )
+        return 2
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest option or command for an unknown one."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0], self._names())}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        options = [text.split("=")[0] for text in getattr(self, "_given", ()) if text.startswith("--") and text != "--"]
+        unknown = [text for text in options if not any(name.startswith(text) for name in self._names())]
+        if "invalid choice" in message and unknown:  # its value was taken for a command
+            message = f"unrecognized arguments: {unknown[0]}{self._nearest(unknown[0], self._names())}"
+        elif found := re.search(r"invalid choice: '([^']*)' \(", message):
+            message += self._nearest(found[1], [name for name in self._names() if not name.startswith("-")])
+        super().error(message)
+
+    def _names(self) -> list[str]:
+        """All options and commands, those of the commands included."""
+        names: list[str] = []
+        for action in self._actions:
+            names += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                names += action.choices
+                names += [name for command in action.choices.values() for name in command._names()]
+        return names
+
+    def _nearest(self, name: str, names: Sequence[str]) -> str:
+        near = difflib.get_close_matches(name.split("=")[0], names, 1)
+        return f"; did you mean {near[0]}?" if near else ""
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
 def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="vram-monitor",
-        description="See who holds the memory of the GPUs. Without a command: a live view, which q ends.",
+        description="Show which processes hold the memory of the GPUs. Without a command: a live view; q ends it, ? "
+        "explains its keys.",
     )
     top.add_argument("--version", action="version", version=f"vram-monitor {__version__}")
     top.add_argument("-1", "--once", action="store_true", help="print the view once and end")
-    top.add_argument("--json", action="store_true", help="print JSON and end; with --interval a line each interval")
+    top.add_argument("--json", action="store_true", help="print JSON and end; with --interval a line per interval")
     top.add_argument("-o", "--only", dest="devices", nargs="+", metavar="DEVICE", help="only these indices or uuids")
-    top.add_argument("-i", "--interval", dest="refresh", metavar="SECONDS", help="between two pictures (default 1)")
+    top.add_argument("-i", "--interval", dest="refresh", metavar="SECONDS", help="refresh interval (default 1)")
     top.add_argument("--no-color", action="store_true", help="no colours (so does NO_COLOR)")
+    top.add_argument(
+        "--min-memory", metavar="SIZE",
+        help="hide smaller processes without a lease; 0 shows all (default: in the live view 16MiB for the host, else 0)",
+    )  # fmt: skip
     _add_source(top)
     top.set_defaults(run=_view)
     commands = top.add_subparsers(metavar="COMMAND", title="commands")
@@ -98,9 +157,9 @@ def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
         "serve", help="watch the devices for the engines of this user, or of this machine",
         description="Watch the devices and publish what is seen: to engines through shared memory, to Prometheus "
-        "through a metrics page. SIGHUP reads the configuration again, SIGTERM and SIGINT end it.",
+        "through a metrics page. SIGHUP reloads the configuration, SIGTERM and SIGINT end the process.",
     )  # fmt: skip
-    serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags go before them")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
     _add_polling(serve)
     serve.add_argument("--devices", metavar="I,J", help="only these indices or uuids (default: all)")
@@ -115,7 +174,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     serve.add_argument(
         "--user-share", metavar="SHARE",
-        help="of what can be leased of a device, the part that one user may be promised by minimums and reservations "
+        help="largest part of a device's leasable memory that minimums and reservations may promise to one user "
         "(default 90%%; not for root)",
     )  # fmt: skip
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
@@ -126,8 +185,8 @@ def _add_serve(commands: _Commands) -> None:
 
 def _add_record(commands: _Commands) -> None:
     record = commands.add_parser(
-        "record", help="write what is seen to a file, to be played with --source replay:FILE",
-        description="Write what is seen to a file, until interrupted or for --duration.",
+        "record", help="record to a file, which --source replay:FILE plays",
+        description="Record snapshots to a file, until interrupted or for --duration.",
     )  # fmt: skip
     record.add_argument("file", type=Path, metavar="FILE")
     record.add_argument("--duration", type=float, metavar="SECONDS", help="how long (default: until interrupted)")
@@ -140,54 +199,62 @@ def _add_record(commands: _Commands) -> None:
 def _add_lease_commands(commands: _Commands) -> None:
     """Add the commands to the broker."""
     leases = commands.add_parser(
-        "leases", help="list what engines may hold and hold", description="List what engines may hold, and hold."
+        "leases",
+        help="list the leases: what engines hold and may hold",
+        description="List the leases: what engines hold and may hold.",
     )
     leases.add_argument("--json", action="store_true", help="as JSON")
     leases.set_defaults(run=_leases)
     limit = commands.add_parser(
-        "limit", help="let an engine grow no further than this",
-        description="Set an engine's maximum. What it holds above comes back as its requests end.",
+        "limit", help="set an engine's maximum",
+        description="Set an engine's maximum. Memory above it is freed as requests end.",
     )  # fmt: skip
     limit.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
-    limit.add_argument("--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; of all that it holds")
+    limit.add_argument(
+        "--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; covers all memory of the engine"
+    )
     limit.set_defaults(run=_limit)
     recall = commands.add_parser(
-        "recall", help="have an engine give memory back",
-        description="Have an engine give memory back: what is free, then what requests hold. Its minimum stays.",
+        "recall", help="recall memory from an engine",
+        description="Recall memory from an engine: free blocks first, then those of requests. Its minimum stays.",
     )  # fmt: skip
     recall.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
     recall.add_argument("size", metavar="SIZE", help="how much, like 512MiB")
     recall.set_defaults(run=_recall)
     run = commands.add_parser(
-        "run", help="start a program once the memory that it needs is free",
-        description="Have engines give memory back, start a program, and keep them from it while it runs.",
+        "run", help="start a program once enough memory is free",
+        description="Reserve memory by recalling it from engines, then start a program and keep the reservation until it ends.",
     )  # fmt: skip
-    run.add_argument("--reserve", required=True, metavar="SIZE", help="what the program is going to allocate")
+    run.add_argument("--reserve", required=True, metavar="SIZE", help="the memory that the program allocates")
     run.add_argument("--device", metavar="D", help="index or uuid (default: the only one, or GPU 0)")
-    run.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for it (default 60)")
+    run.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait for the memory (default 60)"
+    )
     run.add_argument("program", nargs="+", metavar="CMD", help="after --")
     run.set_defaults(run=_run)
     for command in (leases, limit, recall, run):
         command.add_argument(
             "--runtime-dir", metavar="DIR", default=argparse.SUPPRESS,
-            help="of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
+            help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
         )  # fmt: skip
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("what is watched")
+    group = command.add_argument_group("devices")
     group.argument_default = argparse.SUPPRESS  # so that a subcommand keeps what was given before it
     group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
     group.add_argument("--capacity", metavar="SIZE", help="with the host: a test device of this size, like 2GiB")
-    group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that are on it")
+    group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that use it")
     group.add_argument(
-        "--runtime-dir", metavar="DIR", help="where the record lies (default: PAGETIDE_RUNTIME_DIR, ...)"
+        "--runtime-dir", metavar="DIR", help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)"
     )
 
 
 def _add_polling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--interval", metavar="SECONDS", help="between two readings of memory (default 0.02)")
-    command.add_argument("--detail-interval", metavar="SECONDS", help="of load and processes (default 1)")
+    command.add_argument("--interval", metavar="SECONDS", help="polling interval of memory (default 0.02)")
+    command.add_argument(
+        "--detail-interval", metavar="SECONDS", help="polling interval of load and processes (default 1)"
+    )
 
 
 def _settings(args: argparse.Namespace, names: Sequence[str], file: Path | None = None) -> MonitorConfig:
@@ -343,59 +410,56 @@ def _log_to_stderr(level: str) -> None:
 
 
 @contextlib.contextmanager
-def _observed(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
-    """Snapshots from the running monitor. Without one, or for a named source, they come from a poller in this process."""
-    from .monitor.daemon import directory_of
-    from .monitor.runtime_dir import readable_dirs
-    from .monitor.watching import find_running
+def _observed(config: MonitorConfig) -> Iterator[tuple[Callable[[], Snapshot], Follower | None]]:
+    """Snapshots from the running monitor, while there is one, with its follower.
 
-    silence = None
+    For a named source they come from a poller in this process, without a follower.
+    """
+    from .monitor.daemon import directory_of
+    from .monitor.following import Follower
+    from .monitor.runtime_dir import readable_dirs
+
     if config == MonitorConfig(runtime_dir=config.runtime_dir, devices=config.devices):
         directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
-        try:
-            running = find_running(directories)
-        except MonitorFailed as error:
-            running, silence = None, str(error)
-        if running is not None:
-            directory, reader = running
-            with reader:
-                yield _with_leases(_only(reader, config.devices), directory)
-            return
-    with _polled(config) as read:
-        yield read if silence is None else lambda: replace(read(), leases_error=silence)
+        with Follower(directories, config.devices, lambda: _polled(config), _with_leases) as follower:
+            yield follower.read, follower
+    else:
+        with _polled(config) as read:
+            yield read, None
 
 
-def _only(reader: RecordReader, devices: Sequence[str]) -> Callable[[], Snapshot]:
-    """Snapshots of these devices, or of all if none are named. Raises NoSuchDevice."""
-    from .monitor.poller import select
-
-    if not devices:
-        return reader.snapshot
-    uuids = {info.uuid for info in select(reader.devices(), devices)}
-
-    def read() -> Snapshot:
-        snapshot = reader.snapshot()
-        return replace(snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in uuids))
-
-    return read
-
-
-def _with_leases(read: Callable[[], Snapshot], directory: RuntimeDir) -> Callable[[], Snapshot]:
-    """Snapshots with the leases of the monitor's broker, or with the reason why they are missing."""
+def _with_leases(directory: RuntimeDir, snapshot: Snapshot) -> Snapshot:
+    """The snapshot with the leases of the monitor's broker, or with the reason why they are missing."""
     from .allocator.broker_client import BrokerClient
     from .allocator.errors import LeaseError
 
-    client = BrokerClient(directory.socket, timeout_s=1.0)
+    shown = {device.info.uuid for device in snapshot.devices}
+    try:
+        views = BrokerClient(directory.socket, timeout_s=_BROKER_TIMEOUT_S).leases()
+    except LeaseError as error:
+        return replace(snapshot, leases_error=str(error))
+    return snapshot.with_leases([_lease_use(view) for view in views if view.device_uuid in shown])
 
-    def read_both() -> Snapshot:
-        snapshot = read()
-        try:
-            shown = {device.info.uuid for device in snapshot.devices}
-            return snapshot.with_leases([_lease_use(view) for view in client.leases() if view.device_uuid in shown])
-        except LeaseError as error:
-            return replace(snapshot, leases_error=str(error))
 
-    return read_both
+def _act(follower: Follower, action: Action) -> str:
+    """Send an action of the view to the broker. Returns its result; raises MonitorFailed with a refusal."""
+    from .allocator.broker_client import BrokerClient
+    from .monitor.view.state import RECALL, action_text
+
+    lease = action.lease
+    if follower.directory is None:
+        raise MonitorFailed(f"cannot {action_text(action)}: no monitor runs")
+    client = BrokerClient(follower.directory.socket, timeout_s=_BROKER_TIMEOUT_S)
+    wanted = lease.engine, lease.pid, lease.device_uuid
+    try:
+        views = client.leases()
+        found = [view for view in views if (view.name, view.pid, view.device_uuid) == wanted]
+        if not found:
+            raise MonitorFailed(f"cannot {action_text(action)}: its lease has ended")
+        send = _send_recall if action.kind == RECALL else _send_limit
+        return send(client, f"#{found[0].lease_id}", action.num_bytes, f"{lease.engine} (pid {lease.pid})")
+    except AllocatorError as error:
+        raise MonitorFailed(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -414,7 +478,7 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
         try:
             poller.start()
             _wait_for_answers(reader.snapshot)
-            yield reader.snapshot
+            yield lambda: replace(reader.snapshot(), origin=Origin.DIRECT)
         finally:
             poller.stop()
 
@@ -432,28 +496,45 @@ def _view(args: argparse.Namespace) -> int:
     logging.getLogger("pagetide").addHandler(logging.NullHandler())  # keeps logs off the screen
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
     config = _settings(args, ("source", "devices", "runtime_dir", "capacity", "members"))
-    with _observed(config) as read:
+    min_bytes = _parse_min_memory(args.min_memory)
+    with _observed(config) as (read, follower):
+        from .monitor.view.listing import Listing
+
+        listing = Listing(min_bytes=min_bytes or 0)
         if args.json:
-            return _print_json(read, refresh if args.refresh else None)
+            return _print_json(read, refresh if args.refresh else None, listing)
         from rich.console import Console
 
         from .monitor.view import live
 
         console = Console(no_color=True if args.no_color else None, highlight=False)
         if args.once or not console.is_terminal:
-            live.render_once(read(), console)
+            live.render_once(read(), console, listing)
         else:
-            live.run_live(read, interval_s=refresh, console=console)
+            listing = Listing(min_bytes=min_bytes)
+            act = None if follower is None else partial(_act, follower)
+            live.run_live(read, interval_s=refresh, console=console, listing=listing, act=act)
     return 0
 
 
-def _print_json(read: Callable[[], Snapshot], interval_s: float | None) -> int:
+def _parse_min_memory(size: str | None) -> int | None:
+    """Parse --min-memory: 0 or an amount; None if it is not given. Raises ConfigInvalid."""
+    return (
+        0 if size is not None and size.strip() == "0" else None if size is None else _parse_size("--min-memory", size)
+    )
+
+
+def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
     from .monitor.view.as_json import to_json
 
-    print(to_json(read(), indent=1 if interval_s is None else None), flush=True)
+    def line(indent: int | None) -> str:
+        snapshot = read()
+        return to_json(replace(snapshot, devices=listing.without_small(snapshot.devices)), indent=indent)
+
+    print(line(1 if interval_s is None else None), flush=True)
     while interval_s is not None:
         time.sleep(interval_s)
-        print(to_json(read()), flush=True)
+        print(line(None), flush=True)
     return 0
 
 
@@ -465,7 +546,7 @@ def _record(args: argparse.Namespace) -> int:
     config = _settings(args, _WATCHING)
     signals = _Signals()
     with (
-        _observed(config) as read,
+        _observed(config) as (read, _),
         RecordingWriter(args.file, read(), detail_interval_s=config.detail_interval) as recording,
     ):
         begun = due = time.monotonic()
@@ -522,17 +603,24 @@ def _leases(args: argparse.Namespace) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    size = _parse_size("--max", args.size)
-    done = _client(args).limit(args.engine, size)
-    over = f"; {format_bytes(done.over_bytes)} above it come back as requests end" if done.over_bytes else ""
-    print(f"{args.engine} is limited to {format_bytes(done.max_bytes)}{over}")
+    print(_send_limit(_client(args), args.engine, _parse_size("--max", args.size), args.engine))
     return 0
+
+
+def _send_limit(client: BrokerClient, engine: str, num_bytes: int, name: str) -> str:
+    done = client.limit(engine, num_bytes)
+    over = f"; {format_bytes(done.over_bytes)} above it come back as requests end" if done.over_bytes else ""
+    return f"{name} is limited to {format_bytes(done.max_bytes)}{over}"
 
 
 def _recall(args: argparse.Namespace) -> int:
-    recalling = _client(args).recall(args.engine, _parse_size("SIZE", args.size))
-    print(f"{args.engine} is to be at {format_bytes(recalling.target_bytes)} within {recalling.deadline_ms / 1000:g} s")
+    print(_send_recall(_client(args), args.engine, _parse_size("SIZE", args.size), args.engine))
     return 0
+
+
+def _send_recall(client: BrokerClient, engine: str, num_bytes: int, name: str) -> str:
+    recalling = client.recall(engine, num_bytes)
+    return f"{name} is to be at {format_bytes(recalling.target_bytes)} within {recalling.deadline_ms / 1000:g} s"
 
 
 def _run(args: argparse.Namespace) -> int:

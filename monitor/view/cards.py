@@ -12,15 +12,16 @@ from .device_summary import (
     PERCENTAGE_WIDTH,
     DeviceSummary,
     amounts,
+    chart_range,
     label,
     load_columns,
     memory_bar,
     memory_chart,
     name_of,
     notice,
-    peak,
     percentage,
     power_limit,
+    ranged_chart,
     trend,
     trend_column,
     utilization_bar,
@@ -105,9 +106,15 @@ def _memory(device: Device, chart_rows: int, sheet: DeviceSummary) -> list[Line]
     beside = [right(text, side, sheet.symbols, style) for text, style in said]
     if len(beside) < chart_rows:
         beside += [blank(side)] * (chart_rows - len(beside) - 1)
-        beside.append(right(peak(device, body, side, sheet), side, sheet.symbols, DIM))
+        beside.append(right(chart_range(device, body, side, sheet), side, sheet.symbols, DIM))
     lines = [[*memory_bar(device, body, sheet), blank(2), *_amounts(device, sheet)]]
-    for line, text in zip(memory_chart(device, body, chart_rows, sheet), beside, strict=True):
+    ranged = len(said) < chart_rows
+    charts = memory_chart(device, body, chart_rows, sheet, own_scale=True)
+    if not ranged and chart_rows == 1:
+        charts = [ranged_chart(device, body, sheet)]
+    elif not ranged:
+        charts = memory_chart(device, body, chart_rows, sheet)
+    for line, text in zip(charts, beside, strict=True):
         lines.append([*line, blank(2), text])
     return [crop([blank(sheet.label_width + _INDENT), *line], sheet.width) for line in lines]
 
@@ -115,7 +122,7 @@ def _memory(device: Device, chart_rows: int, sheet: DeviceSummary) -> list[Line]
 def _slim_memory(device: Device, sheet: DeviceSummary) -> Line:
     """Bar, small chart and amounts in one line."""
     chart_width = max(_body_width(sheet) // 3, 0)
-    (small,) = memory_chart(device, chart_width, 1, sheet)
+    small = ranged_chart(device, chart_width, sheet)
     line = [blank(sheet.label_width + _INDENT), *memory_bar(device, _body_width(sheet) - chart_width - 2, sheet)]
     return crop([*line, blank(2), *small, blank(2), *_amounts(device, sheet)], sheet.width)
 

@@ -9,13 +9,16 @@ from rich.segment import Segment
 from rich.style import Style
 
 from ..snapshot import Device, DeviceKind
-from .numbers import URGENT_SECONDS, amount, duration, full_in, percent, rate, share_of, used_of_total
+from ..units import MIB
+from .numbers import URGENT_SECONDS, duration, full_in, percent, rate, share_of, used_of_total
 from .symbols import Symbols, bar, chart, chart_columns, chart_reach
 from .table import Column
 from .text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
 
 YELLOW_FROM, RED_FROM = 0.80, 0.95  # used shares of the memory
 MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
+_RANGE_WIDTH, _LEAST_CHART = len("143652 to 143771 MiB"), 12  # cells
+_FLAT = 512  # a chart spans at least this part of the device, so that noise looks like noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +86,47 @@ def memory_bar(device: Device, width: int, sheet: DeviceSummary) -> Line:
     return [Segment(used, _pressure(device, sheet)), Segment(rest, DIM)]
 
 
-def memory_chart(device: Device, width: int, rows: int, sheet: DeviceSummary) -> list[Line]:
-    """`rows` lines of `width` cells, the newest value at the right, in a dim shade of the bar's colour."""
+def memory_chart(device: Device, width: int, rows: int, sheet: DeviceSummary, *, own_scale: bool = False) -> list[Line]:
+    """`rows` lines of `width` cells, the newest value at the right.
+
+    They span the device's memory, or with `own_scale` the lowest to the highest value: then `chart_range` is to stand
+    beside it.
+    """
     total = device.memory.total_bytes
     values = _history(device, width) if total else []
-    drawn = chart([share_of(value, total) for value in values], rows, sheet.symbols)
+    low, high = _scale(values, total) if total and own_scale else (0, total or 1)
+    shares = [None if value is None else (value - low) / (high - low) for value in values]
+    drawn = chart(shares, rows, sheet.symbols)
     return [[blank(width - len(values)), Segment(text, _pressure(device, sheet) + DIM)] for text in drawn]
 
 
-def peak(device: Device, width: int, room: int, sheet: DeviceSummary) -> str:
-    """The peak and the time span of a chart of `width` cells: "peak 98.2 GiB in 4 min", shorter if `room` is small."""
+def chart_range(device: Device, width: int, room: int, sheet: DeviceSummary) -> str:
+    """The lowest and the highest value in a chart of `width` cells, and its time span: "84.2 to 98.2 GiB in 4 min".
+
+    Without the time span if `room` is small, and "" if that is too long as well.
+    """
     known = [value for value in _history(device, width) if value is not None]
-    if not known:
+    if not known or not device.memory.total_bytes:
         return ""
+    low, high, unit = used_of_total(min(known), max(known), sheet.symbols.dash)
+    if low == high:
+        low, high, unit = f"{min(known) / MIB:.0f}", f"{max(known) / MIB:.0f}", "MiB"
+    text = f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
     back = duration(chart_reach(len(device.detail.history), width) * device.detail.interval_ns / 1e9)
-    text = f"peak {amount(max(known), sheet.symbols.dash)} in {back}"
-    return text if len(text) <= room else f"last {back}"
+    return next((said for said in (f"{text} in {back}", text) if len(said) <= room), "")
+
+
+def ranged_chart(device: Device, width: int, sheet: DeviceSummary) -> Line:
+    """A chart of one line on its own scale with its range, in `width` cells; of the device's memory if they are few."""
+    narrow = width - _RANGE_WIDTH - 1
+    said = chart_range(device, narrow, _RANGE_WIDTH, sheet) if narrow >= _LEAST_CHART else ""
+    if narrow < _LEAST_CHART:
+        return memory_chart(device, width, 1, sheet)[0]
+    return [
+        *memory_chart(device, narrow, 1, sheet, own_scale=True)[0],
+        blank(1),
+        left(said, _RANGE_WIDTH, sheet.symbols, DIM),
+    ]
 
 
 def amounts(device: Device, sheet: DeviceSummary) -> Line:
@@ -198,6 +226,13 @@ def _history(device: Device, width: int) -> list[int | None]:
     """The history in at most `width` columns."""
     detail = device.detail
     return chart_columns(detail.history, width, newest=detail.at_ns // max(detail.interval_ns, 1))
+
+
+def _scale(values: Sequence[int | None], total_bytes: int) -> tuple[int, int]:
+    """The lowest and the highest value of a chart's scale."""
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0), max(known, default=0)
+    return low, max(high, low + max(total_bytes // _FLAT, 1))
 
 
 def _pressure(device: Device, sheet: DeviceSummary) -> Style:

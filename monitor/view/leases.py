@@ -10,7 +10,7 @@ from ..snapshot import Device, LeaseUse
 from .numbers import amount, brief, share_of, used_of_total
 from .symbols import Symbols, stacked_bar
 from .table import Column, fitting, row, titles, widest
-from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, YELLOW, Line, blank, cut, left, right, width_of
+from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, REVERSE, YELLOW, Line, blank, cut, left, right, width_of
 
 _NARROW, _WIDE = 72, 100  # minimum widths, in cells, for full state texts and for long names
 _MOST_STATE = 34
@@ -19,30 +19,42 @@ _PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order o
 
 
 def lease_lines(
-    leases: Sequence[LeaseUse], devices: Sequence[Device], *, width: int, most: int | None, symbols: Symbols
+    leases: Sequence[LeaseUse],
+    devices: Sequence[Device],
+    *,
+    width: int,
+    most: int | None,
+    symbols: Symbols,
+    selected: int | None = None,
 ) -> list[Line]:
-    """A header line and one line per lease, by device and the largest first, in at most `most` lines.
+    """A header line and one line per lease in the given order, in at most `most` lines; the selected one is among them.
 
     The last line counts the omitted ones; if there is room for nothing else, all of them. [] without leases.
     """
     if not leases or (most is not None and most < 1):
         return []
-    places = {device.info.uuid: place for place, device in enumerate(devices)}
-    in_order = sorted(
-        leases,
-        key=lambda lease: (
-            places.get(lease.device_uuid, len(places)), lease.device_uuid, -lease.granted_bytes, lease.engine, lease.pid,
-        ),
-    )  # fmt: skip
-    shown = in_order if most is None or len(in_order) < most else in_order[: max(most - 2, 0)]
+    rows = len(leases) if most is None or len(leases) < most else max(most - 2, 0)
+    start = 0 if selected is None else max(selected - rows + 1, 0)
+    shown = leases[start : start + rows]
     lines: list[Line] = []
     if shown:
         indices = {device.info.uuid: device.info.index for device in devices}
         columns = fitting(_columns(shown, indices, width, symbols), width)
-        lines += [titles(columns, symbols), *(row(columns, lease) for lease in shown)]
-    if left_out := in_order[len(shown) :]:
+        lines.append(titles(columns, symbols))
+        for place, lease in enumerate(shown, start):
+            line = row(columns, lease)
+            lines.append([*Segment.apply_style(line, post_style=REVERSE)] if place == selected else line)
+    if left_out := [*leases[:start], *leases[start + len(shown) :]] if shown else leases:
         lines.append(_counted(left_out, "more " if shown else "", width, symbols))
     return lines
+
+
+def bar_legend(symbols: Symbols) -> Line:
+    """What the pieces of a lease's bar are, from the left."""
+    line: Line = [Segment("bar: ", DIM)]
+    for name, style in _PART_STYLES.items():
+        line += [Segment(symbols.bar * 2, style), Segment(f" {name}  ", DIM)]
+    return [*line, Segment(f"{symbols.rest * 2} not held", DIM)]
 
 
 def _counted(leases: Sequence[LeaseUse], more: str, width: int, symbols: Symbols) -> Line:

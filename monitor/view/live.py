@@ -12,28 +12,29 @@ from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rich.segment import Segment
-
-from ..snapshot import Snapshot
-from .keys import Keys, keys_of
-from .page import render
+from ..errors import MonitorError
+from ..snapshot import Origin, Snapshot
+from .keys import ESCAPE_DELAY_S, Keys, keys_of
+from .listing import Listing
+from .page import render, render_live
 from .page import render_leases as leases_alone
-from .processes import Order
+from .state import Action, ViewState
 from .symbols import ASCII, UNICODE, Symbols
-from .text import DIM, Line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _STDIN = 0
-_SORT_KEYS = {order.value[0]: order for order in Order}
 # These end or stop the process, which must restore the terminal first. Windows has few of them.
 _LEAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP") if hasattr(signal, name))
 
 
-def render_once(snapshot: Snapshot, console: Console) -> None:
-    """Print the view once, with all processes, in the width of `console`; plain text if it is no terminal."""
-    console.print(render(snapshot, width=console.width, symbols=_symbols(console), clock=datetime.now()), end="")
+def render_once(snapshot: Snapshot, console: Console, listing: Listing | None = None) -> None:
+    """Print the view once, by default with all processes, in the width of `console`; plain text if it is no terminal."""
+    page = render(
+        snapshot, width=console.width, symbols=_symbols(console), listing=listing or Listing(), clock=datetime.now()
+    )
+    console.print(page, end="")
 
 
 def render_leases(snapshot: Snapshot, console: Console) -> None:
@@ -41,11 +42,19 @@ def render_leases(snapshot: Snapshot, console: Console) -> None:
     console.print(leases_alone(snapshot, width=console.width, symbols=_symbols(console)), end="")
 
 
-def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Console) -> None:
+def run_live(
+    read: Callable[[], Snapshot],
+    *,
+    interval_s: float,
+    console: Console,
+    listing: Listing | None = None,
+    act: Callable[[Action], str] | None = None,
+) -> None:
     """Show what `read` returns every `interval_s` seconds, and after a key or a resize, until q or Ctrl-C.
 
-    Must run in the main thread. m, p and u sort the processes by memory, pid and user. If `console` is no terminal or
-    cannot move its cursor (TERM=dumb), prints repeatedly, and only Ctrl-C ends it.
+    Must run in the main thread. `listing` says which processes are listed first, and in which order. `act` sends a
+    confirmed action to the broker and returns its result; a MonitorError is shown as a refusal. If `console` is no
+    terminal or cannot move its cursor (TERM=dumb), prints repeatedly, and only Ctrl-C ends it.
 
     Restores the terminal when it returns or raises, and while Ctrl-Z stops the process. Raises ValueError for an
     interval that is not above 0, SystemExit for SIGTERM, SIGHUP and SIGQUIT if the caller has no handlers for them, and
@@ -55,9 +64,9 @@ def run_live(read: Callable[[], Snapshot], *, interval_s: float, console: Consol
         raise ValueError(f"the interval between two drawings must be above 0 seconds, got {interval_s}")
     with suppress(KeyboardInterrupt):
         if console.is_terminal and not console.is_dumb_terminal and hasattr(signal, "SIGWINCH"):
-            _Screen(read, interval_s, console).run()
+            _Screen(read, interval_s, console, listing or Listing(), act).run()
         else:
-            _print_on(read, interval_s, console)
+            _print_on(read, interval_s, console, listing or Listing())
 
 
 def _symbols(console: Console) -> Symbols:
@@ -66,25 +75,30 @@ def _symbols(console: Console) -> Symbols:
     return ASCII if limited else UNICODE
 
 
-def _print_on(read: Callable[[], Snapshot], interval_s: float, console: Console) -> None:
+def _print_on(read: Callable[[], Snapshot], interval_s: float, console: Console, listing: Listing) -> None:
     """Print repeatedly, forever."""
     while True:
-        render_once(read(), console)
+        render_once(read(), console, listing)
         time.sleep(interval_s)
 
 
 class _Screen:
-    """The view on the alternate screen. Mutable: keys change the order of the processes."""
+    """The view on the alternate screen."""
 
-    def __init__(self, read: Callable[[], Snapshot], interval_s: float, console: Console) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Snapshot],
+        interval_s: float,
+        console: Console,
+        listing: Listing,
+        act: Callable[[Action], str] | None,
+    ) -> None:
         self._read = read
         self._interval_s = interval_s
         self._console = console
         self._symbols = _symbols(console)
-        self._order = Order.MEMORY
-        self._hint: Line = [Segment("q"), Segment(" quit    sort by", DIM)]
-        for key, order in _SORT_KEYS.items():
-            self._hint += [Segment(f"  {key}"), Segment(f" {order}", DIM)]
+        self._view = ViewState(listing)
+        self._act = act
 
     def run(self) -> None:
         """Run until q. A signal that ends or stops the process takes effect after the terminal is restored."""
@@ -108,30 +122,53 @@ class _Screen:
         while True:
             if (now := time.monotonic()) >= next_read:
                 snapshot = self._read()
+                self._view.can_act = self._act is not None and snapshot.origin is Origin.MONITOR
                 next_read = max(next_read + self._interval_s, now)  # a regular beat, without catching up
-            self._draw(snapshot, keys)
-            ready, _, _ = select.select(waited_for, [], [], max(next_read - time.monotonic(), 0))
+            self._draw(snapshot, with_keys=keys is not None)
+            left_s = max(next_read - time.monotonic(), 0)
+            if keys is not None and keys.escape_pending:
+                left_s = min(left_s, ESCAPE_DELAY_S)
+            ready, _, _ = select.select(waited_for, [], [], left_s)
             if signals in ready and (left_by := next((n for n in os.read(signals, 64) if n in _LEAVING), None)):
                 return left_by
-            if keys is not None and keys.fd in ready:
-                typed = keys.read()
-                if typed is None or "q" in typed.lower():
-                    return None
-                for key in typed:
-                    self._order = _SORT_KEYS.get(key, self._order)
+            if keys is None:
+                continue
+            typed = keys.read() if keys.fd in ready else keys.take_escape()
+            if typed is None:
+                return None
+            for key in typed:
+                if (action := self._view.press(key, snapshot)) is not None:
+                    self._send(action)
+                    next_read = time.monotonic()  # shows what it did
+            if self._view.leaving:
+                return None
 
-    def _draw(self, snapshot: Snapshot, keys: Keys | None) -> None:
+    def _send(self, action: Action) -> None:
+        """Send an action, and show its result or why it was refused."""
+        if self._act is None:
+            return
+        try:
+            self._view.say(self._act(action))
+        except MonitorError as error:
+            self._view.say(str(error), failed=True)
+
+    def _draw(self, snapshot: Snapshot, *, with_keys: bool) -> None:
         width, height = self._console.size
-        view = render(
+        page = render_live(
             snapshot,
+            self._view,
             width=width,
             height=height,
             symbols=self._symbols,
-            order=self._order,
             clock=datetime.now(),
-            keys=None if keys is None else self._hint,
+            keys=with_keys,
         )
-        self._console.update_screen(view)
+        if self._view.help_open:
+            self._view.help_scroll = page.start
+        else:
+            self._view.scroll = page.start
+        self._view.process_rows = page.rows
+        self._console.update_screen(page.lines)
 
 
 @contextmanager

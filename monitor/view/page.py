@@ -1,24 +1,36 @@
-"""A snapshot as the lines of a page: the monitor, the devices, their leases, their processes."""
+"""A snapshot as the lines of a page: the monitor, the devices, their leases, their processes; or the help page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.segment import Segment, SegmentLines
 
-from ..snapshot import Snapshot
+from ..snapshot import Device, Snapshot
 from .devices import device_lines
-from .leases import lease_lines
-from .numbers import brief, duration
-from .processes import Order, count_processes, process_lines
+from .headings import head, heading, last_lines
+from .help import help_lines
+from .leases import bar_legend, lease_lines
+from .listing import Listing
+from .processes import process_facts, process_lines, process_rows
+from .state import ViewState
 from .symbols import UNICODE, Symbols
-from .text import ALARM, BOLD, DIM, Line, blank, crop, cut, spread, trimmed, width_of
+from .text import ALARM, DIM, Line, blank, crop, cut, trimmed
 
 _NARROW = 60  # cells; narrower pages have no margin
-_CLOCK_FROM = 24  # cells
-_LOW = 16  # lines; lower pages omit the keys and the gaps below the head and above the leases
+_LOW = 16  # lines; lower pages omit the keys, the gap below the head and the headings of sections
 _PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # minimum lines that devices leave to these before they take a richer form
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The lines, and which part of the scrolled list they show."""
+
+    lines: SegmentLines
+    start: int  # items above the first one shown
+    rows: int  # items that have room
 
 
 def render(
@@ -27,49 +39,109 @@ def render(
     width: int,
     height: int | None = None,
     symbols: Symbols = UNICODE,
-    order: Order = Order.MEMORY,
+    listing: Listing | None = None,
     clock: datetime | None = None,
-    keys: Line | None = None,
 ) -> SegmentLines:
     """The page in at most `width` cells and `height` lines; None: in as many lines as needed.
 
-    `clock` is the time to display, `keys` a last line with key hints. Text from other users' processes is neutralised.
+    `clock` is the time to display. Text from other users' processes is neutralised.
     """
-    inner = _inner(width)
-    low = height is not None and height < _LOW
-    foot = [] if keys is None or height is None or low else [keys]
-    gap: list[Line] = [] if low else [[]]
-    lines = [_head(snapshot, clock, inner, symbols), *gap]
-    devices, leases = snapshot.devices, snapshot.leases
-    num_processes = count_processes(devices)
-    good = most = room = None
-    if height is not None:
-        most = max(height - len(lines) - len(foot), 0)
-        good = most - min(num_processes, max(_PROCESSES_WANTED, height // 4)) - 2
-        good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
-    lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
-    if height is not None:
-        most = height - len(lines) - len(foot)
-        room = max(most // 2, most - num_processes - 2) - len(gap)  # what processes do not need, and at least half
-    if shown := _leases_unknown(snapshot, inner, room, symbols) or lease_lines(
-        leases, devices, width=inner, most=room, symbols=symbols
-    ):
-        lines += [*gap, *shown]
-    if height is not None:
-        room = max(height - len(lines) - len(foot) - 1, 0)
-    if shown := process_lines(devices, width=inner, most=room, order=order, symbols=symbols):
-        lines += [[], *shown]
-    if height is not None:
-        lines = lines[: height - len(foot)]
-        lines += [[] for _ in range(height - len(foot) - len(lines))] if foot else []
-    return _page(lines + foot, width)
+    view = ViewState(Listing() if listing is None else listing)
+    return _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
+
+
+def render_live(
+    snapshot: Snapshot,
+    view: ViewState,
+    *,
+    width: int,
+    height: int,
+    symbols: Symbols = UNICODE,
+    clock: datetime | None = None,
+    keys: bool = True,
+) -> Page:
+    """The page of the live view, which fills the window; with `keys` its last line is for them."""
+    if view.help_open:
+        return _help(view, width, height, symbols)
+    return _composed(snapshot, view, width, height, symbols, clock, keys=keys)
 
 
 def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
     """Only the leases, all of them, in at most `width` cells. Otherwise like `render`."""
     inner = _inner(width)
-    lines = lease_lines(snapshot.leases, snapshot.devices, width=inner, most=None, symbols=symbols)
+    leases = Listing().leases(snapshot.leases, snapshot.devices)
+    lines = lease_lines(leases, snapshot.devices, width=inner, most=None, symbols=symbols)
     return _page(lines or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]], width)
+
+
+def _composed(
+    snapshot: Snapshot,
+    view: ViewState,
+    width: int,
+    height: int | None,
+    symbols: Symbols,
+    clock: datetime | None,
+    *,
+    keys: bool,
+) -> Page:
+    inner = _inner(width)
+    low = height is not None and height < _LOW
+    foot = last_lines(view, inner, symbols)[:height] if keys and (not low or view.speaks) else []
+    lines = [head(snapshot, clock, inner, symbols), *([] if low else [[]])]
+    devices = snapshot.devices
+    leases = view.listing.leases(snapshot.leases, devices)
+    uses, hidden = view.listing.uses(devices)
+    good = most = room = None
+    if height is not None:
+        most = max(height - len(lines) - len(foot), 0)
+        good = most - min(len(uses), max(_PROCESSES_WANTED, height // 4)) - 2
+        good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
+    lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
+    if height is not None:
+        most = height - len(lines) - len(foot)
+        room = max(most // 2, most - len(uses) - 2) - (not low)  # what processes do not need, and at least half
+    if shown := _leases_unknown(snapshot, inner, room, symbols):
+        lines += [*([] if low else [[]]), *shown]
+    elif shown := lease_lines(
+        leases, devices, width=inner, most=room, symbols=symbols, selected=view.selected(snapshot)
+    ):
+        lines += [*([] if low else [heading("leases", [], inner, symbols, bar_legend(symbols))]), *shown]
+    if height is not None:
+        room = max(height - len(lines) - len(foot) - 1, 0)
+    rows = process_rows(len(uses), room)
+    start = max(min(view.scroll, len(uses) - rows), 0)
+    facts = process_facts(view.listing, len(uses), start, rows, hidden)
+    lines.append(heading("processes", facts, inner, symbols))
+    if uses:
+        lines += process_lines(uses, start, width=inner, most=room, listing=view.listing, symbols=symbols)
+    else:
+        lines += _no_processes(devices, view.listing, hidden, inner, symbols)
+    return Page(_page(_fitted(lines, foot, height, fill=keys), width), start, max(rows, 1))
+
+
+def _fitted(lines: list[Line], foot: list[Line], height: int | None, *, fill: bool) -> list[Line]:
+    """The lines in the window, with the last one at its lower edge."""
+    if height is None:
+        return lines
+    room = max(height - len(foot), 0)
+    lines = lines[:room]
+    return (lines + [[] for _ in range(room - len(lines))] if fill else lines) + foot
+
+
+def _no_processes(devices: Sequence[Device], listing: Listing, hidden: int, width: int, symbols: Symbols) -> list[Line]:
+    text = "the processes are not known"
+    if any(device.detail.reading.processes is not None for device in devices):
+        text = "no process matches the filter" if listing.text else "no larger processes" if hidden else "no processes"
+    return [[Segment(cut(text, width, symbols), DIM)]]
+
+
+def _help(view: ViewState, width: int, height: int, symbols: Symbols) -> Page:
+    inner = _inner(width)
+    lines = help_lines(inner, symbols)
+    foot = last_lines(view, inner, symbols) if height > 1 else []
+    rows = max(height - len(foot), 1)
+    start = max(min(view.help_scroll, len(lines) - rows), 0)
+    return Page(_page(_fitted(lines[start : start + rows], foot, height, fill=True), width), start, rows)
 
 
 def _leases_unknown(snapshot: Snapshot, width: int, most: int | None, symbols: Symbols) -> list[Line]:
@@ -90,22 +162,3 @@ def _margin(width: int) -> int:
 
 def _page(lines: Sequence[Line], width: int) -> SegmentLines:
     return SegmentLines([trimmed(crop([blank(_margin(width)), *line], width)) for line in lines], new_lines=True)
-
-
-def _head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbols) -> Line:
-    """The monitor, its uptime, and the age of the oldest answer; or that the monitor is silent.
-
-    Silence is judged by the monitor's heartbeat.
-    """
-    said: Line = [Segment("vram-monitor", BOLD), blank(2)]
-    time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]
-    room = max(width - width_of(said) - width_of(time_of_day) - 2, 0)
-    if snapshot.silent_ns is not None:
-        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {duration(snapshot.silent_ns / 1e9)}"
-        return spread([*said, Segment(cut(text, room, symbols), ALARM)], time_of_day, width)
-    facts = [snapshot.source, f"pid {snapshot.monitor_pid}"]
-    facts.append(f"up {duration(max(snapshot.at_ns - snapshot.started_ns, 0) / 1e9)}")
-    memories = [device.memory for device in snapshot.devices if device.memory.error is None and device.memory.at_ns]
-    if ages := [memory.age_ns(snapshot.at_ns) for memory in memories]:
-        facts.append(f"{brief(max(ages) / 1e9)} old")
-    return spread([*said, Segment(cut(f" {symbols.dot} ".join(facts), room, symbols), DIM)], time_of_day, width)

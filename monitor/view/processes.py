@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
 
-from ..snapshot import Device, ProcessUse
-from .numbers import amount, percent, share_of
+from ..units import format_bytes
+from .listing import HOST_MIN_BYTES, Listing, Order, Use
+from .numbers import amount, percent
 from .symbols import Symbols, bar
 from .table import Column, fitting, row, titles, widest
 from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
@@ -21,78 +19,71 @@ _SHARE_BAR = 12
 _SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as in nvidia-smi
 
 
-class Order(StrEnum):
-    """The sort order of the table."""
-
-    MEMORY = "memory"  # the largest first
-    PID = "pid"
-    USER = "user"
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """A process on a device."""
-
-    device: Device
-    process: ProcessUse
-
-    @property
-    def share(self) -> float | None:
-        """The share of the device's memory."""
-        return share_of(self.process.used_bytes, self.device.memory.total_bytes)
-
-
-def count_processes(devices: Sequence[Device]) -> int:
-    """The number of processes to show."""
-    return sum(len(device.detail.reading.processes or ()) for device in devices)
-
-
 def process_lines(
-    devices: Sequence[Device], *, width: int, most: int | None, order: Order, symbols: Symbols
+    uses: Sequence[Use], start: int, *, width: int, most: int | None, listing: Listing, symbols: Symbols
 ) -> list[Line]:
-    """A header line and one line per process, in at most `most` lines; the last line counts the omitted ones."""
-    uses = [_Use(device, process) for device in devices for process in device.detail.reading.processes or ()]
-    if not uses:
-        known = any(device.detail.reading.processes is not None for device in devices)
-        text = "no processes" if known else "the processes are not known"
-        return [[Segment(cut(text, width, symbols), DIM)]][:most]
+    """A header line and one line per process from number `start` on, in at most `most` lines.
+
+    The last line counts the processes above and below.
+    """
     if most is not None and most < 2:
         return []
-    uses.sort(key=_sort_key(order))
-    shown = uses if most is None or len(uses) < most else uses[: most - 2]
-    columns = fitting(_columns(shown, order, width, symbols), width)
+    shown = uses if most is None or len(uses) < most else uses[start : start + most - 2]
+    columns = fitting(_columns(shown, listing, width, symbols), width)
     lines = [titles(columns, symbols), *(row(columns, use) for use in shown)]
-    if left_out := uses[len(shown) :]:
+    if left_out := [*uses[:start], *uses[start + len(shown) :]]:
         held = sum(use.process.used_bytes or 0 for use in left_out)
-        text = f"{symbols.ellipsis} {len(left_out)} more with {amount(held, symbols.dash)}"
+        where = f", {start} of them above" if start else ""
+        text = f"{symbols.ellipsis} {len(left_out)} more with {amount(held, symbols.dash)}{where}"
         lines.append([Segment(cut(text, width, symbols), DIM)])
     return lines
 
 
-def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -> list[Column[_Use]]:
+def process_rows(num_processes: int, most: int | None) -> int:
+    """The number of processes that `process_lines` shows in `most` lines."""
+    return num_processes if most is None or num_processes < most else max(most - 2, 0)
+
+
+def process_facts(listing: Listing, num_shown: int, start: int, rows: int, hidden: int) -> list[str]:
+    """What the heading of the table says: the order, the filter, the place in the list, what is hidden."""
+    ends = {Order.MEMORY: ("smallest", "largest"), Order.PID: ("lowest", "highest"), Order.USER: ("a to z", "z to a")}
+    end = ends[listing.order][listing.descending]
+    facts = [f"by {listing.order}, {end}" + ("" if listing.order is Order.USER else " first")]
+    if listing.text:
+        facts.append(f"matching {listing.text!r}")
+    if rows < num_shown:
+        facts.append(f"{start + 1} to {start + rows} of {num_shown}" if rows else f"none of {num_shown}")
+    if hidden:
+        size = format_bytes(HOST_MIN_BYTES if listing.min_bytes is None else listing.min_bytes).replace(".00", "")
+        facts.append(f"{hidden} smaller than {size} hidden")
+    return facts
+
+
+def _columns(uses: Sequence[Use], listing: Listing, width: int, symbols: Symbols) -> list[Column[Use]]:
     """All columns, as wide as `uses` need them; an empty column has no width."""
     dash = symbols.dash
 
     def title(text: str, sorted_by: Order) -> str:
-        return text + symbols.descending if order is sorted_by else text
+        mark = symbols.descending if listing.descending else symbols.ascending
+        return text + mark if listing.order is sorted_by else text
 
-    def kind(use: _Use) -> str:
+    def kind(use: Use) -> str:
         return use.process.kind if width >= _ROOMY else _SHORT_KINDS.get(use.process.kind, use.process.kind)
 
-    def user(use: _Use, cells: int) -> Line:
+    def user(use: Use, cells: int) -> Line:
         return [left(use.process.user or dash, cells, symbols)]
 
-    def engine(use: _Use, cells: int) -> Line:
+    def engine(use: Use, cells: int) -> Line:
         return [left(use.process.engine or "", cells, symbols, ENGINE)]
 
-    def number(read: Callable[[_Use], str], style: Style | None = None) -> Callable[[_Use, int], Line]:
+    def number(read: Callable[[Use], str], style: Style | None = None) -> Callable[[Use, int], Line]:
         return lambda use, cells: [right(read(use), cells, symbols, style)]
 
-    def share_bar(use: _Use, cells: int) -> Line:
+    def share_bar(use: Use, cells: int) -> Line:
         used, rest = bar(use.share, cells, symbols)
         return [Segment(used, ENGINE if use.process.engine else BUSY), Segment(rest, DIM)]
 
-    def command(use: _Use, cells: int) -> Line:
+    def command(use: Use, cells: int) -> Line:
         if use.process.command is None:
             return [left("not seen from here", cells, symbols, DIM)]
         return [left(use.process.command, cells, symbols)]
@@ -116,22 +107,9 @@ def _columns(uses: Sequence[_Use], order: Order, width: int, symbols: Symbols) -
     ]
 
 
-def _index(use: _Use) -> str:
+def _index(use: Use) -> str:
     return use.device.info.index
 
 
-def _pid(use: _Use) -> str:
+def _pid(use: Use) -> str:
     return str(use.process.pid)
-
-
-def _sort_key(order: Order) -> Callable[[_Use], tuple[Any, ...]]:
-    """The sort key for `order`; equals are sorted by size, largest first. Unknown values come last."""
-
-    def key(use: _Use) -> tuple[Any, ...]:
-        process = use.process
-        by_memory = process.used_bytes is None, -(process.used_bytes or 0), process.pid
-        if order is Order.USER:
-            return process.user is None, process.user or "", *by_memory
-        return (process.pid, *by_memory) if order is Order.PID else by_memory
-
-    return key

@@ -14,16 +14,16 @@ from .device_summary import (
     amounts,
     load_columns,
     memory_bar,
-    memory_chart,
     name_of,
     notice,
     percentage,
+    ranged_chart,
     trend_column,
 )
 from .table import GAP, Column, fitting, row, titles
 from .text import BOLD, Line, blank, crop, cut, left, right, width_of
 
-_MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 24
+_MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 34
 
 
 def rows_lines(parts: Sequence[Sequence[Device]], sheet: DeviceSummary) -> list[list[Line]]:
@@ -52,7 +52,7 @@ def _columns(devices: Sequence[Device], names: int, sheet: DeviceSummary) -> lis
         Column("USED / TOTAL", sheet.amounts_width, 9, lambda device, _: amounts(device, sheet), flush_right=True),
         Column("", PERCENTAGE_WIDTH, 10, lambda device, _: [percentage(device, sheet)]),
         *load_columns(devices, sheet),
-        Column("LAST MINUTES", _CHART, 0, lambda device, cells: memory_chart(device, cells, 1, sheet)[0]),
+        Column("LAST MINUTES", _CHART, 0, lambda device, cells: ranged_chart(device, cells, sheet)),
         trend_column(sheet),
     ]
 

@@ -22,6 +22,7 @@ class Symbols:
     degree: str
     dot: str  # between two facts
     descending: str
+    ascending: str
 
 
 UNICODE = Symbols(
@@ -35,6 +36,7 @@ UNICODE = Symbols(
     degree="°",
     dot="·",
     descending="▾",
+    ascending="▴",
 )
 ASCII = Symbols(
     ascii_only=True,
@@ -46,7 +48,8 @@ ASCII = Symbols(
     dash="-",
     degree="",
     dot="-",
-    descending="*",
+    descending="v",
+    ascending="^",
 )
 
 

@@ -18,7 +18,7 @@ from .symbols import Symbols
 
 Line = list[Segment]
 
-DIM, BOLD = Style(dim=True), Style(bold=True)
+DIM, BOLD, REVERSE = Style(dim=True), Style(bold=True), Style(reverse=True)
 GREEN, YELLOW, RED = Style(color="green"), Style(color="yellow"), Style(color="red")
 ALARM = Style(color="red", bold=True)
 BUSY = Style(color="blue")

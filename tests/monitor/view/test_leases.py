@@ -12,6 +12,7 @@ from snapshots import sample_device, sample_lease, sample_leases
 from pagetide.monitor.snapshot import LeaseUse
 from pagetide.monitor.units import GIB, MIB
 from pagetide.monitor.view.leases import lease_lines
+from pagetide.monitor.view.listing import Listing
 from pagetide.monitor.view.symbols import ASCII, UNICODE
 from pagetide.monitor.view.text import ALARM, BUSY, DIM, ENGINE, OTHER, YELLOW
 
@@ -21,7 +22,7 @@ SAMPLE = sample_leases()
 
 
 def lines_of(*leases: LeaseUse, width: int = 160, most: int | None = None) -> list[list[Segment]]:
-    return lease_lines(leases, DEVICES, width=width, most=most, symbols=UNICODE)
+    return lease_lines(Listing().leases(leases, DEVICES), DEVICES, width=width, most=most, symbols=UNICODE)
 
 
 def text_of(*leases: LeaseUse, width: int = 160, most: int | None = None) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.segment import Segment
+from snapshot_strategies import SNAPSHOT
 from snapshots import (
     AT_NS,
     SECOND_NS,
@@ -29,27 +29,28 @@ from snapshots import (
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
-    DeviceDetail,
     DeviceInfo,
     DeviceKind,
-    DeviceMemory,
-    LeaseUse,
+    Origin,
     ProcessUse,
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
-from pagetide.monitor.view.page import render
-from pagetide.monitor.view.processes import Order
+from pagetide.monitor.view.listing import Listing, Order
+from pagetide.monitor.view.page import render, render_live
+from pagetide.monitor.view.state import ViewState
 from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols
 
 CLOCK = datetime(2026, 11, 20, 14, 3, 27)
 PAGES = Path(__file__).with_name("pages")
-KEYS = [Segment("q quit")]
 
 
 def page(snapshot: Snapshot, width: int, height: int | None = None, symbols: Symbols = UNICODE) -> list[str]:
     """The lines as text."""
-    lines = render(snapshot, width=width, height=height, symbols=symbols, clock=CLOCK, keys=KEYS).lines
+    if height is None:
+        lines = render(snapshot, width=width, symbols=symbols, clock=CLOCK).lines
+    else:
+        lines = render_live(snapshot, ViewState(), width=width, height=height, symbols=symbols, clock=CLOCK).lines.lines
     return ["".join(segment.text for segment in line) for line in lines]
 
 
@@ -103,9 +104,15 @@ def test_exactly(name: str, snapshot: Snapshot, width: int, height: int | None, 
 
 def test_the_head_says_who_watches_and_how_old_the_answers_are() -> None:
     assert page(sample_snapshot(1), 80)[0] == (
-        " vram-monitor  nvml+host · pid 4242 · up 3 h · 12 ms old               14:03:27"
+        " vram-monitor  nvml+host · monitor 4242 · up 3 h · 12 ms old           14:03:27"
     )
     assert "clock" not in page(sample_snapshot(1), 20)[0]
+    waiting = replace(sample_snapshot(1), origin=Origin.WAITING)
+    assert page(waiting, 80)[0].startswith(" vram-monitor  nvml+host · no monitor, read directly · 12 ms old  ")
+    direct = replace(waiting, origin=Origin.DIRECT)
+    assert page(direct, 80)[0].startswith(" vram-monitor  nvml+host · read directly · 12 ms old  ")
+    played = replace(direct, source="replay:tape.jsonl")
+    assert page(played, 80)[0].startswith(" vram-monitor  replay:tape.jsonl · a recording · 12 ms old  ")
 
 
 def test_a_silent_monitor_is_an_alarm() -> None:
@@ -115,7 +122,7 @@ def test_a_silent_monitor_is_an_alarm() -> None:
 
 def test_devices_that_do_not_answer_are_no_silence_of_the_monitor() -> None:
     lost_and_slow = snapshot_of(dead(sample_device(0)), stale(sample_device(1)))
-    assert page(lost_and_slow, 80)[0].startswith(" vram-monitor  nvml+host · pid 4242 · up 3 h · 12 s old   ")
+    assert page(lost_and_slow, 80)[0].startswith(" vram-monitor  nvml+host · monitor 4242 · up 3 h · 12 s old   ")
 
 
 def test_devices_in_trouble_say_so_and_hide_no_others() -> None:
@@ -183,8 +190,12 @@ def test_when_memory_ends_is_told_whole_in_every_form(height: int | None) -> Non
 
 def test_without_devices() -> None:
     nothing = snapshot_of()
-    assert page(nothing, 80)[2:] == [" no devices", "", " the processes are not known"]
-    assert page(nothing, 40, 1) == ["vram-monitor  nvml+host · pid…  14:03:27"]
+    assert page(nothing, 80)[2:] == [
+        " no devices",
+        " ─ processes  by memory, largest first ────────────────────────────────────────",
+        " the processes are not known",
+    ]
+    assert page(nothing, 40, 1) == ["vram-monitor  nvml+host · mon…  14:03:27"]
 
 
 @pytest.mark.parametrize(("used_percent", "colour"), [(79, "green"), (81, "yellow"), (94, "yellow"), (96, "red")])
@@ -205,7 +216,7 @@ def test_the_bar_and_the_percentage_have_the_colour_of_the_pressure(used_percent
 
 def test_without_leases_nothing_is_said_of_them() -> None:
     for height in (None, 24, 10):
-        assert not any("GRANTED" in line or "lease" in line for line in page(sample_snapshot(2), 100, height))
+        assert not any("GRANTED" in line or "leases  bar" in line for line in page(sample_snapshot(2), 100, height))
 
 
 def test_without_a_height_all_leases_are_there() -> None:
@@ -272,7 +283,7 @@ def test_processes_come_in_order_and_the_unknown_last(order: Order, pids: list[i
         ProcessUse(4, None, user=None),
     )
     device = replace(device, detail=replace(device.detail, reading=DetailReading(processes=processes)))
-    lines = render(snapshot_of(device), width=70, order=order).lines
+    lines = render(snapshot_of(device), width=70, listing=Listing(order)).lines
     rows = ["".join(segment.text for segment in line).split() for line in lines][-4:]
     assert [int(row[1]) for row in rows] == pids
     assert rows[3] == ["0", "4", "–", "–", "–", "C", "not", "seen", "from", "here"]
@@ -284,6 +295,57 @@ def test_a_source_that_tells_no_processes_is_not_one_without_processes() -> None
     none = replace(device, detail=replace(device.detail, reading=DetailReading(processes=())))
     assert page(snapshot_of(untold), 80)[-1] == " the processes are not known"
     assert page(snapshot_of(none), 80)[-1] == " no processes"
+
+
+def test_small_processes_of_the_host_are_hidden_and_counted() -> None:
+    gpu, host = sample_device(0), host_device()
+    processes = (
+        ProcessUse(1, 17 * MIB, command="large"),
+        ProcessUse(2, 15 * MIB, command="small"),
+        ProcessUse(3, MIB, command="engine", engine="demo"),
+        ProcessUse(4, None, command="unknown"),
+    )
+    reading = DetailReading(processes=processes)
+    gpu, host = (replace(device, detail=replace(device.detail, reading=reading)) for device in (gpu, host))
+
+    def listed(min_bytes: int | None, *devices: Device) -> tuple[list[str], str]:
+        view = ViewState(Listing(min_bytes=min_bytes))
+        rendered = render_live(snapshot_of(*devices), view, width=100, height=30).lines.lines
+        lines = ["".join(segment.text for segment in line) for line in rendered]
+        begin = lines.index(line_with(lines, "COMMAND"))
+        return [line.split()[-1] for line in lines[begin + 1 : -1] if line], lines[begin - 1]
+
+    shown, heading = listed(None, host)
+    assert shown == ["large", "engine", "unknown"] and "1 smaller than 16 MiB hidden" in heading
+    shown, heading = listed(None, gpu)
+    assert shown == ["large", "small", "engine", "unknown"] and "hidden" not in heading
+    shown, heading = listed(20 * MIB, gpu)
+    assert shown == ["engine", "unknown"] and "2 smaller than 20 MiB hidden" in heading
+
+
+def test_the_heading_has_the_order_the_filter_and_the_place() -> None:
+    snapshot = sample_snapshot(1, num_processes=40, host=False)
+    view = ViewState(Listing(Order.PID, reverse=True, text="worker"), scroll=5)
+    rendered = render_live(snapshot, view, width=100, height=24)
+    lines = ["".join(segment.text for segment in line) for line in rendered.lines.lines]
+    last = rendered.start + rendered.rows
+    assert line_with(lines, "processes  by pid, highest first · matching 'worker' · 6 to " + f"{last} of 40")
+    assert line_with(lines, "PID▾")
+    pids = [int(line.split()[1]) for line in lines if "worker --rank" in line]
+    assert pids == [60_039 - place for place in range(5, last)]
+    assert line_with(lines, f"… {40 - rendered.rows} more with", "5 of them above")
+
+
+def test_the_chart_spans_what_it_shows_where_its_range_is_written() -> None:
+    device = sample_device(0, bytes_per_second=0.0)
+    device = replace(device, detail=replace(device.detail, history=(20 * GIB,) * 128 + (40 * GIB,) * 128))
+    lines = page(snapshot_of(device), 80, 30)
+    charts = [line for line in lines if "█" in line]
+    assert len(charts) >= 2 and not any("▁" in line for line in charts[:-1])
+    assert re.search(r" ▁{10,}█{10,} +20.0 to 40.0 GiB in 3 min$", charts[-1])
+    steady = sample_device(0)
+    steady = replace(steady, detail=replace(steady.detail, history=(80 * GIB, 80 * GIB + MIB) * 128))
+    assert not any("█" in line for line in page(snapshot_of(steady), 80, 30))
 
 
 # ---- fits ---------------------------------------------------------------------------------------
@@ -315,90 +377,6 @@ def test_it_fits_terminals_of_every_size(num_gpus: int) -> None:
     for width in (*range(1, 12), 20, 39, 40, 59, 60, 79, 80, 111, 160, 200, 333):
         for height in (1, 2, 3, 5, 8, 10, 15, 16, 24, 50, 120):
             check(snapshot, width, height, UNICODE)
-
-
-SHORT_TEXT = st.text(st.characters(), max_size=40)
-AMOUNT = st.integers(0, 1 << 62)
-BYTES = st.none() | AMOUNT
-NUMBER = st.none() | st.floats()
-WHEN = st.integers(0, 2 * AT_NS)
-PROCESS = st.builds(
-    ProcessUse,
-    pid=st.integers(0, 1 << 22),
-    used_bytes=BYTES,
-    kind=SHORT_TEXT,
-    user=st.none() | SHORT_TEXT,
-    command=st.none() | SHORT_TEXT,
-    engine=st.none() | SHORT_TEXT,
-)
-UUID = st.sampled_from(["GPU-a", "GPU-b", "GPU-c", "MIG-a", "HOST"])
-DEVICE = st.builds(
-    Device,
-    info=st.builds(
-        DeviceInfo,
-        uuid=UUID,
-        index=SHORT_TEXT,
-        kind=st.sampled_from(DeviceKind),
-        name=st.none() | SHORT_TEXT,
-        parent_uuid=st.none() | UUID,
-    ),
-    memory=st.builds(
-        DeviceMemory,
-        at_ns=WHEN,
-        interval_ns=st.integers(0, 10 * SECOND_NS),
-        total_bytes=BYTES,
-        free_bytes=BYTES,
-        bytes_per_second=NUMBER,
-        polls=st.integers(0, 9),
-        failures=st.integers(0, 9),
-        error=st.none() | SHORT_TEXT,
-    ),
-    detail=st.builds(
-        DeviceDetail,
-        at_ns=WHEN,
-        interval_ns=st.integers(0, 10 * SECOND_NS),
-        reading=st.builds(
-            DetailReading,
-            utilization=NUMBER,
-            temperature_celsius=NUMBER,
-            power_watts=NUMBER,
-            power_limit_watts=NUMBER,
-            processes=st.none() | st.lists(PROCESS, max_size=6).map(tuple),
-        ),
-        history=st.lists(BYTES, max_size=40).map(tuple),
-        error=st.none() | SHORT_TEXT,
-    ),
-)
-LEASE = st.builds(
-    LeaseUse,
-    engine=SHORT_TEXT,
-    pid=st.integers(0, 1 << 22),
-    user=SHORT_TEXT,
-    device_uuid=UUID,
-    min_bytes=AMOUNT,
-    max_bytes=BYTES,
-    weight=st.floats(0.001, 1000),
-    priority=st.integers(-1000, 1000),
-    granted_bytes=AMOUNT,
-    held_bytes=AMOUNT,
-    held_by_class=st.dictionaries(st.sampled_from(["weights", "kv", "other"]) | SHORT_TEXT, AMOUNT, max_size=4),
-    free_bytes=AMOUNT,
-    asked_bytes=BYTES,
-    state=st.sampled_from(["ok", "recalling", "overdue", "reaping"]) | SHORT_TEXT,
-    recall_target_bytes=BYTES,
-    recall_age_seconds=st.none() | st.floats(0, 1e9),
-)
-SNAPSHOT = st.builds(
-    Snapshot,
-    at_ns=st.just(AT_NS),
-    source=SHORT_TEXT,
-    monitor_pid=st.integers(0, 1 << 22),
-    started_ns=WHEN,
-    devices=st.lists(DEVICE, max_size=5).map(tuple),
-    leases=st.lists(LEASE, max_size=5).map(tuple),
-    leases_error=st.none() | SHORT_TEXT,
-    silent_ns=st.none() | st.integers(0, 1 << 62),
-)
 
 
 @settings(deadline=None)
