@@ -55,9 +55,9 @@ def _sampling_class(cls: type[T]) -> type[T]:
     """Make the aliases of a dataclass readable, and let unknown arguments raise UnknownArgument."""
     for alias, name in ALIASES.items():
         # Not a field for `dataclasses.replace`, which would pass the old value on with a new one of `name`.
-        del cls.__dataclass_fields__[alias]  # type: ignore[attr-defined]
+        del cls.__dict__["__dataclass_fields__"][alias]
         setattr(cls, alias, property(attrgetter(name), doc=f"`{name}`."))
-    cls.__init__ = explains_arguments(cls.__name__)(cls.__init__)  # type: ignore[misc]
+    cls.__init__ = explains_arguments(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
     return cls
 
 

@@ -54,13 +54,15 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             )
         return ParsedPrompt(many[0])
     _refuse_other_keys(prompt, _PROMPT_KEYS)
-    text, ids, salt = (prompt.get(name) for name in _PROMPT_KEYS)
+    given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
+    text, ids, salt = given
     if text is None and ids is None:
         raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
     if text is not None and not isinstance(text, str):
         raise RequestRejected(f"`prompt` of a mapping must be a text, got {type(text).__name__}")
     check_cache_salt(salt)
-    return ParsedPrompt(text if ids is None else ids, text, salt)
+    content: Any = text if ids is None else ids
+    return ParsedPrompt(content, text, salt)
 
 
 def text_of(prompt: object) -> str | None:
