@@ -21,14 +21,15 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
-from .config import EngineConfig
+from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
 from .requests.engine_thread import EngineThread
-from .requests.inputs import Message, Prompt, PromptInput, check_count, paired
+from .requests.inputs import Message, Prompt, PromptInput, check_count, paired, text_of
 from .requests.intake import RequestIntake
 from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
@@ -36,7 +37,7 @@ from .requests.pending_calls import PendingCall, Waiter
 from .requests.states import RequestState
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_MAX_WAITING = 1024
 
@@ -45,6 +46,7 @@ Pair = tuple[Prompt, SamplingParams | None]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+@explains_names("AsyncLLM")
 class AsyncLLM:
     """A model and its paged KV cache, for any number of tasks, on event loops of any number of threads.
 
@@ -67,8 +69,13 @@ class AsyncLLM:
     free with the next one. `stop` the engine, or leave the context, to free the memory at a known time.
     """
 
+    @explains_arguments("AsyncLLM", more=EngineArguments.__annotations__)
     def __init__(
-        self, model: str | os.PathLike[str], *, max_waiting: int = DEFAULT_MAX_WAITING, **engine_options: Any
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        **engine_options: Unpack[EngineArguments],
     ) -> None:
         if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
             raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
@@ -77,6 +84,7 @@ class AsyncLLM:
         self._engine_thread = EngineThread(self._manager, max_waiting)  # holds no reference to this object
         weakref.finalize(self, self._engine_thread.end).atexit = False  # engine_thread.py ends it at exit
 
+    @explains_arguments("AsyncLLM.generate")
     async def generate(
         self,
         prompts: Prompts,
@@ -94,6 +102,7 @@ class AsyncLLM:
         encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
         return await self._outputs(encode, priority, cache_salt)
 
+    @explains_arguments("AsyncLLM.chat")
     async def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -104,13 +113,10 @@ class AsyncLLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
-        messages, params = _read(messages), _read(sampling_params)
-
-        def encode(intake: RequestIntake) -> list[PromptInput]:
-            return intake.encode(intake.render(messages, template_options), params)
-
+        encode = _chat_encoder(messages, sampling_params, template_options)
         return await self._outputs(encode, priority, cache_salt)
 
+    @explains_arguments("AsyncLLM.stream")
     def stream(
         self,
         prompts: Prompts,
@@ -129,6 +135,23 @@ class AsyncLLM:
         encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
         return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
 
+    @explains_arguments("AsyncLLM.stream_chat")
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        stream_interval: int = 1,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **template_options: Any,
+    ) -> AsyncStream:
+        """Like `chat`, but streams the answers: see `stream`."""
+        check_count("stream_interval", stream_interval)
+        encode = _chat_encoder(messages, sampling_params, template_options)
+        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
+
+    @explains_arguments("AsyncLLM.import_request")
     def import_request(
         self,
         data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -141,6 +164,7 @@ class AsyncLLM:
         parse = partial(RequestIntake.parse_exported, data=data)
         return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval))
 
+    @explains_arguments("AsyncLLM.generate_each")
     def generate_each(
         self,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
@@ -159,6 +183,7 @@ class AsyncLLM:
         check_count("look_ahead", look_ahead)
         return self._each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
+    @explains_arguments("AsyncLLM.render")
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
         (ids,) = await _send(
@@ -172,12 +197,15 @@ class AsyncLLM:
         tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
         return tokenizer
 
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """`tokenizer`, by vLLM's name."""
+        return self.tokenizer
+
+    @explains_arguments("AsyncLLM.tokenize")
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         params = sampling_params or SamplingParams()
-        return await _send(
-            self._engine_thread.run_with_encoder, lambda: self._manager.open().encoder.encode(prompt, params).tolist()
-        )
+        return await _send(self._engine_thread.run_with_encoder, lambda: self._manager.intake.tokenize(prompt, params))
 
     async def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
@@ -242,6 +270,10 @@ class AsyncLLM:
             await _send(self._engine_thread.end)
             self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
 
+    def __repr__(self) -> str:
+        """The model, where and how it runs, the size of its pool and its requests."""
+        return f"AsyncLLM({self.config.model.name!r}, {self._manager.describe()})"
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -289,7 +321,7 @@ class AsyncLLM:
                 try:
                     (output,) = await submission.first()
                 except RequestRejected as error:
-                    output = refused(prompt if isinstance(prompt, str) else None, str(error))
+                    output = refused(text_of(prompt), str(error), self.tokenizer is not None)
                 finally:
                     submission.close()
                 yield output
@@ -455,6 +487,14 @@ async def _result(waiter: Waiter) -> Any:
 def _read(given: Any) -> Any:
     """Read an iterator into a list on the caller's thread; return other values unchanged."""
     return list(given) if isinstance(given, Iterator) else given
+
+
+def _chat_encoder(
+    messages: Any, params: Params, template_options: dict[str, Any]
+) -> Callable[[RequestIntake], list[PromptInput]]:
+    """The function that encodes conversations, with iterators read now."""
+    messages, params = _read(messages), _read(params)
+    return lambda intake: intake.encode(intake.render(messages, template_options), params)
 
 
 def _paired(

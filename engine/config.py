@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..monitor.units import parse_bytes
 from ..scheduler.request import SamplingParams
@@ -26,7 +26,11 @@ from .loading.models import (
     resolve_tokenizer,
 )
 
-__all__ = ["DTYPES", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "resolve_model"]
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DTYPES", "EngineArguments", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "resolve_model"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_SEQS = 256
@@ -80,6 +84,31 @@ class KvMemory:
         if sizes["min"] is not None and sizes["max"] is not None and sizes["min"] > sizes["max"]:
             raise ConfigError(f"kv_memory's min of {sizes['min']:,} bytes is above its max of {sizes['max']:,} bytes")
         return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
+
+
+class EngineArguments(TypedDict, total=False):
+    """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
+
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
+    device: str | torch.device
+    dtype: str | torch.dtype
+    kv_memory: int | str | Mapping[str, Any]
+    block_size: int | str
+    max_seqs: int
+    max_step_tokens: int
+    max_model_len: int | None
+    max_chunk_tokens: int | None
+    prefix_caching: bool
+    prefix_cache_memory: int | str | None
+    prefix_hash_secret: bytes | None
+    host_kv_memory: int | str | None
+    idle_s: float
+    share: bool
+    trust_remote_code: bool | None
+    attention: str
+    overlap: bool | None
+    cuda_graphs: bool
+    self_check: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,18 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .requests.inputs import Message, Prompt, check_count, paired
+from .requests.inputs import Message, Prompt, check_count, joined_progress, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
 from .requests.states import RequestGroup, RequestState
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .build import Engine
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
 
+@explains_names("LLM")
 class LLM:
     """A model and its paged KV cache, ready to generate.
 
@@ -38,7 +41,8 @@ class LLM:
             device and dtype, is not changed and shares its weights: do not modify these meanwhile.
         tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
-        dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's, but float32 instead of float16 on a CPU.
+        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or a torch dtype; "auto" is the checkpoint's, but
+            float32 instead of float16 on a CPU.
         kv_memory: Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max",
             "weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that
             `pagetide plan` shows.
@@ -70,18 +74,20 @@ class LLM:
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
+        UnknownArgument: (a TypeError and ValueError) an unknown name, also in the methods; says what to write instead.
 
     Thread-safe. Callers that wait for an output run the engine's steps. Use it as a context manager, or call `close`, to free
     the memory at a known time.
     """
 
+    @explains_arguments("LLM")
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedModel,
         *,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
         kv_memory: int | str | Mapping[str, Any] = "auto",
         block_size: int | str = "auto",
         max_seqs: int = 256,
@@ -125,6 +131,7 @@ class LLM:
         )
         self._manager = RequestManager(self.config)
 
+    @explains_arguments("LLM.generate")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -133,34 +140,41 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Returns the outputs in the order of the prompts (a list for a single prompt too).
 
         Args:
-            prompts: A string or token ids, or several of them, mixed as you like.
+            prompts: A string or token ids, or several of them, mixed as you like. vLLM's `{"prompt": ...}` and
+                `{"prompt_token_ids": [...]}`, which may have a `cache_salt`, and a tokenizer's result are prompts too.
             sampling_params: One for all, or one each; None is the model's generation config.
             priority: Lower values are served first; a difference of 1 weighs as much as 30 seconds of waiting.
             cache_salt: Computed blocks are shared with requests of the same salt only, such as those of one tenant.
-            progress: Show a bar; None shows one on a terminal if the call takes longer than two seconds.
+            progress: Show a bar; None shows one on a terminal if the call takes longer than two seconds. Alias:
+                `use_tqdm`.
 
         Raises:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
         """
-        manager = self._manager
+        manager, progress = self._manager, joined_progress(progress, use_tqdm)
         groups = manager.submit(manager.intake.encode(prompts, sampling_params), priority, cache_salt)
         try:
             with Bar(
-                total=len(groups), unit="prompt", leave=False, desc="generating",
-                delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0, disable=None if progress is None else not progress,
+                lambda: sum(state.num_generated for group in groups for state in group.states),
+                disable=None if progress is None else not progress,
+                delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
+                total=len(groups), unit="prompt", desc="generating",
             ) as bar:  # fmt: skip
                 for group in groups:
                     while not group.is_finished:
                         manager.step_for(group)
+                        bar.update(0)
                     bar.update()
         finally:
             manager.abort(groups)
         return [group.output for group in groups]
 
+    @explains_arguments("LLM.chat")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -169,16 +183,24 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of `{"role": ..., "content": ...}`, through the tokenizer's template.
 
+        Args:
+            messages: A conversation, or a list of them.
+            sampling_params: See `generate`, also for the next three.
+            template_options: Variables of the template, and options of the tokenizer's `apply_chat_template`. vLLM's
+                `chat_template_kwargs` are more of them.
+
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts = self._manager.intake.render(messages, template_options)
+        prompts, progress = self._manager.intake.render(messages, template_options), joined_progress(progress, use_tqdm)
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
+    @explains_arguments("LLM.stream")
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -197,6 +219,24 @@ class LLM:
         inputs = self._manager.intake.encode(prompts, sampling_params)
         return Stream(self._manager, self._manager.submit(inputs, priority, cache_salt, streams=True), stream_interval)
 
+    @explains_arguments("LLM.stream_chat")
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream_interval: int = 1,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **template_options: Any,
+    ) -> Stream:
+        """Like `chat`, but streams the answers: see `stream`."""
+        prompts = self._manager.intake.render(messages, template_options)
+        return self.stream(
+            prompts, sampling_params, stream_interval=stream_interval, priority=priority, cache_salt=cache_salt
+        )
+
+    @explains_arguments("LLM.import_request")
     def import_request(
         self,
         data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -221,6 +261,7 @@ class LLM:
         inputs = self._manager.intake.parse_exported(data)
         return Stream(self._manager, self._manager.submit(inputs, priority, None, streams=True), stream_interval)
 
+    @explains_arguments("LLM.generate_each")
     def generate_each(
         self,
         prompts: Iterable[Prompt],
@@ -255,10 +296,14 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
         return tokenizer
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """`tokenizer`, by vLLM's name."""
+        return self.tokenizer
+
+    @explains_arguments("LLM.tokenize")
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
-        ids: list[int] = self._manager.open().encoder.encode(prompt, sampling_params or SamplingParams()).tolist()
-        return ids
+        return self._manager.intake.tokenize(prompt, sampling_params or SamplingParams())
 
     def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
@@ -311,6 +356,10 @@ class LLM:
         Raises EngineClosed in a forked child, which has no engine to close.
         """
         self._manager.close()
+
+    def __repr__(self) -> str:
+        """The model, where and how it runs, the size of its pool and its requests."""
+        return f"LLM({self.config.model.name!r}, {self._manager.describe()})"
 
     def __enter__(self) -> LLM:
         return self
@@ -412,7 +461,7 @@ def _outputs_in_order(
             (group,) = manager.submit(manager.intake.encode_one(prompt, params), priority, cache_salt)
             return group
         except RequestRejected as error:
-            return refused(prompt if isinstance(prompt, str) else None, str(error))
+            return refused(text_of(prompt), str(error), manager.open().encoder.tokenizer is not None)
 
     taken: deque[RequestOutput | RequestGroup] = deque()
     try:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .flags import FlagParser, flags_of
 from .version import __version__
 
 
@@ -19,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 if a request failed, 2 for bad input, 130 if interrupted, 141 if the reader closed the output pipe.
     """
-    args = _parser().parse_args(argv)
+    try:
+        args = _parser().parse_args(argv)
+    except ModuleNotFoundError as error:
+        return _missing(error)
     logging.basicConfig(
         level=[logging.WARNING, logging.INFO, logging.DEBUG][min(args.verbose, 2)],
         format="%(asctime)s %(name)s %(levelname)s: %(message)s",
@@ -35,11 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 141
+    except ModuleNotFoundError as error:
+        return _missing(error)
     except Exception as error:
         if not _is_ours(error) or args.verbose > 1:
             raise
         print(f"pagetide: {error}", file=sys.stderr)
         return 2
+
+
+def _missing(error: ModuleNotFoundError) -> int:
+    """Report a library that is not installed, and return the exit status. Raises the error for a module of pagetide."""
+    library = str(error.name).partition(".")[0]
+    if library == "pagetide":
+        raise error
+    print(f"pagetide: {library} is not installed, and this command needs it: pip install pagetide", file=sys.stderr)
+    return 2
 
 
 def _is_ours(error: Exception) -> bool:
@@ -51,18 +66,22 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagetide", description="Generate text out of a paged KV cache.")
+    parser = FlagParser(prog="pagetide", description="Generate text out of a paged KV cache.")
     parser.add_argument("--version", action="version", version=f"pagetide {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given often")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
     generate.add_argument(
-        "--prompt-file", action="append", default=[], metavar="F", help="a file that is one prompt; - is standard input"
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="F",
+        help="a file with one prompt, or - for standard input; repeatable",
     )
-    generate.add_argument("--stream", action="store_true", help="print the text as it comes")
-    _add_json(generate, "one object a line: outputs, or with --stream what is new")
-    _add_serving(_add_engine(generate, "model-name", required=True))
+    generate.add_argument("--stream", action="store_true", help="print the text as it is generated")
+    _add_json(generate, "JSON lines: outputs, or chunks with --stream")
+    _add_serving(_add_engine(generate))
     _add_sampling(generate)
     generate.set_defaults(run=_generate)
 
@@ -96,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         description="What a model's weights and KV cache take, what is free now, and how many sequences fit. Reads no "
         "weights and takes no memory.",
     )  # fmt: skip
-    _add_engine(plan, "MODEL")
+    _add_engine(plan, positional=True)
     plan.add_argument(
         "--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)"
     )
@@ -107,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     from .batch import run
 
     for command in (generate, demo, models, plan, run.add_parser(commands), doctor.add_parser(commands)):
-        command.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv with tracebacks")
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv shows tracebacks")
     return parser
 
 
@@ -115,27 +134,36 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def _add_engine(parser: argparse.ArgumentParser, model: str, required: bool = False) -> argparse._ArgumentGroup:
-    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group."""
+def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> argparse._ArgumentGroup:
+    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group.
+
+    With `positional` the model may also be given without a flag.
+    """
     from .engine.attention.backends import NAMES as ATTENTION
 
     help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
-    if required:
-        parser.add_argument(f"--{model}", "--model", dest="model", required=True, metavar="MODEL", help=help_text)
-    else:
-        parser.add_argument("model", metavar=model, help=help_text)
+    place: argparse._ActionsContainer = parser
+    if positional:
+        place = parser.add_mutually_exclusive_group(required=True)
+        place.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help_text)
+    place.add_argument(
+        "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
+        default=argparse.SUPPRESS if positional else None, help="the same" if positional else help_text,
+    )  # fmt: skip
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    engine.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
+    engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     engine.add_argument(
         "--kv-memory", metavar="BYTES",
         help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     )  # fmt: skip
     engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS")
     engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest here)")
-    engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences that run at the same time (default 256)")
-    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens of one step (default 2048)")
-    engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and output together")
+    engine.add_argument("--max-seqs", type=int, metavar="N", help="maximum number of running sequences (default 256)")
+    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="maximum tokens of a step (default 2048)")
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="maximum tokens of prompt and output together"
+    )
     return engine
 
 
@@ -143,38 +171,38 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     """Add the engine options that `plan` does not take, as they matter only to a running engine."""
     engine.add_argument(
         "--max-chunk-tokens", type=int, metavar="N",
-        help="most tokens of one prompt in a step (default: as many as the step has)",
+        help="maximum tokens of one prompt in a step (default: no limit but the step's)",
     )  # fmt: skip
     engine.add_argument(
         "--host-kv-memory", metavar="BYTES",
-        help="host memory to swap to, like 8GiB, instead of computing again (default: none)",
+        help="host memory for swapped-out blocks, like 8GiB (default: none)",
     )  # fmt: skip
     engine.add_argument(
         "--prefix-cache-memory", metavar="BYTES",
-        help="most memory of cached prefixes that no request uses, like 2GiB, or 0 (default: no bound)",
+        help="maximum memory of cached blocks that no request holds, like 2GiB, or 0 (default: no bound)",
     )  # fmt: skip
     engine.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,
-        help="keep nothing of what was computed for prompts that begin alike",
+        help="compute common prefixes of prompts again for each request",
     )  # fmt: skip
     engine.add_argument(
-        "--idle-s", type=float, metavar="SECONDS", help="after which memory that nothing needs goes back (default 10)"
+        "--idle-s", type=float, metavar="SECONDS", help="seconds after which unneeded memory is given back (default 10)"
     )
     engine.add_argument(
         "--no-share", dest="share", action="store_const", const=False,
-        help="hold no lease: the memory is this engine's alone and cannot be recalled",
+        help="hold no lease: do not share memory with other engines",
     )  # fmt: skip
     engine.add_argument(
         "--no-overlap", dest="overlap", action="store_const", const=False,
-        help="begin no step before the tokens of the last one are on the host",
+        help="launch no step before the previous step's tokens reach the host",
     )  # fmt: skip
     engine.add_argument(
         "--no-cuda-graphs", dest="cuda_graphs", action="store_const", const=False,
-        help="launch the kernels of decode steps one by one",
+        help="do not replay decode steps from CUDA graphs",
     )  # fmt: skip
     engine.add_argument(
         "--no-self-check", dest="self_check", action="store_const", const=False,
-        help="use every part of the engine on CUDA, whether or not it works there (see `pagetide doctor`)",
+        help="on CUDA, use all parts of the engine without testing them (see `pagetide doctor`)",
     )  # fmt: skip
 
 
@@ -192,12 +220,12 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of SamplingParams that fits a command line; omitted ones keep the model's default."""
     group = parser.add_argument_group("sampling (default: as the model's generation config says)")
     for name, kind in _SAMPLING_NUMBERS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
+        group.add_argument(*flags_of(name), dest=name, type=kind, metavar="N" if kind is int else "X")
     group.add_argument(
         "--n", type=int, metavar="N", help="continuations of each prompt (default 1, or as the models file says)"
     )
-    group.add_argument("--best-of", type=int, metavar="N", help="make so many, and give the n likeliest of them")
-    group.add_argument("--num-beams", type=int, metavar="N", help="beam search with so many beams")
+    group.add_argument("--best-of", type=int, metavar="N", help="generate N candidates, return the n most likely")
+    group.add_argument("--num-beams", type=int, metavar="N", help="beam search with N beams")
     group.add_argument("--length-penalty", type=float, metavar="X", help="of beams (default 1)")
     group.add_argument(
         "--early-stopping", type=_early_stopping, metavar="true|false|never", help="of beams (default false)"
@@ -205,20 +233,25 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the tokens, and the K most likely"
     )
-    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompts' tokens")
+    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same for the prompts' tokens")
     group.add_argument(
-        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="not to be generated; may be given often"
+        "--bad-word",
+        dest="bad_words",
+        action="append",
+        metavar="TEXT",
+        help="a string that is never generated; repeatable",
     )
+    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; repeatable")
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="a string that ends the text; may be given often"
-    )
-    group.add_argument("--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID")
-    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="the output is a document of it")
-    group.add_argument("--regex", metavar="TEXT", help="matches the whole output")
+        "--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID",
+        help="a token id that ends the text; repeatable",
+    )  # fmt: skip
+    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="a JSON schema for the output")
+    group.add_argument("--regex", metavar="TEXT", help="a regular expression that the whole output matches")
     group.add_argument(
-        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="in Lark's notation; the output is a sentence of it"
+        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="a grammar for the output, in Lark's notation"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end ids")
+    group.add_argument("--ignore-eos", action="store_true", help="ignore EOS")
     group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="add no BOS")
 
 
@@ -281,7 +314,7 @@ def _generate(args: argparse.Namespace) -> int:
                 print(json.dumps(output.to_dict(), ensure_ascii=False))
         elif not args.stream:
             _print_texts(
-                [str(c.token_ids if c.text is None else c.text) for output in outputs for c in output.completions]
+                [str(c.token_ids if c.decoded is None else c.decoded) for output in outputs for c in output.completions]
             )
     errors = [completion.error for output in outputs for completion in output.completions if completion.error]
     for error in errors:

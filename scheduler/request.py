@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import InitVar, dataclass, field, fields, replace
 from itertools import islice
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from .arguments import explains_arguments
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
@@ -23,6 +26,7 @@ MOST_BAD_WORDS = 1024
 MOST_PROCESSORS = 256
 LONGEST_STRING = 256  # characters of a stop string, or of a bad word
 MOST_LISTED_IDS = 16_384  # token ids in all lists of `bad_words_ids` together, and in `logit_bias`
+LONGEST_REPR = 80  # characters of a value
 LONGEST_CONSTRAINT = 131_072  # characters of a schema, a regular expression or a grammar
 _MOST = 2**31 - 1  # token ids and counts are 32 bits wide
 _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -33,14 +37,38 @@ LogitsProcessor = Callable[..., Any]  # (input_ids [1, tokens], scores [1, vocab
 TokenLists = tuple[tuple[int, ...], ...]
 Constraint = tuple[Literal["json_schema", "regex", "grammar"], str]
 
+# Names of vLLM and transformers with the same values and meaning as the parameters that they stand for.
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "num_return_sequences": "n"}
 
-@dataclass(frozen=True, slots=True)
+T = TypeVar("T")
+
+
+class JsonSchemaModel(Protocol):
+    """A class that describes itself by a JSON schema, such as a pydantic model."""
+
+    def model_json_schema(self) -> dict[str, Any]:
+        """The schema."""
+        ...
+
+
+def _sampling_class(cls: type[T]) -> type[T]:
+    """Make the aliases of a dataclass readable, and let unknown arguments raise UnknownArgument."""
+    for alias, name in ALIASES.items():
+        # Not a field for `dataclasses.replace`, which would pass the old value on with a new one of `name`.
+        del cls.__dict__["__dataclass_fields__"][alias]
+        setattr(cls, alias, property(attrgetter(name), doc=f"`{name}`."))
+    cls.__init__ = explains_arguments(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
+    return cls
+
+
+@_sampling_class
+@dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How to continue a prompt. `None` stands for the value of the model's `generation_config.json`, else the default.
 
     Args:
         n: Continuations of each prompt, which is computed once for all of them (default 1). Each draws its own tokens; with
-            temperature 0 they are all alike. `num_return_sequences` is an alias.
+            temperature 0 they are all alike. Alias: `num_return_sequences`.
         best_of: Continuations to generate; the `n` with the highest mean log-probability are returned, best first.
         num_beams: Above 1: beam search with this many beams, as in transformers' `generate`; `n` of them are returned, best
             first. With a temperature, candidates are drawn instead of being the most likely.
@@ -48,10 +76,11 @@ class SamplingParams:
         early_stopping: For beams: True stops at `num_beams` complete ones, False when a better one is unlikely, "never"
             when a better one is impossible (default False).
         max_new_tokens: Most tokens to generate, at least 1 (default 256). The model's context also ends generation.
-        min_new_tokens: No end id or stop id is sampled before this many tokens.
+            Alias: `max_tokens`.
+        min_new_tokens: No end id or stop id is sampled before this many tokens. Alias: `min_tokens`.
         temperature: 0 is greedy. Defaults to 0 unless the model's generation config sets `do_sample`, or `top_k`, `top_p` or
             `min_p` is given here (then 1).
-        top_k: Sample among the k most likely tokens; 0 is off.
+        top_k: Sample among the k most likely tokens; 0 or -1 is off.
         top_p: Sample among the fewest tokens that hold this probability, in (0, 1].
         min_p: Drop tokens less likely than this share of the most likely one, in [0, 1].
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the output.
@@ -64,7 +93,8 @@ class SamplingParams:
         logits_processors: transformers' `LogitsProcessor` objects, or functions like them. Each is called for this request
             alone with the tokens so far, int64 [1, tokens], and the scores, float32 [1, vocabulary], and returns scores. They
             run after the penalties and before temperature.
-        json_schema: A JSON schema (text or mapping) for the output. At most 131,072 characters, like the next two.
+        json_schema: A JSON schema for the output: a text, a mapping, or a class with `model_json_schema`, such as a pydantic
+            model. At most 131,072 characters, like the next two.
         regex: A regular expression that the whole output must match.
         grammar: A context-free grammar in Lark's notation that the output must satisfy.
         stop: A string or strings that end the text, which is cut before them. At most 128, of at most 256 characters each.
@@ -72,13 +102,14 @@ class SamplingParams:
         ignore_eos: Ignore the model's end ids.
         start_id: First token of the prompt, prepended unless it is there. For a string it replaces the tokenizer's BOS.
         logprobs: Return the log-probability of each generated token, before any of the processing above, and those of this
-            many most likely tokens.
+            many most likely tokens; True is 0, False is None.
         prompt_logprobs: The same for the prompt's tokens, from the second on.
         seed: The same request with the same seed gives the same tokens; `None` draws a random seed.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.
 
     Raises:
         ValueError: a value is outside its range; the message names it.
+        UnknownArgument: (a TypeError and ValueError) an unknown name; the message says what to write instead.
     """
 
     max_new_tokens: int | None = None
@@ -104,19 +135,20 @@ class SamplingParams:
     bad_words_ids: Sequence[Sequence[int]] | None = None
     logit_bias: Mapping[int, float] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
-    json_schema: str | Mapping[str, Any] | None = None
+    json_schema: str | Mapping[str, Any] | JsonSchemaModel | None = None
     regex: str | None = None
     grammar: str | None = None
     start_id: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_return_sequences: InitVar[int | None] = None
+    max_tokens: InitVar[int | None] = None
+    min_tokens: InitVar[int | None] = None
 
-    def __post_init__(self, num_return_sequences: int | None) -> None:
-        if num_return_sequences is not None:
-            if self.n not in (None, num_return_sequences):
-                raise ValueError(f"n is {self.n} and num_return_sequences {num_return_sequences}: they mean the same")
-            object.__setattr__(self, "n", num_return_sequences)
+    def __post_init__(self, num_return_sequences: int | None, max_tokens: int | None, min_tokens: int | None) -> None:
+        _apply_aliases(
+            self, {"num_return_sequences": num_return_sequences, "max_tokens": max_tokens, "min_tokens": min_tokens}
+        )
         _keep(self)
         _check_integer("n", self.n, least=1, most=MOST_FORKS)
         _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)
@@ -143,6 +175,12 @@ class SamplingParams:
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
 
+    def __repr__(self) -> str:
+        """The parameters that are set, each in at most LONGEST_REPR characters."""
+        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        each = ((name, repr(value)) for name, value, unset in given if value != unset)
+        return f"SamplingParams({', '.join(f'{name}={_shortened(text)}' for name, text in each)})"
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, for either form of input."""
@@ -161,7 +199,7 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """The kind and text of the output's constraint: a JSON schema, regular expression or grammar."""
         if self.json_schema is not None:
-            schema = self.json_schema
+            schema = self.json_schema  # a class has become its schema
             return "json_schema", schema if isinstance(schema, str) else json.dumps(schema, default=dict)
         if self.regex is not None:
             return "regex", self.regex
@@ -298,8 +336,33 @@ _READ = {
 }  # fmt: skip
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_REPR else f"{text[: LONGEST_REPR - 3]}..."
+
+
+def _apply_aliases(params: SamplingParams, given: Mapping[str, Any]) -> None:
+    """Set parameters by their aliases. Raises ValueError if both are given and differ."""
+    for alias, value in given.items():
+        name = ALIASES[alias]
+        if value is not None:
+            if getattr(params, name) not in (None, value):
+                raise ValueError(f"{name} is {getattr(params, name)} and {alias} {value}: they mean the same")
+            object.__setattr__(params, name, value)
+
+
 def _keep(params: SamplingParams) -> None:
-    """Copy the given lists (iterators too) and `logit_bias` into `params`. Other types stay, to be refused."""
+    """Normalize `params`: copy the given lists (iterators too) and `logit_bias`, resolve -1, booleans and classes.
+
+    Other types stay, to be refused.
+    """
+    if params.top_k == -1 and not isinstance(params.top_k, bool):
+        object.__setattr__(params, "top_k", 0)
+    for name in ("logprobs", "prompt_logprobs"):
+        if isinstance(value := getattr(params, name), bool):
+            object.__setattr__(params, name, 0 if value else None)
+    describe = getattr(params.json_schema, "model_json_schema", None)
+    if describe is not None:
+        object.__setattr__(params, "json_schema", _schema_of(describe))
     for name, most in _READ.items():
         value = getattr(params, name)
         if _is_list(value):
@@ -309,6 +372,14 @@ def _keep(params: SamplingParams) -> None:
             object.__setattr__(params, name, kept)
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
+
+
+def _schema_of(describe: Callable[[], Any]) -> Any:
+    """The schema of a class, by its `model_json_schema`. Raises ValueError if that fails."""
+    try:
+        return describe()
+    except Exception as error:  # pydantic's errors, and a base class itself
+        raise ValueError(f"json_schema: the class gives no schema: {type(error).__name__}: {error}") from error
 
 
 def _check_choice(params: SamplingParams) -> None:

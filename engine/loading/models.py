@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}  # torch's and vLLM's
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
 # Not a model default: fields without an "unset" value, or that belong to one request.
 _SAMPLING_KEYS = tuple(
@@ -396,6 +397,7 @@ def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str)
 def check_dtype(dtype: object) -> str:
     """The name of `dtype`, a name or a torch dtype. Raises ConfigError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
+    name = _DTYPE_SYNONYMS.get(name, name)
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return name

@@ -11,15 +11,17 @@ from ...scheduler.request import SamplingParams
 from ..text.encoder import Encoder, PreparedParams
 from .handover import Handover
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text; token ids; vLLM's form of either; a tokenizer's result
 Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # largest absolute value
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of vLLM's prompts
+_ENCODING_KEYS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # of a tokenizer's results
 
 
 class PromptInput(NamedTuple):
     """A prompt ready to be queued: its text (None if given as ids), token ids, merged parameters and data derived from these.
 
-    `before` is the state of an imported request.
+    `before` is the state of an imported request. `cache_salt` is the prompt's own; None is the call's.
     """
 
     prompt: str | None
@@ -27,6 +29,46 @@ class PromptInput(NamedTuple):
     params: SamplingParams
     prepared: PreparedParams
     before: Handover | None = None
+    cache_salt: str | None = None
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt of any form: what to encode, its text (None if only ids are known), and its own cache salt."""
+
+    content: str | Sequence[int]
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Parse one prompt. Raises RequestRejected for a mapping without a prompt, with several, or with other keys."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, prompt)
+    if not isinstance(prompt, Mapping):
+        return ParsedPrompt(prompt)
+    if "input_ids" in prompt:
+        many = _encoded_prompts(prompt)
+        if len(many) != 1:
+            raise RequestRejected(
+                f"the tokenizer's result has {len(many)} prompts, and one is needed here: give its rows"
+            )
+        return ParsedPrompt(many[0])
+    _refuse_other_keys(prompt, _PROMPT_KEYS)
+    given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
+    text, ids, salt = given
+    if text is None and ids is None:
+        raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
+    if text is not None and not isinstance(text, str):
+        raise RequestRejected(f"`prompt` of a mapping must be a text, got {type(text).__name__}")
+    check_cache_salt(salt)
+    content: Any = text if ids is None else ids
+    return ParsedPrompt(content, text, salt)
+
+
+def text_of(prompt: object) -> str | None:
+    """The text of a prompt that may be invalid; None if it has none."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def pair_params(
@@ -66,9 +108,9 @@ def encode_pairs(
             except ValueError as error:  # the parameters contradict the model's settings
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
-        inputs.append(
-            PromptInput(prompt if isinstance(prompt, str) else None, encoder.encode(prompt, known[0]), *known)
-        )
+        parsed = parse_prompt(prompt)
+        ids = encoder.encode(parsed.content, known[0])
+        inputs.append(PromptInput(parsed.text, ids, *known, cache_salt=parsed.cache_salt))
     return inputs
 
 
@@ -116,6 +158,17 @@ def check_count(name: str, value: object) -> None:
         raise RequestRejected(f"{name} must be an integer of at least 1, got {value!r}")
 
 
+def joined_progress(progress: bool | None, use_tqdm: bool | None) -> bool | None:
+    """`progress`, given by either name. Raises RequestRejected if both are given and differ, or one is not a bool."""
+    given = {value for value in (progress, use_tqdm) if value is not None}
+    if len(given) > 1:
+        raise RequestRejected(f"progress is {progress} and use_tqdm {use_tqdm}: they mean the same")
+    for value in given:
+        if not isinstance(value, bool):
+            raise RequestRejected(f"progress must be True, False or None, got {value!r:.80}")
+    return given.pop() if given else None
+
+
 def checked_priority(priority: object) -> int:
     """Return `priority`. Raises RequestRejected unless it is an integer from -MOST_PRIORITY to MOST_PRIORITY."""
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MOST_PRIORITY:
@@ -131,14 +184,44 @@ def check_cache_salt(cache_salt: object) -> None:
 
 def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts, from one or several. Raises RequestRejected for none."""
+    if isinstance(prompts, Mapping):
+        return _encoded_prompts(prompts) if "input_ids" in prompts else [prompts]
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestRejected(f"prompts must be strings or lists of token ids, got {type(prompts).__name__}")
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # `tolist`: arrays and tensors
+    many = _plain(prompts)
     if not isinstance(many, list):
         raise RequestRejected(f"prompts must be strings or lists of token ids, got the single number {many!r}")
     if not many:
         raise RequestRejected("no prompt was given: pass a string, token ids, or a list of them")
     first = many[0]
     return [many] if not isinstance(first, str) and not isinstance(first, Iterable) else many
+
+
+def _encoded_prompts(encoding: Mapping[str, Any]) -> list[Any]:
+    """The token ids of each prompt in a tokenizer's result (`BatchEncoding`), without padding.
+
+    Raises RequestRejected for other keys than a tokenizer's, and for a mask of another shape than the ids.
+    """
+    _refuse_other_keys(encoding, _ENCODING_KEYS)
+    many, mask = _as_list(encoding["input_ids"]), encoding.get("attention_mask")
+    if mask is None:
+        return many
+    masks = _as_list(mask)
+    try:
+        rows = zip(map(_plain, many), map(_plain, masks), strict=True)
+        return [[i for i, kept in zip(ids, row, strict=True) if kept] for ids, row in rows]
+    except (TypeError, ValueError) as error:
+        raise RequestRejected("attention_mask must have the shape of input_ids") from error
+
+
+def _plain(values: Any) -> Any:
+    """A list of `values`; arrays and tensors have `tolist`."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _refuse_other_keys(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    other = [key for key in given if key not in known and given[key] is not None]
+    if other:
+        raise RequestRejected(f"a prompt cannot have the key {other[0]!r:.80}; known are {', '.join(known)}")

@@ -10,10 +10,11 @@ from typing import Any
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import Request, SamplingParams
 from ..build import Engine
+from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import Prompt, PromptInput, checked_priority, conversations, encode_pairs, pair_params
+from .inputs import Prompt, PromptInput, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
 from .states import RequestGroup
 
 
@@ -39,12 +40,17 @@ class RequestIntake:
 
     def encode_one(self, prompt: Prompt, params: SamplingParams | None) -> list[PromptInput]:
         """As `encode`, for a single prompt: a list is token ids."""
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, str | Mapping):
             try:
                 prompt = list(prompt)
             except Exception as error:  # not an iterable, or one that raises
                 raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
         return self.encode([prompt], params)
+
+    def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of one prompt."""
+        ids: list[int] = self.engine.encoder.encode(parse_prompt(prompt).content, params).tolist()
+        return ids
 
     def parse_exported(self, data: Any) -> list[PromptInput]:
         """Parse the data of one or several exported requests (`RequestHandle.export`)."""
@@ -59,7 +65,14 @@ class RequestIntake:
         ]
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        """Apply the tokenizer's chat template to conversations. Returns token ids."""
+        """Apply the tokenizer's chat template to conversations. Returns token ids.
+
+        `NESTED` among the options holds more options, as vLLM takes them.
+        """
+        nested = options.get(NESTED) or {}
+        if not isinstance(nested, Mapping):
+            raise RequestRejected(f"{NESTED} must map names to values, got {type(nested).__name__}")
+        options = {**{name: value for name, value in options.items() if name != NESTED}, **nested}
         return [self.engine.encoder.render(conversation, options) for conversation in conversations(messages)]
 
     def build(
@@ -92,7 +105,7 @@ class RequestIntake:
 
     def _request(self, prompt: PromptInput, priority: int | None, cache_salt: str | None) -> Request:
         before = prompt.before
-        salt = cache_salt if before is None else before.cache_salt
+        salt = _salt(prompt, cache_salt) if before is None else before.cache_salt
         request = Request(
             request_id=f"r{next(self.numbers)}",
             prompt_token_ids=prompt.token_ids,
@@ -102,3 +115,11 @@ class RequestIntake:
             cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
         )
         return request if before is None else before.request(request)
+
+
+def _salt(prompt: PromptInput, cache_salt: str | None) -> str | None:
+    """The salt of a prompt: its own, or its call's. Raises RequestRejected if both are given and differ."""
+    own = prompt.cache_salt
+    if own is not None and cache_salt not in (None, own):
+        raise RequestRejected("the prompt has another cache_salt than its call: give one of them")
+    return cache_salt if own is None else own

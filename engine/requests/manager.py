@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ...allocator.errors import LeaseClosed
+from ...monitor.units import format_bytes
 from ...scheduler.errors import RequestRejected
 from ..build import Engine, build
 from ..config import EngineConfig
@@ -129,6 +130,15 @@ class RequestManager:
     def last_stats(self) -> dict[str, Any]:
         """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
+
+    def describe(self) -> str:
+        """Device, dtype, size of the pool and requests, for a repr; "closed" for a closed engine."""
+        try:
+            stats = self.stats()
+        except EngineClosed:
+            return "closed"
+        place, pool = f"device={stats['device']!r}, dtype={stats['dtype']!r}", format_bytes(stats["kv_bytes"])
+        return f"{place}, KV pool {pool}, {stats['running']} running, {stats['waiting']} waiting"
 
     def _collect_stats(self, engine: Engine) -> dict[str, Any]:
         return {**engine.stats(), "threads": {self._keeper.name: self._keeper.to_dict()}}

@@ -29,15 +29,22 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # the most likely ones and their log-probabilities, best first
 
 
-@dataclass(frozen=True, slots=True)
+MOST_SHOWN_TOKENS = 8  # in a repr
+MOST_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """One continuation of a prompt.
+
+    `text` is without the prompt and cut before a stop string. A model without a tokenizer has none: reading it raises
+    AttributeError, and `decoded` is None.
 
     `finish_reason` is "stop" (an end id, stop id or stop string), "length" (`max_new_tokens`, the model's context or the
     pool's capacity), "aborted", or "error" (`error` has the message; the tokens so far are included).
     """
 
-    text: str | None  # without the prompt, cut before a stop string; None without a tokenizer
+    decoded: str | None  # the text; None without a tokenizer
     token_ids: list[int]  # all generated tokens, the end id included
     finish_reason: FinishReason
     timings: Timings
@@ -46,12 +53,34 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `token_ids`; None if not requested
     cumulative_logprob: float | None = None  # their sum; set with `best_of` too
 
+    @property
+    def text(self) -> str:
+        """The generated text. Raises AttributeError if the model has no tokenizer."""
+        if self.decoded is None:
+            raise AttributeError(
+                "there is no text, because the model has no tokenizer: read token_ids, or give the engine tokenizer=..."
+            )
+        return self.decoded
 
-@dataclass(frozen=True, slots=True)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON. `text` is None without a tokenizer."""
+        told = asdict(self)
+        return {"text": told.pop("decoded"), **told}
+
+    def __repr__(self) -> str:
+        """The beginning of the text and of the tokens, their number and the finish reason."""
+        error = f", error={self.error!r}" if self.error is not None else ""
+        text = _shown_text(self.decoded)
+        tokens = _shown_tokens(self.token_ids)
+        return f"Completion(text={text}, token_ids={tokens}, finish_reason={self.finish_reason!r}{error})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class RequestOutput:
     """The output of a finished request: its `n` continuations, with `best_of` the best first.
 
-    The properties are the first continuation's.
+    `completions` has all continuations, and `outputs` is vLLM's name for it. The other properties are the first
+    continuation's.
 
     `num_cached_tokens` is the number of `prompt_token_ids` found in the prefix cache at the first admission; these were not
     computed. It is 0 for a prompt that was never admitted, and one number for all continuations and beams. An imported
@@ -69,8 +98,13 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     @property
-    def text(self) -> str | None:
-        """The generated text, cut before a stop string; None without a tokenizer."""
+    def outputs(self) -> tuple[Completion, ...]:
+        """`completions`, by vLLM's name."""
+        return self.completions
+
+    @property
+    def text(self) -> str:
+        """The generated text, cut before a stop string. Raises AttributeError if the model has no tokenizer."""
         return self.completions[0].text
 
     @property
@@ -99,8 +133,14 @@ class RequestOutput:
         return self.completions[0].error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
+        """Plain data, for JSON. `text` is None without a tokenizer."""
+        return {**asdict(self), "completions": tuple(completion.to_dict() for completion in self.completions)}
+
+    def __repr__(self) -> str:
+        """The id, the beginning and length of the prompt, and the completions."""
+        prompt = _shown_tokens(self.prompt_token_ids) if self.prompt is None else _shown_text(self.prompt)
+        count = f"{len(self.prompt_token_ids)} tokens"
+        return f"RequestOutput({self.request_id!r}, prompt={prompt} ({count}), completions={list(self.completions)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +164,19 @@ class StreamChunk:
         return self.completion.finish_reason if self.completion else None
 
 
-def refused(prompt: str | None, error: str) -> RequestOutput:
+def refused(prompt: str | None, error: str, has_tokenizer: bool) -> RequestOutput:
     """The output of a rejected request, which was never started."""
-    end = Completion(None, [], "error", Timings(None, 0.0), error=error)
+    end = Completion("" if has_tokenizer else None, [], "error", Timings(None, 0.0), error=error)
     return RequestOutput("", prompt, [], (end,))
+
+
+def _shown_text(text: str | None) -> str:
+    if text is None or len(text) <= MOST_SHOWN_CHARACTERS:
+        return repr(text)
+    return f"{text[:MOST_SHOWN_CHARACTERS]!r}... ({len(text):,} characters)"
+
+
+def _shown_tokens(token_ids: list[int]) -> str:
+    if len(token_ids) <= MOST_SHOWN_TOKENS:
+        return repr(token_ids)
+    return f"[{', '.join(map(str, token_ids[:MOST_SHOWN_TOKENS]))}, ... {len(token_ids):,} in all]"

@@ -77,7 +77,7 @@ class RequestState:
         except BaseException as error:
             self.fail(error)
             self.completion = self.completion or Completion(
-                text=None if self._text is None else "",
+                decoded=None if self._text is None else "",
                 token_ids=finished.token_ids.tolist(),
                 finish_reason="error",
                 timings=Timings(first_token_s=None, total_s=now - self.request.arrival),
@@ -104,7 +104,7 @@ class RequestState:
         finally:
             stopped = self._text is not None and self._text.stopped
             self.completion = Completion(
-                text=None if self._text is None else self._text.text,
+                decoded=None if self._text is None else self._text.text,
                 token_ids=tokens,
                 finish_reason="error" if self._failure else "stop" if stopped else finished.reason,
                 timings=self._timings(now),
@@ -113,6 +113,11 @@ class RequestState:
                 logprobs=logprobs,
                 cumulative_logprob=total,
             )
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens received so far."""
+        return self._num_taken + len(self._new) if self.completion is None else len(self.completion.token_ids)
 
     def check_exportable(self) -> None:
         """Raise RequestRejected if the request has ended, or its settings are no plain data."""
@@ -136,7 +141,7 @@ class RequestState:
         logprobs = self._logprobs(0, num_delivered)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
         self.completion = Completion(
-            text=text,
+            decoded=text,
             token_ids=withdrawn.token_ids[:num_delivered].tolist(),
             finish_reason="aborted",
             timings=timings,

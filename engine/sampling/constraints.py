@@ -126,7 +126,7 @@ class Constraints:
             else:
                 grammar = library.LLMatcher.grammar_from_lark(text)
         except (ValueError, RecursionError) as error:
-            raise RequestRejected(f"the {kind} cannot be used: {_shortened(str(error))}") from error
+            raise RequestRejected(f"the {kind} cannot be used: {_summary(str(error))}") from error
         limits = library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS)
         matcher = library.LLMatcher(self._data, grammar, log_level=0, limits=limits)
         trouble = _trouble(matcher, self._data)
@@ -290,8 +290,19 @@ def _trouble(matcher: Any, data: Any) -> str | None:
 
 
 def _format_error(matcher: Any) -> str:
-    """The first line of a matcher's error."""
-    return _shortened(str(matcher.get_error()).strip().partition("\n")[0])
+    """A matcher's error on one line."""
+    return _summary(str(matcher.get_error()))
+
+
+def _summary(text: str) -> str:
+    """An error of the library on one line: its first line, and the reason if a later line has it.
+
+    The regex parser reports `regex parse error:`, the pattern, a mark under it, and then `error: unclosed group`.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0].rstrip(":") if lines else "llguidance gives no reason"
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), None)
+    return _shortened(first if reason is None else f"{first}: {reason.removeprefix('error: ')}")
 
 
 def _shortened(text: str) -> str:

@@ -18,6 +18,7 @@ LONGEST_MESSAGE = 400  # characters of a template's error, which may contain the
 
 # Parameters of `apply_chat_template` that are input of the template. The others select the template or the result type.
 _SEEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+NESTED = "chat_template_kwargs"  # vLLM's argument that holds more options
 # Names under which transformers passes the conversation.
 _CONVERSATION = ("messages", "conversation", "conversations")
 
@@ -32,7 +33,7 @@ def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, A
     """
     named = inspect.signature(tokenizer.apply_chat_template).parameters if tokenizer is not None else {}
     for name in options:
-        if name in _CONVERSATION or (name in named and name not in _SEEN):
+        if name in (*_CONVERSATION, NESTED) or (name in named and name not in _SEEN):
             raise RequestRejected(
                 f"chat_template_kwargs cannot set {name!r:.80}: a request may give {', '.join(_SEEN)}, and what its model's "
                 "own chat template asks for by name"

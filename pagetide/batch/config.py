@@ -29,6 +29,7 @@ import yaml
 from ..engine.attention.backends import NAMES as ATTENTION
 from ..engine.config import EngineConfig, ModelSpec
 from ..engine.errors import ConfigError
+from ..flags import flags_of
 from ..monitor.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from ..scheduler.request import SamplingParams
 
@@ -129,32 +130,32 @@ _TITLES = {
 _HELP = {
     "model": "a name (see `pagetide models`), a folder, or a hub id in the local cache",
     "seed": "gives each line its seed: seed x 2^32 + the line's number (default 0)",
-    "input.path": "the prompts: a .txt file, one a line, or .jsonl; - is standard input, read to its end first",
+    "input.path": "the prompts: a .txt file, one a line, or .jsonl; - is standard input, and needs --input-format",
     "input.format": "auto (by name and content), text, jsonl, openai",
     "output.path": "where the records go, one JSON object a line, in the order of the input",
     "output.prompt": "repeat the prompt in its record (default: yes)",
     "output.token_ids": "include the ids of generated tokens (default: no)",
     "block_size": "tokens of a block, or auto",
-    "max_seqs": "sequences that run at the same time (default 256)",
-    "max_step_tokens": "tokens of one step (default 2048)",
-    "max_model_len": "longest prompt and output together",
-    "max_chunk_tokens": "most tokens of one prompt in a step (default: as many as the step has)",
-    "prefix_caching": "keep what was computed for prompts that begin alike (default: yes)",
-    "idle_s": "seconds after which memory that nothing needs goes back (default 10)",
+    "max_seqs": "maximum number of running sequences (default 256)",
+    "max_step_tokens": "maximum tokens of a step (default 2048)",
+    "max_model_len": "maximum tokens of prompt and output together",
+    "max_chunk_tokens": "maximum tokens of one prompt in a step (default: no limit but the step's)",
+    "prefix_caching": "compute common prefixes of prompts once (default: yes)",
+    "idle_s": "seconds after which unneeded memory is given back (default 10)",
     "share": "hold a lease, so that memory can move between engines (default: yes)",
-    "overlap": "begin a step before the tokens of the last one are on the host (default: on CUDA)",
+    "overlap": "launch the next decode step before the previous step's tokens reach the host (default: on CUDA)",
     "cuda_graphs": "replay decode steps from CUDA graphs, on CUDA (default: yes)",
-    "self_check": "use no part of the engine that fails on this device, on CUDA (default: yes)",
+    "self_check": "on CUDA, switch off the parts of the engine that fail on this device (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
     "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
-    "prefix_cache_memory": "most memory of cached prefixes that no request uses, like 2GiB, or 0 (default: no bound)",
-    "host_kv_memory": "host memory to swap to, like 8GiB, instead of computing again (default: none)",
+    "prefix_cache_memory": "maximum memory of cached blocks that no request holds, like 2GiB, or 0 (default: no bound)",
+    "host_kv_memory": "host memory for swapped-out blocks, like 8GiB (default: none)",
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
-    "dtype": "float32, bfloat16, float16 (default: the checkpoint's)",
+    "dtype": "float32, bfloat16 or float16 (default: the checkpoint's)",
     "attention": f"{', '.join(ATTENTION)} (default: the fastest here)",
-    "stop": "a string that ends the text; may be given often",
-    "stop_token_ids": "a token id that ends the text; may be given often",
-    "bad_words": "a string that is not to be generated; may be given often",
+    "stop": "a string that ends the text; repeatable",
+    "stop_token_ids": "a token id that ends the text; repeatable",
+    "bad_words": "a string that is never generated; repeatable",
 }
 
 
@@ -168,15 +169,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flag(group: argparse._ArgumentGroup, section: str, key: str) -> None:
-    name, dest = _flag(section, key), _dest(section, key)
+    names, dest = flags_of(_flag(section, key)), _dest(section, key)
     help_text = _HELP.get(f"{section}.{key}") or _HELP.get(key)
     if key in _SWITCHES:
-        group.add_argument(name, dest=dest, action=argparse.BooleanOptionalAction, help=help_text)
+        group.add_argument(*names, dest=dest, action=argparse.BooleanOptionalAction, help=help_text)
         return
     kind = str if key in _TEXTS else _plain
     action = "append" if key in _LISTS else "store"
     group.add_argument(
-        name, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=help_text
+        *names, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=help_text
     )
 
 

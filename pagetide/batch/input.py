@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from ..engine.errors import ConfigError
-from ..scheduler.request import SamplingParams
+from ..scheduler.request import ALIASES, SamplingParams
 from .config import STDIN, InputOptions
 
 Format = Literal["text", "jsonl", "openai"]
@@ -25,10 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _KINDS_OF_URL: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
-_RENAMED = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
-    "num_return_sequences": "n",
-}  # fmt: skip
+_RENAMED = {**ALIASES, "max_completion_tokens": "max_new_tokens"}
 _OTHER = ("top_logprobs", "response_format")
 # Fields of OpenAI's requests that change no token; `model` is ignored in favour of the run's.
 _NO_MATTER = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -74,6 +71,11 @@ class InputFile:
     def __init__(self, options: InputOptions) -> None:
         of_name = _SUFFIXES.get(Path(options.path).suffix.lower())
         form: Any = of_name if options.format == "auto" else options.format
+        if form is None and options.path == STDIN:
+            raise ConfigError(
+                "standard input has no name that says its format: add --input-format text, jsonl or openai "
+                "(`input: {path: '-', format: text}` in the file)"
+            )
         if form is None:
             raise ConfigError(
                 f"the name of the input {options.path} does not say what is in it: name it .txt or .jsonl, or say "

@@ -76,8 +76,8 @@ class ResultBuilder:
         return {**record, "usage": _usage(output)}
 
     def _continuation(self, completion: Completion) -> Record:
-        record: Record = {"text": completion.text}
-        if self.options.token_ids or completion.text is None:
+        record: Record = {"text": completion.decoded}
+        if self.options.token_ids or completion.decoded is None:
             record["token_ids"] = completion.token_ids
         record["finish_reason"] = completion.finish_reason
         if completion.logprobs is not None:
@@ -106,14 +106,14 @@ class ResultBuilder:
                 "top_logprobs": [{self.token_text(i): x for i, x in entry.top} for entry in completion.logprobs],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
             }
-        text = completion.text or ""
+        text = completion.decoded or ""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     def _chat_choice(self, index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
             logprobs = {"content": [self._chat_token(entry) for entry in completion.logprobs]}
-        message = {"role": "assistant", "content": completion.text or ""}
+        message = {"role": "assistant", "content": completion.decoded or ""}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     def _chat_token(self, entry: TokenLogprobs) -> Record:

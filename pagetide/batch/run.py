@@ -205,8 +205,6 @@ class _RunState:
             self._output.write(record)
             self.tally.new_tokens += self.tally.add(record)
             self.tally.seconds = seconds
-            if self.tally.tokens_per_s is not None:
-                bar.set_postfix_str(f"{self.tally.tokens_per_s:,.0f} tokens/s", refresh=False)
             bar.update()
         records.clear()
 
@@ -241,8 +239,8 @@ class _RunState:
 
     def _bar(self) -> Bar:
         return Bar(
+            lambda: self.tally.new_tokens,
             total=self._survey.num_lines, initial=self.tally.lines, unit="line", desc="running", smoothing=0.1,
-            leave=False, disable=None,
         )  # fmt: skip
 
 

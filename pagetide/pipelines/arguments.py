@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from ..scheduler.arguments import unknown_argument
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def sort_arguments(given: Mapping[str, Any], generation_names: Collection[str], 
     given = dict(given)
     if (nested := given.pop("generate_kwargs", None)) is not None:
         given = _merged(given, nested, "generate_kwargs")
-    refuse_unknown(given, CALL | set(generation_names), "argument of a text-generation pipeline")
+    refuse_unknown(given, CALL | set(generation_names), "a pipeline's call")
     for name in given:
         if given[name] is not None and (name in HARMLESS or name in harmless):
             note(name)
@@ -115,12 +116,11 @@ def flatten_model_kwargs(given: Mapping[str, Any], model_kwargs: Mapping[str, An
     return flat
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str], what: str) -> None:
-    """Raise ValueError for the first unknown name, with the nearest known one."""
+def refuse_unknown(given: Iterable[str], known: Collection[str], call: str) -> None:
+    """Raise UnknownArgument for the first unknown name, with what to write instead or the nearest known name."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            raise ValueError(f"{name!r} is no {what}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise unknown_argument(call, name, known)
 
 
 def note(name: str) -> None:

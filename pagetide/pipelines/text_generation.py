@@ -40,7 +40,7 @@ def pipeline(
             options of `LLM`, such as `kv_memory` or `max_seqs`; and defaults for the arguments of a call.
 
     Raises:
-        ValueError: An argument is unknown or not supported; the message says why.
+        ValueError: An argument is unknown (UnknownArgument, also a TypeError) or not supported; the message says why.
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: As `LLM` raises them.
     """
     if task not in (_TASK, None):
@@ -48,7 +48,7 @@ def pipeline(
     if model is None:
         raise ValueError("no model was given: name one, such as 'demo', or give its folder or a loaded model")
     flat = flatten_model_kwargs(options, model_kwargs)
-    refuse_unknown(flat, CALL | _generation_names() | _engine_options(), "argument of pipeline")
+    refuse_unknown(flat, CALL | _generation_names() | _engine_options(), "pipeline")
     engine_options = {name: value for name in _engine_options() if (value := flat.pop(name, None)) is not None}
     own = not isinstance(model, LLM)
     if not own and (engine_options or tokenizer is not None):

@@ -421,7 +421,7 @@ def test_a_folder_without_a_tokenizer_serves_ids(folder, load):
     llm = load(folder)
     outputs = llm.generate([[5, 6], np.array([7])], up_to(12))
     assert tokens_of(outputs) == [plain((5, 6)), plain((7,))]
-    assert [o.text for o in outputs] == [None, None]
+    assert [o.completions[0].decoded for o in outputs] == [None, None]
     (stopped,) = llm.generate([5, 6], up_to(12, stop_token_ids=[plain((5, 6))[3]]))
     assert stopped.finish_reason == "stop"
     chunks = list(llm.stream([5, 6], up_to(12)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 import pagetide
 from pagetide import LLM, SamplingParams
-from pagetide.cli import main
+from pagetide.cli import _parser, main
 from pagetide.engine import llm as llm_module
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
@@ -191,7 +192,7 @@ class FakeLLM:
         self.told.update(prompts=prompts, params=params)
         if self.raises:
             raise self.raises
-        one = SimpleNamespace(text=None, token_ids=[1, 2], error=self.error)
+        one = SimpleNamespace(decoded=None, token_ids=[1, 2], error=self.error)
         return [SimpleNamespace(completions=(one,) * (params.n or 1), to_dict=dict) for _ in prompts]
 
 
@@ -257,7 +258,7 @@ def test_a_form_is_a_text_or_a_file(name: str, fake: type[FakeLLM], tmp_path: Pa
         assert getattr(fake.told["params"], name) == text
     with pytest.raises(SystemExit):
         main(["generate", "--model-name", "m", "--prompt", "p", option, f"@{file}.none"])
-    assert f"error: argument {option}: cannot read {file}.none: " in capsys.readouterr().err
+    assert f"pagetide generate: argument {option}: cannot read {file}.none: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
@@ -363,7 +364,7 @@ def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFix
     assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "usage: " in err and "error: " in err
+    assert err.startswith("pagetide") and err.endswith(" --help)\n") and err.count("\n") == 1
     assert "_int_or_auto" not in err and "_early_stopping" not in err
 
 
@@ -422,3 +423,53 @@ def test_plan(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["tokens that fit"] == f"{told['tokens_that_fit']:,}"
     assert "context must be 1 to 1,024 tokens" in refused(capsys, "plan", "demo", "--context", "1025")
     assert "context must be 1 to" in refused(capsys, "plan", "demo", "--context", "0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--model", "m", "--promt", "x"], "generate: unknown flag --promt: did you mean --prompt? ("),
+        (["run", "--inputt=x"], "run: unknown flag --inputt: did you mean --input? ("),
+        (["plan", "m", "--quux"], "plan: unknown flag --quux ("),
+        (["generate", "--model", "m", "--max-num-seqs", "4"], "flag --max-num-seqs: as for LLM: write --max-seqs ("),
+        (
+            ["generate", "--model", "m", "--stop-strings", "x"],
+            "flag --stop-strings: as for SamplingParams: write --stop (",
+        ),
+        (["plan", "m", "--model", "n"], "plan: argument --model/--model-name: not allowed with argument MODEL ("),
+    ],
+)
+def test_an_unknown_flag_is_answered(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_second_names_of_flags(fake: type[FakeLLM]) -> None:
+    for model in ("--model", "--model-name"):
+        assert main(["generate", model, "m", "--prompt", "p", "--max-tokens", "7", "--min-tokens", "2"]) == 0
+        assert fake.told["model"] == "m"
+        assert fake.told["params"] == SamplingParams(max_new_tokens=7, min_new_tokens=2)
+
+
+def test_the_model_of_plan_by_place_or_flag() -> None:
+    assert [_parser().parse_args(["plan", *given]).model for given in (["m"], ["--model", "m"])] == ["m", "m"]
+
+
+def test_standard_input_needs_a_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refused(capsys, "run", "--model", "demo", "--input", "-", "--output", str(tmp_path / "o"))
+    assert "add --input-format text, jsonl or openai" in said
+
+
+def test_a_library_that_is_missing_is_named_on_one_line(tmp_path: Path) -> None:
+    """As after an installation without dependencies: torch, or numpy, on which the parser's flags depend."""
+    for library, arguments in (("numpy", ["generate", "--help"]), ("torch", ["plan", "demo"])):
+        (tmp_path / library).mkdir()
+        (tmp_path / library / "__init__.py").write_text(f"raise ModuleNotFoundError('missing', name={library!r})")
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        run = finished(*arguments, env={**os.environ, "PYTHONPATH": path})
+        said = f"pagetide: {library} is not installed, and this command needs it: pip install pagetide\n"
+        assert (run.returncode, run.stdout, run.stderr) == (2, "", said)
+        shutil.rmtree(tmp_path / library)

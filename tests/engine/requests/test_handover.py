@@ -111,7 +111,7 @@ class Journey:
         outputs = dict(zip(self.names, self.read().stream.outputs(), strict=False))
         for name, output in outputs.items():
             assert output.token_ids == self.tokens[name]
-            assert output.text is None or output.text == "".join(self.texts[name])
+            assert output.completions[0].decoded is None or output.text == "".join(self.texts[name])
             assert list(output.completions[0].logprobs or ()) == self.logprobs[name]
         return outputs
 

@@ -344,6 +344,7 @@ def test_a_conversation_that_is_too_long_is_refused_as_a_prompt_is() -> None:
     [
         "chat_template", "tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask",
         "padding", "truncation", "max_length", "sanitize_control_tokens", "messages", "conversation", "conversations",
+        "chat_template_kwargs",
     ],
 )  # fmt: skip
 def test_a_request_cannot_set_what_is_done(name: str) -> None:

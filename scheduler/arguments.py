@@ -1,0 +1,141 @@
+"""Unknown keyword arguments: an error that says what to write instead, by the table of vLLM's and transformers' names.
+
+The table is `configs/migrating.yaml`, which also makes docs/migrating.md (docs/decisions/0042-names-of-other-libraries.md).
+It is read when an unknown name is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from .. import configs
+from ..monitor.yaml_file import read_yaml
+from .errors import UnknownArgument
+
+TABLE = Path(configs.__file__ or "").with_name("migrating.yaml")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_parameters: dict[str, frozenset[str]] = {}  # the argument names of each decorated call, such as "LLM.generate"
+
+
+class Row(NamedTuple):
+    """A row of the table: other libraries' names, the calls that they belong to, and what to write instead."""
+
+    names: tuple[str, ...]
+    calls: tuple[str, ...]
+    kind: str
+    answer: str
+
+    def is_of(self, call: str) -> bool:
+        """Whether the row is about `call`: it is listed, or its method is."""
+        return call in self.calls or call.rpartition(".")[2] in self.calls
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The rows of the table that have names."""
+    _, tables = read_yaml(TABLE)
+    return tuple(
+        Row(tuple(row["names"]), tuple(table["for"]), row.get("kind", "error"), _answer(row))
+        for table in tables.values()
+        for row in table["rows"]
+        if "names" in row
+    )
+
+
+def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: an unknown keyword argument raises UnknownArgument. The signature stays as it is.
+
+    A function with `**` arguments accepts the names `more` besides its parameters. If `more` is empty, it accepts all names
+    except arguments of other calls, and names that the table answers for it or for SamplingParams.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters.values()
+        takes_others = not more and any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = frozenset((*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *more)) - {"self"}
+        _parameters[call] = names
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not names.issuperset(kwargs):
+                for name in kwargs:
+                    if name not in names and not (takes_others and _is_free(call, name)):
+                        raise unknown_argument(call, name, names)
+            return function(*args, **kwargs)
+
+        if inspect.iscoroutinefunction(function) and sys.version_info >= (3, 12):
+            return inspect.markcoroutinefunction(checked)
+        return checked
+
+    return decorate
+
+
+def explains_names(call: str) -> Callable[[type[T]], type[T]]:
+    """A class decorator: a missing attribute that the table lists as a method raises an AttributeError with its answer."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        def missing(self: T, name: str) -> Any:
+            found = None if name.startswith("_") else _row(name, call, "method")
+            said = f": {found.answer}" if found is not None else ""
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{said}", name=name, obj=self)
+
+        cls.__getattr__ = missing  # type: ignore[attr-defined]  # unknown to type checkers, which report the attribute
+        return cls
+
+    return decorate
+
+
+def unknown_argument(call: str, name: str, known: Collection[str]) -> UnknownArgument:
+    """The error for an argument that `call` does not have."""
+    said = answer(call, name)
+    if said is None:
+        near = get_close_matches(name, sorted(known), n=1)
+        said = f"did you mean {near[0]!r}?" if near else None
+    return UnknownArgument(f"{call} has no argument {name!r}" + (f": {said}" if said else ""))
+
+
+def answer(call: str, name: str) -> str | None:
+    """What to write instead of argument `name` of `call`; None if neither the table nor another call has the name."""
+    if (row := _row(name, call, "error")) is not None:
+        return row.answer
+    owner = next((owner for owner, names in _parameters.items() if name in names), None)
+    if owner == "SamplingParams":
+        return f"it is an argument of SamplingParams: write generate(prompts, SamplingParams({name}=...))"
+    if owner is not None:
+        return f"it is an argument of {owner}"
+    return table_answer(name)
+
+
+def table_answer(name: str) -> str | None:
+    """What to write instead of an argument of any call in the table; None for a name that is not in the table."""
+    row = _row(name, None, "error")
+    return None if row is None else f"as for {row.calls[0]}: {row.answer}"
+
+
+def _is_free(call: str, name: str) -> bool:
+    """Whether a name that may be any is not a misplaced argument."""
+    taken = any(name in names for names in _parameters.values())
+    return not (taken or _row(name, call, "error") or _row(name, "SamplingParams", "error"))
+
+
+def _row(name: str, call: str | None, kind: str) -> Row | None:
+    return next(
+        (row for row in rows() if name in row.names and row.kind == kind and (call is None or row.is_of(call))), None
+    )
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """The text of a row for an error: its `answer`, or its cells."""
+    here, note = row.get("here"), row.get("note")
+    text = row.get("answer") or (note if here is None else f"write {here}{f' ({note})' if note else ''}")
+    return str(text).replace("`", "")
