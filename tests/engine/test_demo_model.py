@@ -93,10 +93,12 @@ def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerBase, text
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_tokenizer_is_fast_and_has_no_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_is_fast_and_writes_conversations_as_scenes(tokenizer: PreTrainedTokenizerBase) -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     assert tokenizer.is_fast
-    assert tokenizer.chat_template is None
+    messages = [{"role": "user", "content": "Who goes?"}, {"role": "assistant", "content": "A friend."}]
+    scene = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert scene == "USER:\nWho goes?\n\nASSISTANT:\nA friend.\n\nASSISTANT:\n"
     assert len(tokenizer) == config["vocab_size"]
     assert tokenizer.model_max_length == config["max_position_embeddings"] == 1024
 

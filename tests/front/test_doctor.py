@@ -117,4 +117,4 @@ def test_without_torch_the_rest_is_told(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_the_extras_are_those_of_the_project() -> None:
     there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(EXTRAS) == set(there) - {"examples", "test", "parallel", "dev", "dist"}
+    assert set(EXTRAS) == set(there) - {"examples", "test", "parallel", "dev", "dist", "docs"}

@@ -73,7 +73,7 @@ PYTHON = [block for block in of("python") if not block.text.startswith(FOREIGN)]
 COMMANDS = [
     pytest.param(line, id=f"{block} {line.partition(' #')[0].strip()}")
     for block in of("")
-    for line in block.text.splitlines()
+    for line in block.text.replace("\\\n", " ").splitlines()
     if line.strip() and not line.startswith("#")
 ]
 

@@ -119,7 +119,7 @@ class Journey:
 def check_alike(output: RequestOutput, undisturbed: RequestOutput, number: int = 0) -> None:
     """But for when it was, and for the last bits of log-probabilities, which depend on the batch."""
     own, other = output.completions[0], undisturbed.completions[number]
-    assert (own.token_ids, own.text, own.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+    assert (own.token_ids, own.decoded, own.finish_reason) == (other.token_ids, other.decoded, other.finish_reason)
     assert (output.prompt, output.prompt_token_ids) == (undisturbed.prompt, undisturbed.prompt_token_ids)
     told, expected = list(own.logprobs or ()), list(other.logprobs or ())
     told += [entry for entry in output.prompt_logprobs or () if entry]
