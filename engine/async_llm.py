@@ -39,6 +39,8 @@ from .requests.states import RequestState
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .build import ModelFacts
+
 DEFAULT_MAX_WAITING = 1024
 
 Prompts = Prompt | Sequence[Prompt]
@@ -190,6 +192,11 @@ class AsyncLLM:
             self._engine_thread.run_with_encoder, lambda: self._manager.intake.render([messages], template_options)
         )
         return ids
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts about the loaded model: its context, vocabulary, device, dtype and default sampling."""
+        return self._manager.open().facts
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

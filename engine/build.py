@@ -54,6 +54,18 @@ log = logging.getLogger(__name__)
 _loading = threading.Lock()  # transformers changes process-wide settings while it loads
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a loaded model that do not change. `sampling` holds what requests leave open."""
+
+    max_model_len: int  # tokens of prompt and output together
+    vocab_size: int
+    block_size: int  # tokens of a KV block
+    device: str
+    dtype: str
+    sampling: SamplingParams
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """The parts of a running engine. `close` frees the memory."""
@@ -67,6 +79,14 @@ class Engine:
     sampling: SamplingParams  # defaults: the models file's over the generation config's
     eos_token_ids: tuple[int, ...]
     self_check: CheckReport | None  # on CUDA, unless switched off
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts about the loaded model."""
+        plan = self.plan
+        return ModelFacts(
+            plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling
+        )
 
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters as plain data."""

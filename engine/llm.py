@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .build import Engine
+    from .build import Engine, ModelFacts
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
@@ -289,6 +289,11 @@ class LLM:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
         (ids,) = self._manager.intake.render([messages], template_options)
         return ids
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts about the loaded model: its context, vocabulary, device, dtype and default sampling."""
+        return self._manager.open().facts
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

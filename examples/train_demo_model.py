@@ -46,6 +46,11 @@ from transformers import (
 )
 
 BOS, EOS = "<|bos|>", "<|eos|>"
+# A conversation as a scene of a play, which is what the model has read.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | upper }}:\n{{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
+)
 BOS_ID, EOS_ID = 0, 1
 PART_BYTES = 8192
 HELDOUT_EVERY, VALIDATION_EVERY = 32, 64
@@ -782,6 +787,7 @@ def export_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) ->
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -220,6 +220,12 @@ class _Vocabulary:
         return token
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """The text that a token adds after others, special tokens included. Incomplete characters are replaced by U+FFFD."""
+    vocabulary = _vocabulary(tokenizer, skip_special_tokens=False)
+    return vocabulary.text(vocabulary.anchor, [token_id])
+
+
 @lru_cache(maxsize=8)
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _Vocabulary:
     return _Vocabulary(tokenizer, skip_special_tokens)

@@ -86,7 +86,7 @@ class Encoder:
             PromptTooLong: as `encode`, for the rendered text.
         """
         tokenizer = self._tokenizer("a conversation")
-        if not getattr(tokenizer, "chat_template", None):
+        if not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise RequestRejected(
                 "the model's tokenizer has no chat template: use generate() with a prompt of your own, or set "
                 "`tokenizer: {chat_template: ...}` for the model in the models file"
