@@ -38,7 +38,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo:  ## watch the engine serve many prompts out of a pool too small for all of them
-	$(call setup,constrained)
+	$(call setup,constrained server)
 	$(BIN)/pagetide demo
 
 test:  ## the tests that need no GPU and no patience
@@ -106,7 +106,7 @@ check:  ## lint, format, types, and the documentation
 	$(SITE)
 
 bench:  ## measure; the figures go to build/bench
-	$(call setup)
+	$(call setup,server)
 	@mkdir -p build/bench
 	$(BIN)/python -m benchmarks.bookkeeping --json build/bench/bookkeeping.json
 	$(BIN)/python -m benchmarks.monitor --json build/bench/monitor.json
@@ -122,6 +122,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.divergence --json build/bench/divergence.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 	$(BIN)/python -m benchmarks.api --json build/bench/api.json
+	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 
 RELEASE ?=
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from environment import ROOT
 
-PACKAGES = ("monitor", "allocator", "cache", "scheduler", "engine", "configs")
+PACKAGES = ("monitor", "allocator", "cache", "scheduler", "engine", "server", "configs")
 LINK = re.compile(r"\]\(\s*<?(?![a-z][a-z0-9+.-]*:|#)([^)\s>]+)")
 PLACEHOLDER = "ADDRESS-OF-THIS-REPOSITORY"
 

@@ -13,7 +13,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "architecture.md"
-FOLDERS = ("monitor", "allocator", "cache", "scheduler", "engine", "pagetide", "configs", "benchmarks", "examples")
+FOLDERS = (
+    "monitor",
+    "allocator",
+    "cache",
+    "scheduler",
+    "engine",
+    "server",
+    "pagetide",
+    "configs",
+    "benchmarks",
+    "examples",
+)
 BEGIN, END = "<!-- index: written by .ci/index.py -->", "<!-- end of the index -->"
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 

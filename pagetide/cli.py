@@ -85,7 +85,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(generate)
     generate.set_defaults(run=_generate)
 
-    demo = commands.add_parser(
+    demo = _add_demo(commands)
+
+    models = commands.add_parser("models", help="list the models that have names")
+    _add_json(models, "as JSON")
+    models.set_defaults(run=_models)
+
+    plan = commands.add_parser(
+        "plan", help="what a model would take, and how many sequences fit",
+        description="What a model's weights and KV cache take, what is free now, and how many sequences fit. Reads no "
+        "weights and takes no memory.",
+    )  # fmt: skip
+    _add_engine(plan, positional=True)
+    plan.add_argument(
+        "--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)"
+    )
+    _add_json(plan, "as JSON")
+    plan.set_defaults(run=_plan)
+
+    for command in (generate, demo, models, plan, *_add_modules(commands)):
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv shows tracebacks")
+    return parser
+
+
+def _add_demo(commands: Any) -> argparse.ArgumentParser:
+    demo: argparse.ArgumentParser = commands.add_parser(
         "demo", help="watch the engine serve many prompts out of a small pool",
         description="Serve many prompts with the bundled model out of a KV pool too small for all of them, then again "
         "with room for all, and compare the tokens. Live on a terminal, plain lines elsewhere.",
@@ -105,29 +129,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--table", action="store_true", help="print the texts and a table of figures at the end too")
     _add_json(demo, "the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
+    return demo
 
-    models = commands.add_parser("models", help="list the models that have names")
-    _add_json(models, "as JSON")
-    models.set_defaults(run=_models)
 
-    plan = commands.add_parser(
-        "plan", help="what a model would take, and how many sequences fit",
-        description="What a model's weights and KV cache take, what is free now, and how many sequences fit. Reads no "
-        "weights and takes no memory.",
-    )  # fmt: skip
-    _add_engine(plan, positional=True)
-    plan.add_argument(
-        "--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)"
-    )
-    _add_json(plan, "as JSON")
-    plan.set_defaults(run=_plan)
-
-    from . import doctor  # imported late, like what the other commands need
+def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
+    """Add the commands that have modules of their own."""
+    from . import doctor, serve
     from .batch import run
 
-    for command in (generate, demo, models, plan, run.add_parser(commands), doctor.add_parser(commands)):
-        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv shows tracebacks")
-    return parser
+    def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+        return _engine_arguments(args) | _serving_arguments(args)
+
+    serving = serve.add_parser(commands, _add_engine_options, _add_serving, engine_arguments)
+    return [run.add_parser(commands), serving, doctor.add_parser(commands)]
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
@@ -139,8 +153,6 @@ def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> ar
 
     With `positional` the model may also be given without a flag.
     """
-    from .engine.attention.backends import NAMES as ATTENTION
-
     help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     place: argparse._ActionsContainer = parser
     if positional:
@@ -150,6 +162,13 @@ def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> ar
         "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
         default=argparse.SUPPRESS if positional else None, help="the same" if positional else help_text,
     )  # fmt: skip
+    return _add_engine_options(parser)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group."""
+    from .engine.attention.backends import NAMES as ATTENTION
+
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("monitor", "allocator", "cache", "scheduler", "engine", "pagetide", "benchmarks", "examples", ".ci")
+SOURCES = (
+    "monitor",
+    "allocator",
+    "cache",
+    "scheduler",
+    "engine",
+    "server",
+    "pagetide",
+    "benchmarks",
+    "examples",
+    ".ci",
+)
 MOST_LINES = 60
 MOST_METHODS, MOST_ATTRIBUTES = 30, 20
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "monitor", "allocator", "cache", "scheduler", "engine", "pagetide", "configs", "benchmarks", "examples", "docs", ".ci",
+    "monitor", "allocator", "cache", "scheduler", "engine", "server", "pagetide", "configs", "benchmarks", "examples", "docs",
+    ".ci",
 )  # fmt: skip
 SUFFIXES = (".py", ".md", ".yaml", ".toml", ".c")
 MOST = 60  # for users, operators and other persons

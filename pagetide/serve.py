@@ -1,0 +1,91 @@
+"""`pagetide serve`: an OpenAI-compatible server for one or several models."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("fastapi", "uvicorn", "msgspec")
+_HTTP_OPTIONS = (
+    "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host", "max_queue",
+    "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log", "ssl_certfile", "ssl_keyfile",
+)  # fmt: skip
+
+
+def add_parser(
+    commands: Any,
+    add_engine: Callable[[argparse.ArgumentParser], argparse._ArgumentGroup],
+    add_serving: Callable[[argparse._ArgumentGroup], None],
+    engine_arguments: Callable[[argparse.Namespace], dict[str, Any]],
+) -> argparse.ArgumentParser:
+    """Add the subcommand `serve` to `commands`.
+
+    Args:
+        add_engine, add_serving: Add the engine's options.
+        engine_arguments: The arguments of `LLM` among the parsed options.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve", help="serve models to OpenAI clients",
+        description="Serve models over HTTP, as OpenAI's API does. Every option can be set by PAGETIDE_<OPTION> or in the "
+        "configuration file too; a flag goes first, then the environment, then the file.",
+    )  # fmt: skip
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a name, a folder, or a hub id in the local cache")
+    parser.add_argument("--model", dest="more_models", action="append", default=[], metavar="MODEL", help="repeatable")
+    parser.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="name in requests; one for each model"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML")
+    http = parser.add_argument_group("server")
+    http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
+    http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
+    http.add_argument("--api-key-file", metavar="FILE", help="API keys and their limits, in YAML")
+    http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; more get 429 (default 256)")
+    http.add_argument(
+        "--drain-timeout", type=float, metavar="SECONDS", help="for running requests at SIGTERM (default 30)"
+    )
+    http.add_argument("--chat-template", metavar="FILE", help="used instead of the models' own")
+    http.add_argument(
+        "--tool-call-parser", metavar="FORMAT", help="hermes, llama3, mistral, none (default: by the template)"
+    )
+    http.add_argument("--cors-origin", action="append", metavar="URL", help="pages that may call; * is all; repeatable")
+    http.add_argument("--allowed-host", action="append", metavar="NAME", help="in the Host header; repeatable")
+    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 32 MiB)")
+    http.add_argument(
+        "--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests"
+    )
+    http.add_argument("--open-metrics", action="store_const", const=True, help="serve /metrics without an API key")
+    http.add_argument("--no-access-log", dest="access_log", action="store_const", const=False, help="log no requests")
+    http.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate chain")
+    http.add_argument("--ssl-keyfile", metavar="FILE", help="TLS private key")
+    add_serving(add_engine(parser))
+    parser.set_defaults(run=lambda args: _serve(args, engine_arguments(args)))
+    return parser
+
+
+def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"pagetide serve needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'"
+        )
+    from .server.config import ServeConfig
+    from .server.models import ModelOptions
+    from .server.run import CannotServe, serve
+
+    references = [*args.models, *args.more_models]
+    names = args.served_model_name or references
+    if len(names) != len(references):
+        raise ValueError(f"{len(references)} models, but {len(names)} --served-model-name: give one for each")
+    models = [ModelOptions(name, reference, engine) for name, reference in zip(names, references, strict=True)]
+    given = {name: getattr(args, name) for name in _HTTP_OPTIONS}
+    config = ServeConfig.resolve(given, os.environ, args.config, models, engine)
+    try:
+        return serve(config)
+    except CannotServe as error:
+        print(f"pagetide: {error}", file=sys.stderr)
+        return 2

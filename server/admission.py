@@ -1,0 +1,118 @@
+"""RequestAdmission: which requests the server takes, before it reads them, and when a refused client should come back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .errors import ApiError, unavailable
+from .keys import ApiKey, KeyUse
+
+RATE_WINDOW = 256  # ended requests whose rate is measured
+RATE_AGE_S = 60.0
+MOST_RETRY_S = 300
+
+
+class RequestAdmission:
+    """Counts the requests in the server, of all keys and of each.
+
+    Args:
+        capacity: Requests that the loaded models can run at the same time.
+        max_queue: Requests that may wait beyond these.
+    """
+
+    def __init__(
+        self, capacity: Callable[[], int], max_queue: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.draining = False
+        self.num_requests = 0
+        self._capacity = capacity
+        self._max_queue = max_queue
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._uses: dict[str, KeyUse] = {}
+
+    @contextmanager
+    def request(self, key: ApiKey | None) -> Iterator[None]:
+        """Hold a place for a request. Raises ApiError if there is none."""
+        use = self._checked(key)
+        self.num_requests += 1
+        if use is not None:
+            use.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            self._ends.append(self._clock())
+            if use is not None:
+                use.num_requests -= 1
+
+    @contextmanager
+    def blocks(self, key: ApiKey | None, count: int) -> Iterator[None]:
+        """Hold `count` KV blocks of a key's limit. Raises ApiError if they exceed it."""
+        use = None if key is None else self._use(key)
+        if key is None or use is None or key.max_blocks is None:
+            yield
+            return
+        if use.num_blocks + count > key.max_blocks:
+            raise _too_many(
+                f"the key {key.name} may use {key.max_blocks:,} KV blocks at a time; {use.num_blocks:,} are in use, and this "
+                f"request may need {count:,}",
+                self.retry_after_s(),
+            )
+        use.num_blocks += count
+        try:
+            yield
+        finally:
+            use.num_blocks -= count
+
+    def count_tokens(self, key: ApiKey | None, count: int) -> None:
+        """Charge the tokens of an ended request to its key."""
+        if key is not None:
+            self._use(key).count_tokens(count)
+
+    def retry_after_s(self) -> int:
+        """Seconds after which a place should be free: the queue's length by the rate at which requests end."""
+        waiting = max(self.num_requests - self._capacity(), 0) + 1
+        now = self._clock()
+        ends = [at for at in self._ends if now - at < RATE_AGE_S]
+        if len(ends) < 2:
+            return 1
+        rate = (len(ends) - 1) / max(now - ends[0], 0.001)
+        return min(max(math.ceil(waiting / rate), 1), MOST_RETRY_S)
+
+    def _checked(self, key: ApiKey | None) -> KeyUse | None:
+        if self.draining:
+            raise unavailable("the server is shutting down: it takes no more requests")
+        limit = self._capacity() + self._max_queue
+        if self.num_requests >= limit:
+            raise _too_many(
+                f"{self.num_requests:,} requests are running or waiting, as many as the server takes",
+                self.retry_after_s(),
+            )
+        if key is None:
+            return None
+        use = self._use(key)
+        if key.max_requests is not None and use.num_requests >= key.max_requests:
+            raise _too_many(
+                f"the key {key.name} may have {key.max_requests:,} requests at a time", self.retry_after_s()
+            )
+        wait_s = use.retry_after_s()
+        if wait_s is not None:
+            raise _too_many(
+                f"the key {key.name} may use {key.tokens_per_minute:,} tokens a minute", max(math.ceil(wait_s), 1)
+            )
+        return use
+
+    def _use(self, key: ApiKey) -> KeyUse:
+        if key.name not in self._uses:
+            self._uses[key.name] = KeyUse(key, self._clock)
+        return self._uses[key.name]
+
+
+def _too_many(message: str, retry_after_s: int) -> ApiError:
+    headers = {"retry-after": str(retry_after_s)}
+    return ApiError(429, f"{message}: try again in {retry_after_s} s", code="rate_limit_exceeded", headers=headers)

@@ -1,0 +1,279 @@
+"""The endpoints of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from ..version import __version__
+from .admission import RequestAdmission
+from .chat import ChatCompletion
+from .choices import json_encode
+from .completions import TextCompletion
+from .engine_client import EngineUnavailable, RequestFailed
+from .errors import ApiError, from_engine, unavailable
+from .guard import Guard, GuardRules, RequestContext
+from .keys import ApiKey, ApiKeys
+from .metrics import CONTENT_TYPE, Metrics
+from .models import ModelOptions, ModelRegistry, ServedModel
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+    from_validation,
+)  # fmt: skip
+from .streams import ClientLeft, EventStream, unless_left
+
+OWNER = "pagetide"
+DEFAULT_MAX_QUEUE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """Settings of the endpoints."""
+
+    max_queue: int = DEFAULT_MAX_QUEUE
+    ignore_unknown_fields: bool = False
+    rules: GuardRules = field(default_factory=GuardRules)
+
+
+class Server:
+    """The state behind the endpoints: models, keys, admission."""
+
+    def __init__(self, models: ModelRegistry, keys: ApiKeys, options: AppOptions) -> None:
+        self.models = models
+        self.keys = keys
+        self.options = options
+        self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
+        self.metrics = Metrics()
+
+    def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
+        """The salt of a request: requests of different keys never share cached blocks."""
+        return given if key is None else f"{key.name}\0{given or ''}"
+
+    def block_count(self, model: ServedModel, work: TextCompletion | ChatCompletion, most_new: int) -> int:
+        """The KV blocks that a request may come to need."""
+        block_size = model.engine.info.block_size
+        lengths = [len(one.prompt_token_ids or ()) + most_new for one in work.batch.generations]
+        return sum(-(-length // block_size) for length in lengths) * max(work.num_choices // len(lengths), 1)
+
+
+def make_app(server: Server) -> ASGIApp:
+    """The ASGI application: the endpoints behind the guard."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await server.models.stop()
+
+    app = FastAPI(title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    _add_errors(app)
+    _add_generation(app, server)
+    _add_models(app, server)
+    _add_tokens(app, server)
+    _add_health(app, server)
+    _add_admin(app, server)
+    origins = list(server.options.rules.origins)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return Guard(app, server.keys, server.admission, server.options.rules)
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_encode(data), status, headers, "application/json")
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _json(error.body, error.status, error.headers)
+
+    async def from_client(_: Request, error: Exception) -> Response:
+        return await api_error(_, from_engine(error))
+
+    async def validation(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await api_error(_, from_validation(list(error.errors())))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        messages = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+        api = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers)
+        return await api_error(request, api)
+
+    async def left(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestFailed, from_client)
+    app.add_exception_handler(EngineUnavailable, from_client)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientLeft, left)
+
+
+def _add_generation(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        body.check_fields(server.options.ignore_unknown_fields)
+        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
+        work = TextCompletion(
+            model.engine, body, model.name, server.cache_salt(body.cache_salt, key), server.metrics.observer(model.name)
+        )
+        return await _run(server, request, model, work, bool(body.stream), body.max_tokens)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        body.check_fields(server.options.ignore_unknown_fields)
+        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
+        salt = server.cache_salt(body.cache_salt, key)
+        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, model.options.chat_template)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return await _run(server, request, model, work, bool(body.stream), most)
+
+
+async def _run(
+    server: Server,
+    request: Request,
+    model: ServedModel,
+    work: TextCompletion | ChatCompletion,
+    streams: bool,
+    most_new: int | None,
+) -> Response:
+    """Serve a generating request to its end."""
+    context = RequestContext.of(request.scope)
+    context.facts["model"] = model.name
+    async with AsyncExitStack() as stack:
+
+        def end() -> None:
+            work.batch.cancel()
+            server.metrics.ended(model.name, work.batch)
+            tokens = [len(one.prompt_token_ids or ()) + one.num_tokens for one in work.batch.generations]
+            server.admission.count_tokens(context.key, sum(tokens))
+
+        stack.callback(end)
+        await unless_left(work.begin(), request.receive)
+        if context.key is not None and context.key.max_blocks is not None:
+            longest = model.engine.info.max_model_len if most_new is None else most_new
+            stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work, longest)))
+        if not streams:
+            return _json(await unless_left(work.response(), request.receive))
+        held = stack.pop_all()  # until the stream has ended
+        return EventStream(work.events(), held)
+
+
+def _add_models(app: FastAPI, server: Server) -> None:
+    def describe(model: ServedModel) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "id": model.name, "object": "model", "created": model.created, "owned_by": OWNER,
+            "root": model.options.reference, "state": model.state,
+        }  # fmt: skip
+        if model.process is not None and model.process.is_alive:
+            entry["max_model_len"] = model.process.info.max_model_len
+        return entry
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [describe(model) for model in server.models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(describe(server.models.get(name)))
+
+
+def _add_tokens(app: FastAPI, server: Server) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        body.check_fields(server.options.ignore_unknown_fields)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        engine = server.models.get(body.model).engine
+        template = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+        found = await engine.call(
+            "tokenize", prompt=body.prompt, template=template, add_special_tokens=body.add_special_tokens,
+            messages=None if body.messages is None else [message.to_template() for message in body.messages],
+        )  # fmt: skip
+        texts = {"token_strs": found["texts"]} if body.return_token_strs else {}
+        most = engine.info.max_model_len
+        return _json({"count": len(found["tokens"]), "max_model_len": most, "tokens": found["tokens"], **texts})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        body.check_fields(server.options.ignore_unknown_fields)
+        return _json({"prompt": await server.models.get(body.model).engine.call("detokenize", tokens=body.tokens)})
+
+
+def _add_health(app: FastAPI, server: Server) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the HTTP process answers."""
+        return Response(status_code=200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether all models can serve."""
+        states = {model.name: model.state for model in server.models}
+        if server.admission.draining:
+            raise unavailable("the server is shutting down")
+        if not server.models.is_ready:
+            raise unavailable(f"not all models are ready: {states}")
+        return _json({"status": "ready", "models": states})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await server.metrics.page(server.models), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": server.admission.num_requests})
+
+
+def _add_admin(app: FastAPI, server: Server) -> None:
+    @app.post("/sleep")
+    async def sleep(model: str | None = None, level: int = 1, drain_s: float | None = None) -> Response:
+        """Free the memory of a model, or of all; as vLLM's. `level` makes no difference: weights are read again."""
+        named = [server.models.get(model)] if model is not None else list(server.models)
+        for one in named:
+            await server.models.sleep(one, drain_s)
+        return Response(status_code=200)
+
+    @app.post("/wake_up")
+    async def wake_up(model: str | None = None) -> Response:
+        named = [server.models.get(model)] if model is not None else list(server.models)
+        for one in named:
+            await server.models.wake_up(one)
+        return Response(status_code=200)
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(model: str | None = None) -> Response:
+        return _json({"is_sleeping": server.models.get(model).state == "asleep"})
+
+    @app.post("/admin/models/load")
+    async def load(body: LoadRequest) -> Response:
+        began = time.monotonic()
+        model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
+        await server.models.loaded(model)
+        return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})
+
+    @app.post("/admin/models/unload")
+    async def unload(body: UnloadRequest) -> Response:
+        await server.models.remove(body.name, body.drain_s)
+        return _json({"name": body.name})

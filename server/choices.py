@@ -1,0 +1,86 @@
+"""What completions and chat completions share: ids, usage, finish reasons, and the order of choices."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from .engine_client import Generation
+from .errors import ApiError
+from .messages import Piece
+
+json_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+_REASONS = {"stop": "stop", "length": "length", "aborted": "abort"}
+
+Value = TypeVar("Value")
+
+
+def new_id(kind: str) -> str:
+    """An id such as "cmpl-5f..."."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def now_s() -> int:
+    """The time of creation, in seconds since 1970."""
+    return int(time.time())
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event with `data` as JSON."""
+    return b"data: " + json_encode(data) + b"\n\n"
+
+
+def finish_reason(piece: Piece) -> str | None:
+    """OpenAI's finish reason. Raises ApiError where the engine failed on this continuation."""
+    if piece.finish_reason is None:
+        return None
+    if piece.finish_reason == "error":
+        raise ApiError(500, f"the engine failed on this request: {piece.error}")
+    return _REASONS[piece.finish_reason]
+
+
+def usage(generations: list[Generation], num_dropped: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage` of these prompts. `num_dropped` output tokens were asked for by the server alone."""
+    prompt = sum(len(generation.prompt_token_ids or ()) for generation in generations)
+    output = sum(generation.num_tokens for generation in generations) - num_dropped
+    cached = sum(one.finished.num_cached_tokens for one in generations if one.finished is not None)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """The pieces of one prompt with those of each continuation joined, for readers that fell behind."""
+    if len(pieces) == 1:
+        return pieces
+    by_index: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    return [_joined(several) for several in by_index.values()]
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    last = pieces[-1]
+    if len(pieces) == 1:
+        return last
+    return Piece(
+        last.number,
+        last.index,
+        "".join(piece.text for piece in pieces),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        None if last.scores is None else [score for piece in pieces for score in piece.scores or ()],
+        last.finish_reason,
+        last.error,
+    )
+
+
+def without_none(values: dict[str, Value | None]) -> dict[str, Value]:
+    """The entries that are set."""
+    return {name: value for name, value in values.items() if value is not None}

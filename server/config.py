@@ -1,0 +1,201 @@
+"""The settings of `pagetide serve`: from flags, PAGETIDE_* variables and a YAML file, in this order."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..monitor.yaml_file import InvalidYaml, read_yaml
+from .guard import LOOPBACK, MOST_BODY_BYTES
+from .models import ModelOptions
+from .tools import TOOL_PARSERS, ToolParser
+
+DEFAULT_MAX_QUEUE = 256
+DEFAULT_DRAIN_S = 30.0
+VARIABLES = "PAGETIDE_"
+_MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
+
+
+class ServeConfigInvalid(ValueError):
+    """A setting is wrong; the message names it and where it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """The settings of a server.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        api_key_file: YAML file of API keys; see `keys.read_keys`.
+        chat_template: File with a chat template, used instead of the models' own.
+        tool_call_parser: hermes, llama3, mistral or none; default: as the chat template says.
+        cors_origin: Origins of web pages that may call.
+        allowed_host: Further names in the Host header.
+        max_queue: Requests that may wait; more get 429.
+        drain_timeout: Seconds that running requests have after SIGTERM.
+        max_body: Largest body of a request, in bytes.
+        ignore_unknown_fields: Accept requests with unknown fields.
+        open_metrics: Serve /metrics without an API key.
+        access_log: Write a JSON line for each request.
+        ssl_certfile: TLS certificate chain.
+        ssl_keyfile: TLS private key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    chat_template: Path | None = None
+    tool_call_parser: ToolParser | None = None
+    cors_origin: tuple[str, ...] = ()
+    allowed_host: tuple[str, ...] = ()
+    max_queue: int = DEFAULT_MAX_QUEUE
+    drain_timeout: float = DEFAULT_DRAIN_S
+    max_body: int = MOST_BODY_BYTES
+    ignore_unknown_fields: bool = False
+    open_metrics: bool = False
+    access_log: bool = True
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    models: tuple[ModelOptions, ...] = ()
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.host in LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def url(self) -> str:
+        """The server's address, for people."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+
+    @classmethod
+    def resolve(
+        cls,
+        given: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        models: Sequence[ModelOptions] = (),
+        engine: Mapping[str, Any] | None = None,
+    ) -> ServeConfig:
+        """The settings: `given` on the command line (None: not given), in `environ`, in `file`, else the defaults.
+
+        Args:
+            models: Those named on the command line, instead of the file's.
+            engine: Arguments of `LLM` for every model, under those of the file.
+
+        Raises ServeConfigInvalid.
+        """
+        from_file = {} if file is None else _read(file)
+        listed = from_file.pop("models", [])
+        values: dict[str, Any] = {}
+        for one in fields(cls):
+            name = one.name
+            if name == "models":
+                continue
+            variable = f"{VARIABLES}{name.upper()}"
+            if given.get(name) is not None:
+                values[name] = _value(name, given[name], f"--{name.replace('_', '-')}")
+            elif variable in environ:
+                values[name] = _value(name, environ[variable], variable)
+            elif name in from_file:
+                values[name] = _value(name, from_file[name], f"{file}: {name}")
+        found = tuple(models) or tuple(_model(entry, engine or {}, f"{file}: models") for entry in _list(listed))
+        config = cls(**values, models=found)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if not self.models:
+            raise ServeConfigInvalid(
+                "no model was named: `pagetide serve MODEL`, or `models:` in the configuration file"
+            )
+        names = [model.name for model in self.models]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: give one of them another name")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ServeConfigInvalid("TLS needs both --ssl-certfile and --ssl-keyfile")
+        if not 0 <= self.port < 65536:
+            raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
+        if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
+            raise ServeConfigInvalid("max_queue and drain_timeout must be at least 0, max_body at least 1")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        _, data = read_yaml(file)
+    except (OSError, InvalidYaml) as error:
+        raise ServeConfigInvalid(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ServeConfigInvalid(f"{file} must map settings to values")
+    known = [one.name for one in fields(ServeConfig)]
+    settings = {str(name).replace("-", "_"): value for name, value in data.items()}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ServeConfigInvalid(
+                f"{file}: unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    return settings
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    """`value` in the type of the setting. Raises ServeConfigInvalid."""
+    kind = str(ServeConfig.__annotations__[name])
+    if name == "tool_call_parser":
+        return tool_parser(value, where)
+    try:
+        if kind == "bool":
+            return _boolean(value)
+        if kind == "int":
+            return int(value)
+        if kind == "float":
+            return float(value)
+        if kind.startswith("tuple"):
+            return (
+                tuple(re.split(r"[\s,]+", value.strip())) if isinstance(value, str) else tuple(map(str, _list(value)))
+            )
+        return Path(value) if kind.startswith("Path") else str(value)
+    except (TypeError, ValueError) as error:
+        raise ServeConfigInvalid(f"{where} must be a value of type {kind}, got {value!r:.80}") from error
+
+
+def _boolean(value: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() not in words:
+        raise ValueError(value)
+    return words[str(value).lower()]
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise ServeConfigInvalid(f"a list was expected, got {value!r:.80}")
+    return list(value)
+
+
+def _model(entry: Any, engine: Mapping[str, Any], where: str) -> ModelOptions:
+    """An entry of `models`: a model, or a mapping of `model`, `name`, and arguments of `LLM`."""
+    options = {"model": entry} if isinstance(entry, str) else entry
+    if not isinstance(options, Mapping) or not isinstance(options.get("model"), str):
+        raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {entry!r:.80}")
+    arguments = {**engine, **{str(name): value for name, value in options.items() if name not in _MODEL_KEYS}}
+    name = str(options.get("name") or options["model"])
+    parser, template = tool_parser(options.get("tool_call_parser"), where), options.get("chat_template")
+    return ModelOptions(name, options["model"], arguments, parser, template)
+
+
+def tool_parser(given: Any, where: str) -> ToolParser | None:
+    """A format of tool calls by its name. Raises ServeConfigInvalid."""
+    for parser in TOOL_PARSERS:
+        if given == parser:
+            return parser
+    if given is None:
+        return None
+    raise ServeConfigInvalid(f"{where}: tool_call_parser must be one of {', '.join(TOOL_PARSERS)}, got {given!r:.80}")

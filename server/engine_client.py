@@ -1,0 +1,397 @@
+"""The server's side of an engine process: starts it, sends requests, and hands their output to whoever awaits it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .connection import MessageConnection
+from .messages import (
+    Accepted,
+    Call,
+    CallResult,
+    Cancel,
+    Failed,
+    ModelInfo,
+    ModelReady,
+    OutputPieces,
+    Piece,
+    RequestEnd,
+    Start,
+    StartFailed,
+    Stop,
+    Submit,
+    ToServer,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+ENGINE_MODULE = "pagetide.server.engine_process"
+MOST_UNREAD_TOKENS = 16_384
+KILL_AFTER_S = 10.0  # the process has this long to end after its last request
+
+
+class EngineUnavailable(Exception):
+    """The engine cannot serve this now: its process has ended, or it is not loaded."""
+
+
+class RequestFailed(Exception):
+    """The engine refused the request, or failed on it. `kind` is that of `messages.Failed`."""
+
+    def __init__(self, kind: str, error: str) -> None:
+        super().__init__(error)
+        self.kind = kind
+
+
+class SlowReader(Exception):
+    """The reader of a stream is too slow for its output."""
+
+
+class LoadFailed(Exception):
+    """The model cannot be loaded. `kind` is the name of the engine's error."""
+
+    def __init__(self, kind: str, error: str) -> None:
+        super().__init__(error)
+        self.kind = kind
+
+
+class Observer(Protocol):
+    """Counts what streams deliver."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a prompt came so long after it was sent."""
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """`count` more tokens came, each so long after the last."""
+
+
+class Generation:
+    """The output of one prompt as it arrives. Its `Batch` reads it.
+
+    Attributes:
+        prompt_token_ids: Set once the prompt is tokenized.
+        finished: Set once all output has arrived.
+        error: Why the request failed.
+        pieces: Output that has arrived and was not read.
+        num_unread: Tokens in `pieces`.
+        num_tokens: Tokens of the output so far, of all continuations.
+        reasons: Why each continuation has ended.
+        submitted_at, first_token_at, ended_at: Times of `time.monotonic`.
+    """
+
+    def __init__(self, number: int, changed: asyncio.Event, observer: Observer | None = None) -> None:
+        self.submitted_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.reasons: dict[int, str] = {}
+        self._last_token_at = self.submitted_at
+        self._observer = observer
+        self.number = number
+        self.prompt_token_ids: list[int] | None = None
+        self.finished: RequestEnd | None = None
+        self.error: Exception | None = None
+        self.pieces: list[Piece] = []
+        self.num_unread = 0
+        self.num_tokens = 0
+        self._changed = changed
+
+    def take(self, message: Accepted | Piece | RequestEnd | Exception) -> None:
+        """Take in what the engine says of this request."""
+        match message:
+            case Piece():
+                self.pieces.append(message)
+                self.num_unread += len(message.token_ids)
+                self._count(message)
+                if self._observer is not None:
+                    self._observe(self._observer, len(message.token_ids))
+            case Accepted():
+                self.prompt_token_ids = message.prompt_token_ids
+            case RequestEnd():
+                self.finished = message
+                self.ended_at = time.monotonic()
+                for piece in message.pieces:
+                    self._count(piece)
+            case Exception():
+                self.error = message
+        self._changed.set()
+
+    def _count(self, piece: Piece) -> None:
+        self.num_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.reasons[piece.index] = piece.finish_reason
+
+    def _observe(self, observer: Observer, count: int) -> None:
+        now = time.monotonic()
+        if self.first_token_at is None:
+            self.first_token_at = now
+            observer.first_token(now - self.submitted_at)
+        elif count:
+            observer.next_tokens((now - self._last_token_at) / count, count)
+        self._last_token_at = now
+
+    def read(self) -> list[Piece]:
+        """The output that has arrived since the last call."""
+        pieces, self.pieces, self.num_unread = self.pieces, [], 0
+        return pieces
+
+
+class Batch:
+    """The prompts of one HTTP request, for one reader. `cancel` it, also after errors.
+
+    Args:
+        most_unread: Tokens that may wait for the reader; beyond it `read` raises SlowReader.
+    """
+
+    def __init__(
+        self, engine: EngineClient, observer: Observer | None = None, most_unread: int = MOST_UNREAD_TOKENS
+    ) -> None:
+        self._observer = observer
+        self.generations: list[Generation] = []
+        self._engine = engine
+        self._most_unread = most_unread
+        self._changed = asyncio.Event()
+
+    def submit(self, **request: Any) -> None:
+        """Send a prompt: see `EngineClient.submit`."""
+        self.generations.append(self._engine.submit(self._changed, self._observer, **request))
+
+    async def accepted(self) -> None:
+        """Wait until all prompts are tokenized. Raises RequestFailed or EngineUnavailable."""
+        while any(generation.prompt_token_ids is None for generation in self.generations):
+            await self._change()
+        self._check()
+
+    async def read(self) -> list[tuple[int, list[Piece]]]:
+        """New output, with the number of its prompt; empty at the end. Raises as `accepted`, and SlowReader."""
+        while True:
+            self._changed.clear()
+            self._check()
+            if sum(generation.num_unread for generation in self.generations) > self._most_unread:
+                raise SlowReader(f"the client left more than {self._most_unread:,} tokens unread")
+            new = [(i, one.read()) for i, one in enumerate(self.generations) if one.pieces]
+            if new or all(generation.finished is not None for generation in self.generations):
+                return new
+            await self._changed.wait()
+
+    async def whole(self) -> list[RequestEnd]:
+        """The ends of all prompts. Raises as `accepted`."""
+        while any(generation.finished is None for generation in self.generations):
+            await self._change()
+        self._check()
+        return [one.finished for one in self.generations if one.finished is not None]
+
+    def cancel(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        for generation in self.generations:
+            self._engine.cancel(generation)
+
+    async def _change(self) -> None:
+        self._check()
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _check(self) -> None:
+        for generation in self.generations:
+            if generation.error is not None:
+                raise generation.error
+
+
+class EngineClient(Protocol):
+    """What serves requests for one model: an engine process, or, later, a fleet of them."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the model. Raises EngineUnavailable before it is loaded."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+
+    def submit(self, changed: asyncio.Event, observer: Observer | None = None, **request: Any) -> Generation:
+        """Send a request: the fields of `messages.Submit`, without its number. Sets `changed` whenever something arrives.
+
+        Raises EngineUnavailable.
+        """
+
+    def cancel(self, generation: Generation) -> None:
+        """Abort a request, unless it has ended."""
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give the running ones `drain_s` seconds, and end. Idempotent."""
+
+
+class RemoteEngine:
+    """An engine in a process of its own. Make it with `start`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        self.name = name
+        self.process = process
+        self._info: ModelInfo | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._numbers = itertools.count()
+        self._generations: dict[int, Generation] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._connection: MessageConnection[ToServer]
+        self._stopping = False
+        self.ended = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls, model: str, options: dict[str, Any], *, name: str | None = None, command: Sequence[str] | None = None
+    ) -> RemoteEngine:
+        """Start the process and load the model. If cancelled, the process ends.
+
+        Args:
+            name: The model's name in messages; default `model`.
+            command: The program and its arguments, before the descriptor.
+
+        Raises LoadFailed or EngineUnavailable.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            arguments = [*(command or (sys.executable, "-P", "-m", ENGINE_MODULE)), str(theirs.fileno())]
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        engine = cls(process, name or model)
+        try:
+            engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)
+            engine._connection.send(Start(model, options))
+            await engine._ready
+        except BaseException:
+            await asyncio.shield(engine.kill())
+            raise
+        return engine
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the model. Raises EngineUnavailable before it is loaded."""
+        if self._info is None:
+            raise EngineUnavailable(f"the model {self.name} is not loaded")
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process can serve."""
+        return self._info is not None and not self.ended.is_set()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._generations)
+
+    def submit(self, changed: asyncio.Event, observer: Observer | None = None, **request: Any) -> Generation:
+        """Send a request: see `EngineClient.submit`."""
+        self._check()
+        generation = Generation(next(self._numbers), changed, observer)
+        self._generations[generation.number] = generation
+        self._connection.send(Submit(number=generation.number, **request))
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """Abort a request, unless it has ended."""
+        if self._generations.pop(generation.number, None) is not None and not self.ended.is_set():
+            self._connection.send(Cancel(generation.number))
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
+        self._check()
+        number = next(self._numbers)
+        result = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._connection.send(Call(number, method, arguments))
+        try:
+            return await result
+        finally:
+            self._calls.pop(number, None)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give the running ones `drain_s` seconds, and end the process. Idempotent."""
+        if not self._stopping and not self.ended.is_set():
+            self._stopping = True
+            self._connection.send(Stop(drain_s))
+        try:
+            async with asyncio.timeout(drain_s + KILL_AFTER_S):
+                await self.ended.wait()
+                await asyncio.to_thread(self.process.wait)
+        except TimeoutError:
+            log.error("the engine of %s does not end: it is killed", self.name)
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.ended.is_set():
+            raise EngineUnavailable(f"the engine of {self.name} has ended: {self._status()}")
+        if self._stopping:
+            raise EngineUnavailable(f"the engine of {self.name} is being stopped")
+
+    def _status(self) -> str:
+        status = self.process.poll()
+        return "its connection broke" if status is None else f"status {status}"
+
+    def _receive(self, message: ToServer) -> None:
+        match message:
+            case OutputPieces():
+                for piece in message.pieces:
+                    self._give(piece.number, piece)
+            case Accepted():
+                self._give(message.number, message)
+            case RequestEnd():
+                self._give(message.number, message)
+                self._generations.pop(message.number, None)
+            case Failed() if message.number in self._generations:
+                self._give(message.number, RequestFailed(message.kind, message.error))
+                self._generations.pop(message.number, None)
+            case Failed():
+                self._answer(message.number, RequestFailed(message.kind, message.error))
+            case CallResult():
+                self._answer(message.number, message.value)
+            case ModelReady():
+                self._info = message.info
+                self._ready.set_result(None)
+            case StartFailed():
+                self._ready.set_exception(LoadFailed(message.kind, message.error))
+
+    def _give(self, number: int, message: Accepted | Piece | RequestEnd | Exception) -> None:
+        generation = self._generations.get(number)
+        if generation is not None:  # else it was cancelled
+            generation.take(message)
+
+    def _answer(self, number: int, value: Any) -> None:
+        result = self._calls.pop(number, None)
+        if result is None or result.done():
+            return
+        if isinstance(value, Exception):
+            result.set_exception(value)
+        else:
+            result.set_result(value)
+
+    def _lost(self) -> None:
+        """The process is gone: everything that waits for it fails."""
+        self.ended.set()
+        error = EngineUnavailable(f"the engine of {self.name} ended while it served this request")
+        for generation in self._generations.values():
+            generation.take(error)
+        self._generations.clear()
+        for number in list(self._calls):
+            self._answer(number, error)
+        if not self._ready.done():
+            self._ready.set_exception(EngineUnavailable(f"the engine of {self.name} ended while it was loading"))

@@ -1,0 +1,354 @@
+"""The process of one engine: loads a model, serves the server's requests, and ends with the connection to it.
+
+    python -m pagetide.server.engine_process FD
+
+FD is the inherited end of a socket pair; the other end is the server's (`engine_client.RemoteEngine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from ..scheduler.errors import PromptTooLong, RequestRejected
+from ..scheduler.request import SamplingParams
+from ..version import __version__
+from .connection import MessageConnection
+from .messages import (
+    Accepted,
+    Call,
+    CallResult,
+    Cancel,
+    ErrorKind,
+    Failed,
+    ModelInfo,
+    ModelReady,
+    OutputPieces,
+    Piece,
+    RequestEnd,
+    Score,
+    Start,
+    StartFailed,
+    Stop,
+    Submit,
+    ToEngine,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from ..engine.async_llm import AsyncLLM
+    from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+UNLIMITED_WAITING = 1 << 30  # the server bounds its queue
+API_TEMPERATURE = 1.0  # OpenAI's default, for models whose generation config samples nothing
+
+
+class Asleep(Exception):
+    """The model is asleep."""
+
+
+class EngineServer:
+    """Serves the messages of one connection from one `AsyncLLM`.
+
+    Args:
+        load: Makes the engine from a model and its options; blocks meanwhile.
+    """
+
+    def __init__(self, load: Callable[[str, Mapping[str, Any]], AsyncLLM]) -> None:
+        self._load = load
+        self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        self._connection: MessageConnection[ToEngine]
+        self._llm: AsyncLLM | None = None
+        self._changing = asyncio.Lock()  # sleeping, waking up
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request or call
+        self._pieces: list[Piece] = []  # not sent yet
+        self.calls: dict[str, Callable[..., Awaitable[Any]]] = {
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+            "stats": lambda: self._awake().stats(),
+            "explain": lambda: self._awake().explain(),
+            "reset_prefix_cache": lambda: self._awake().reset_prefix_cache(),
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+        }
+
+    async def run(self, end: socket.socket) -> None:
+        """Load the model that the first message names, and serve until `Stop` or the end of the connection."""
+        self._connection = await MessageConnection.open(end, ToEngine, self._receive, self._lost)
+        start = await self._start
+        try:
+            self._llm = await asyncio.to_thread(self._load, start.model, start.options)
+        except Exception as error:
+            log.debug("the model cannot be loaded", exc_info=True)
+            self._send(StartFailed(str(error), type(error).__name__))
+            self._connection.close()
+            return
+        self._send(ModelReady(_info(self._llm)))
+        stop = await self._stop
+        if self._llm is not None:
+            await self._llm.stop(stop.drain_s)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # their last messages
+        self._flush()
+        self._connection.close()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._begin(message.number, self._generate(message))
+            case Cancel():
+                if (task := self._tasks.get(message.number)) is not None:
+                    task.cancel()
+            case Call():
+                self._begin(message.number, self._call(message))
+            case Start():
+                self._start.set_result(message)
+            case Stop():
+                if not self._stop.done():
+                    self._stop.set_result(message)
+
+    def _lost(self) -> None:
+        """The server is gone: end."""
+        if not self._start.done():
+            self._start.cancel()
+        if not self._stop.done():
+            self._stop.set_result(Stop())
+
+    def _begin(self, number: int, work: Any) -> None:
+        task = asyncio.ensure_future(self._reported(number, work))
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _reported(self, number: int, work: Awaitable[None]) -> None:
+        """Await `work`; an error becomes a `Failed` message."""
+        try:
+            await work
+        except Exception as error:
+            kind = _kind(error)
+            if kind == "internal":
+                log.exception("request %d failed", number)
+            self._send(Failed(number, kind, str(error) or type(error).__name__))
+
+    def _send(self, message: Any) -> None:
+        self._flush()
+        self._connection.send(message)
+
+    def _give(self, piece: Piece) -> None:
+        if not self._pieces:
+            asyncio.get_running_loop().call_soon(self._flush)  # after the other streams of this step
+        self._pieces.append(piece)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._connection.send(OutputPieces(pieces))
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _awake(self) -> AsyncLLM:
+        if self._llm is None:
+            raise Asleep("the model is asleep: wake it up first (POST /wake_up)")
+        return self._llm
+
+    async def _generate(self, submit: Submit) -> None:
+        llm = self._awake()
+        params = SamplingParams(**submit.params)
+        if submit.messages is not None:
+            ids = await self._render(submit.messages, submit.template)
+        else:
+            ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
+        params = self._completed(llm, params, len(ids), submit)
+        self._send(Accepted(submit.number, ids))
+        make = partial(_scores, llm.tokenizer)
+        if not submit.streams:
+            outputs = await llm.generate([ids], params, priority=submit.priority, cache_salt=submit.cache_salt)
+            (output,) = outputs
+            pieces = [_whole(submit.number, i, one, make) for i, one in enumerate(output.completions)]
+            self._send(_finished(submit.number, output, pieces, make))
+            return
+        stream = llm.stream([ids], params, priority=submit.priority, cache_salt=submit.cache_salt)
+        async with aclosing(stream):
+            async for chunk in stream:
+                self._give(_piece(submit.number, chunk, make))
+                if chunk.output is not None:
+                    self._send(_finished(submit.number, chunk.output, [], make))
+
+    def _completed(self, llm: AsyncLLM, params: SamplingParams, num_prompt: int, submit: Submit) -> SamplingParams:
+        """The parameters with the API's defaults. Raises PromptTooLong."""
+        info = _info(llm)
+        room = info.max_model_len - num_prompt
+        if params.max_new_tokens is None and submit.fills_context and room > 0:
+            params = replace(params, max_new_tokens=max(room, params.min_new_tokens or 0))
+        elif submit.strict_length and params.max_new_tokens is not None and params.max_new_tokens > room:
+            raise PromptTooLong(
+                f"the model's context is {info.max_model_len:,} tokens; the prompt has {num_prompt:,} and max_tokens asks for "
+                f"{params.max_new_tokens:,} more: shorten the prompt, or ask for at most {max(room, 0):,} tokens"
+            )
+        if params.temperature is None:
+            params = replace(params, temperature=llm.facts.sampling.temperature or API_TEMPERATURE)
+        return params
+
+    async def _render(self, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> list[int]:
+        from ..engine.text.chat_template import options_from_data
+
+        llm = self._awake()
+        trusted = {name: template[name] for name in _TRUSTED_OPTIONS if name in template}
+        others = {name: value for name, value in template.items() if name not in trusted}
+        return await llm.render(messages, **options_from_data(llm.tokenizer, others), **trusted)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> None:
+        self._send(CallResult(call.number, await self.calls[call.method](**call.arguments)))
+
+    async def _tokenize(
+        self,
+        prompt: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
+    ) -> dict[str, Any]:
+        llm = self._awake()
+        if messages is not None:
+            ids = await self._render(messages, template or {})
+        else:
+            ids = await llm.tokenize(prompt or "", SamplingParams(add_special_tokens=add_special_tokens))
+        return {"tokens": ids, "texts": [_token_text(llm.tokenizer, i) for i in ids]}
+
+    async def _detokenize(self, tokens: list[int]) -> str:
+        llm = self._awake()
+        if llm.tokenizer is None:
+            raise RequestRejected("the model has no tokenizer: it serves token ids only")
+        if any(not 0 <= i < _info(llm).vocab_size for i in tokens):
+            raise RequestRejected(f"token ids must be from 0 to {_info(llm).vocab_size - 1:,}")
+        return str(llm.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    async def _sleep(self, drain_s: float | None = None) -> None:
+        """End all requests within `drain_s`, and free all memory of the model."""
+        async with self._changing:
+            if (llm := self._llm) is None:
+                return
+            self._llm = None  # refuses new requests meanwhile
+            await llm.stop(drain_s)
+
+    async def _wake_up(self) -> None:
+        async with self._changing:
+            if self._llm is None:
+                start = self._start.result()
+                self._llm = await asyncio.to_thread(self._load, start.model, start.options)
+
+
+# Options of the chat template that the server sets; a request's own go through `options_from_data`.
+_TRUSTED_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template")
+
+
+def _info(llm: AsyncLLM) -> ModelInfo:
+    tokenizer = llm.tokenizer
+    facts = llm.facts
+    return ModelInfo(
+        path=str(llm.config.model.path),
+        max_model_len=facts.max_model_len,
+        max_seqs=llm.config.max_seqs,
+        block_size=facts.block_size,
+        vocab_size=facts.vocab_size,
+        has_tokenizer=tokenizer is not None,
+        chat_template=getattr(tokenizer, "chat_template", None),
+        device=facts.device,
+        dtype=facts.dtype,
+        version=__version__,
+    )
+
+
+def _kind(error: Exception) -> ErrorKind:
+    from ..engine.errors import EngineClosed
+
+    if isinstance(error, PromptTooLong):
+        return "too_long"
+    if isinstance(error, RequestRejected | ValueError | TypeError):
+        return "invalid"
+    return "unavailable" if isinstance(error, Asleep | EngineClosed) else "internal"
+
+
+@lru_cache(maxsize=1 << 16)
+def _token_text(tokenizer: Any, token_id: int) -> str:
+    from ..engine.text.detokenizer import token_text
+
+    return "" if tokenizer is None else token_text(tokenizer, token_id)
+
+
+def _scores(tokenizer: Any, logprobs: Sequence[TokenLogprobs | None] | None, ids: Sequence[int]) -> list[Score] | None:
+    """The log-probabilities of the tokens `ids`, of which the first of a prompt has none."""
+    if logprobs is None:
+        return None
+    return [
+        Score(
+            token_id, _token_text(tokenizer, token_id), None if one is None else one.logprob, 0 if one is None else one.rank,
+            [] if one is None else [(i, _token_text(tokenizer, i), logprob) for i, logprob in one.top],
+        )
+        for token_id, one in zip(ids, logprobs, strict=False)  # a request that ended early scored a part of its prompt
+    ]  # fmt: skip
+
+
+_Make = Callable[[Any, Sequence[int]], "list[Score] | None"]
+
+
+def _piece(number: int, chunk: StreamChunk, make: _Make) -> Piece:
+    error = chunk.completion.error if chunk.completion is not None else None
+    return Piece(
+        number,
+        chunk.number,
+        chunk.text,
+        chunk.token_ids,
+        make(chunk.logprobs, chunk.token_ids),
+        chunk.finish_reason,
+        error,
+    )
+
+
+def _whole(number: int, index: int, completion: Completion, make: _Make) -> Piece:
+    return Piece(
+        number, index, completion.text or "", completion.token_ids, make(completion.logprobs, completion.token_ids),
+        completion.finish_reason, completion.error,
+    )  # fmt: skip
+
+
+def _finished(number: int, output: RequestOutput, pieces: list[Piece], make: _Make) -> RequestEnd:
+    return RequestEnd(number, pieces, output.num_cached_tokens, make(output.prompt_logprobs, output.prompt_token_ids))
+
+
+def load(model: str, options: Mapping[str, Any]) -> AsyncLLM:
+    """Make the engine. Raises what `AsyncLLM` raises."""
+    from ..engine.async_llm import AsyncLLM
+
+    return AsyncLLM(model, max_waiting=UNLIMITED_WAITING, **options)
+
+
+async def serve(end: socket.socket, load: Callable[[str, Mapping[str, Any]], AsyncLLM] = load) -> None:
+    """Serve one connection to its end."""
+    with suppress(asyncio.CancelledError):  # the server left before it named a model
+        await EngineServer(load).run(end)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve the inherited socket whose descriptor is the only argument."""
+    (descriptor,) = sys.argv[1:] if argv is None else argv
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends its engines
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.getLogger("pagetide").setLevel(logging.INFO)
+    asyncio.run(serve(socket.socket(fileno=int(descriptor))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .engine_client import EngineUnavailable, RequestFailed
+
+RETRY_UNAVAILABLE_S = 5
+
+
+class ApiError(Exception):
+    """An error that the client gets.
+
+    Args:
+        status: HTTP status.
+        message: What was asked, what is there, what to do.
+        param: The field of the request that is wrong.
+        code: OpenAI's code, such as "model_not_found".
+        headers: Further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the response."""
+        return {
+            "error": {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}
+        }
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error of a request that cannot be served as it is (400)."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_engine(error: Exception) -> ApiError:
+    """The error to send for an error of the engine client."""
+    if isinstance(error, RequestFailed):
+        if error.kind == "too_long":
+            return invalid(str(error), code="context_length_exceeded")
+        if error.kind == "invalid":
+            return invalid(str(error))
+        if error.kind == "unavailable":
+            return unavailable(str(error))
+        return ApiError(500, f"the engine failed on this request: {error}")
+    if isinstance(error, EngineUnavailable):
+        return unavailable(str(error))
+    raise error
+
+
+def unavailable(message: str) -> ApiError:
+    """The error while a model cannot serve: asleep, loading, draining, ended (503)."""
+    return ApiError(503, message, code="unavailable", headers={"retry-after": str(RETRY_UNAVAILABLE_S)})
+
+
+def _type_of(status: int) -> str:
+    types = {
+        401: "invalid_request_error",
+        403: "permission_error",
+        404: "invalid_request_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+    }
+    return types.get(status, "invalid_request_error" if status < 500 else "server_error")

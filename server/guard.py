@@ -1,0 +1,197 @@
+"""The first layer of the server: host and origin, API keys, admission, limits of the body, request ids, the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .admission import RequestAdmission
+from .choices import json_encode
+from .errors import ApiError
+from .keys import ApiKey, ApiKeys
+from .streams import header_value
+
+access_log = logging.getLogger("pagetide.access")
+
+MOST_BODY_BYTES = 32 << 20
+BODY_S = 30.0  # a body that takes longer is refused
+OPEN_PATHS = ("/health", "/ready")
+ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_SCOPE_KEY = "pagetide.request"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What the first layer knows of a request."""
+
+    request_id: str
+    key: ApiKey | None = None
+    status: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # for the access log
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestContext:
+        """The context of a request that passed the guard."""
+        context = scope[_SCOPE_KEY]
+        assert isinstance(context, cls)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRules:
+    """What the guard lets through.
+
+    Attributes:
+        hosts: Names in the Host header; empty allows all (a server beyond loopback).
+        origins: Origins of pages that may call; "*" allows all.
+        metrics_need_key: Whether `/metrics` needs a key, where there are keys.
+    """
+
+    hosts: Sequence[str] = LOOPBACK
+    origins: Sequence[str] = ()
+    metrics_need_key: bool = True
+    most_body_bytes: int = MOST_BODY_BYTES
+
+
+class Guard:
+    """An ASGI layer around `app`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, admission: RequestAdmission, rules: GuardRules) -> None:
+        self._app = app
+        self._keys = keys
+        self._admission = admission
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        given = header_value(scope["headers"], b"x-request-id") or ""
+        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16))
+        scope[_SCOPE_KEY] = context
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
+            await send(message)
+
+        try:
+            await self._pass(scope, context, receive, send_marked)
+        except ApiError as error:
+            await send_error(error, send_marked)
+        finally:
+            self._log(scope, context, time.monotonic() - began)
+
+    async def _pass(self, scope: Scope, context: RequestContext, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        self._check_host(scope)
+        if method == "OPTIONS":  # a browser's question about CORS has no key
+            await self._app(scope, receive, send)
+            return
+        context.key = self._check_key(path, header_value(scope["headers"], b"authorization"))
+        limited = _LimitedBody(scope, receive, self._rules.most_body_bytes)
+        if method == "POST" and path in GENERATING_PATHS:
+            with self._admission.request(context.key):
+                await self._app(scope, limited, send)
+        else:
+            await self._app(scope, limited, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse names that a web page could have bound to this address (DNS rebinding), and foreign pages."""
+        host = header_value(scope["headers"], b"host") or ""
+        name = urlsplit(f"//{host}").hostname or "" if host.count("[") == host.count("]") else ""
+        if self._rules.hosts and name not in self._rules.hosts:
+            raise ApiError(
+                403, f"this server does not answer as {host!r:.200}: use one of {', '.join(self._rules.hosts)}"
+            )
+        origin = header_value(scope["headers"], b"origin")
+        if origin is None or "*" in self._rules.origins or origin in self._rules.origins:
+            return
+        if origin.partition("://")[2] != host:
+            raise ApiError(403, f"pages of {origin!r:.200} may not call this server: see --cors-origin")
+
+    def _check_key(self, path: str, authorization: str | None) -> ApiKey | None:
+        if path in OPEN_PATHS or (path == "/metrics" and not self._rules.metrics_need_key):
+            return None
+        key = self._keys.find(authorization) if authorization else None
+        if path.startswith(ADMIN_PATHS):
+            if not self._keys.has_admin:
+                raise ApiError(403, "there is no admin key: set PAGETIDE_ADMIN_KEY, or `admin: true` in the key file")
+            if key is not None and not key.admin:
+                raise ApiError(403, f"the key {key.name} is no admin key")
+        elif not self._keys.has_users:
+            return key
+        if key is None:
+            message = (
+                "the API key is wrong" if authorization else "there is no API key: send `Authorization: Bearer KEY`"
+            )
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return key
+
+    def _log(self, scope: Scope, context: RequestContext, seconds: float) -> None:
+        if not access_log.isEnabledFor(logging.INFO):
+            return
+        client = scope.get("client") or ("", 0)
+        entry = {
+            "method": scope["method"], "path": scope["path"], "status": context.status or 499,
+            "seconds": round(seconds, 4), "client": client[0], "request_id": context.request_id,
+            "key": None if context.key is None else context.key.name, **context.facts,
+        }  # fmt: skip
+        access_log.info("%s", json.dumps(entry))
+
+
+class _LimitedBody:
+    """The `receive` of a request whose body may not be too long, nor come too slowly."""
+
+    def __init__(self, scope: Scope, receive: Receive, most_bytes: int) -> None:
+        length = header_value(scope["headers"], b"content-length") or "0"
+        if not length.isascii() or not length.isdigit() or int(length) > most_bytes:
+            raise _too_large(most_bytes)
+        self._receive = receive
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._complete = False
+        self._until = time.monotonic() + BODY_S
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(self._until - time.monotonic(), 0.0)):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._num_bytes > self._most_bytes:
+                raise _too_large(self._most_bytes)
+        return message
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"the body of a request may have {most_bytes:,} bytes at most")
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """Send `error` as the response."""
+    body = json_encode(error.body)
+    headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,140 @@
+"""API keys: who may use the server, and how much of it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..monitor.yaml_file import InvalidYaml, read_yaml
+
+LEAST_KEY_CHARACTERS = 8
+
+
+class KeysInvalid(ValueError):
+    """A key file is wrong; the message names file and entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key and its limits. None is no limit.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        max_requests: Requests at the same time.
+        max_blocks: KV blocks that its requests may come to need at the same time.
+        tokens_per_minute: Tokens of prompts and outputs.
+    """
+
+    name: str
+    digest: bytes = field(repr=False)
+    admin: bool = False
+    max_requests: int | None = None
+    max_blocks: int | None = None
+    tokens_per_minute: int | None = None
+
+
+def digest_of(key: str) -> bytes:
+    """The digest of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class ApiKeys:
+    """The keys of a server. Without any, everybody who reaches it may use it."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is an admin key."""
+        return any(key.admin for key in self._keys)
+
+    @property
+    def has_users(self) -> bool:
+        """Whether there is a key that is no admin key: requests need one then."""
+        return any(not key.admin for key in self._keys)
+
+    def find(self, authorization: str | None) -> ApiKey | None:
+        """The key in an Authorization header (`Bearer KEY`); None if it is unknown. Takes equally long for all keys."""
+        scheme, _, given = (authorization or "").partition(" ")
+        digest = digest_of(given.strip())
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found if scheme.lower() == "bearer" else None
+
+
+def read_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:
+    """The keys of a YAML file, and of PAGETIDE_API_KEY and PAGETIDE_ADMIN_KEY (several are separated by commas).
+
+    The file maps names to keys, or to mappings of `key` and the limits of `ApiKey`.
+
+    Raises KeysInvalid.
+    """
+    found: list[ApiKey] = []
+    if file is not None:
+        try:
+            _, data = read_yaml(file)
+        except (OSError, InvalidYaml) as error:
+            raise KeysInvalid(f"the key file {file} cannot be read: {error}") from error
+        if not isinstance(data, Mapping) or not data:
+            raise KeysInvalid(f"the key file {file} must map names to keys, as in `alice: sk-...`")
+        found += [_key(str(name), value, f"{file}: {name}") for name, value in data.items()]
+    for variable, admin in (("PAGETIDE_API_KEY", False), ("PAGETIDE_ADMIN_KEY", True)):
+        given = [key for key in environ.get(variable, "").split(",") if key]
+        for number, key in enumerate(given, 1):
+            name = f"{variable.lower()}-{number}"
+            found.append(_key(name, {"key": key, "admin": admin}, variable))
+    if len({key.digest for key in found}) < len(found):
+        raise KeysInvalid("two names have the same key")
+    return ApiKeys(found)
+
+
+def _key(name: str, value: Any, where: str) -> ApiKey:
+    options = dict(value) if isinstance(value, Mapping) else {"key": value}
+    key = options.pop("key", None)
+    if not isinstance(key, str) or len(key) < LEAST_KEY_CHARACTERS:
+        raise KeysInvalid(f"{where}: a key is a text of at least {LEAST_KEY_CHARACTERS} characters")
+    known = {one.name for one in fields(ApiKey)} - {"name", "digest"}
+    for option, limit in options.items():
+        if option not in known:
+            raise KeysInvalid(f"{where}: unknown option {option!r}; known are {', '.join(sorted(known))}")
+        wanted = bool if option == "admin" else int
+        if not isinstance(limit, wanted) or (wanted is int and (isinstance(limit, bool) or limit < 1)):
+            raise KeysInvalid(f"{where}: {option} must be {'true or false' if wanted is bool else 'a number above 0'}")
+    return ApiKey(name, digest_of(key), **options)
+
+
+class KeyUse:
+    """What one key uses now."""
+
+    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_requests = 0
+        self.num_blocks = 0
+        self._key = key
+        self._clock = clock
+        self._tokens_left = float(key.tokens_per_minute or 0)
+        self._filled_at = clock()
+
+    def retry_after_s(self) -> float | None:
+        """Seconds until tokens are left for another request; None if there are."""
+        most = self._key.tokens_per_minute
+        if most is None:
+            return None
+        now = self._clock()
+        self._tokens_left = min(float(most), self._tokens_left + (now - self._filled_at) * most / 60)
+        self._filled_at = now
+        return None if self._tokens_left > 0 else (1 - self._tokens_left) * 60 / most
+
+    def count_tokens(self, count: int) -> None:
+        """Charge tokens of a request that has ended."""
+        self._tokens_left -= count

@@ -1,0 +1,169 @@
+"""The messages between the server and an engine process. Plain data; `connection.py` carries them as msgpack.
+
+A request is one prompt with all its continuations. The server numbers the requests and calls of a connection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+from ..scheduler.sequence import FinishReason
+
+ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal"]
+
+
+class Score(Struct, array_like=True, frozen=True):
+    """The log-probability of a token, and the most likely tokens in its place.
+
+    Attributes:
+        token: The text of the token by itself; bytes that are no whole character are replaced by U+FFFD.
+        logprob: None for the first token of a prompt.
+        top: Token ids, their texts and log-probabilities, best first.
+    """
+
+    token_id: int
+    token: str
+    logprob: float | None
+    rank: int
+    top: list[tuple[int, str, float]] = []
+
+
+# ---- server to engine ---------------------------------------------------------------------------------------------
+
+
+class Start(Struct, tag=True, frozen=True):
+    """Load `model`, with these arguments of `AsyncLLM`. The first message of a connection."""
+
+    model: str
+    options: dict[str, Any] = {}
+
+
+class Submit(Struct, tag=True, frozen=True):
+    """Continue a prompt, or answer a conversation.
+
+    Attributes:
+        prompt: A text or token ids; None with `messages`.
+        messages: A conversation for the chat template.
+        template: Options of the chat template.
+        params: Arguments of `SamplingParams`.
+        streams: Send the output as `OutputPieces`; otherwise all of it comes with `RequestEnd`.
+        fills_context: Without `max_new_tokens` generate up to the model's context.
+        strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
+    """
+
+    number: int
+    params: dict[str, Any]
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = {}
+    priority: int = 0
+    cache_salt: str | None = None
+    streams: bool = True
+    fills_context: bool = False
+    strict_length: bool = True
+
+
+class Cancel(Struct, tag=True, frozen=True):
+    """Abort a request. Nothing more of it is sent."""
+
+    number: int
+
+
+class Call(Struct, tag=True, frozen=True):
+    """Call a method of the engine process: see `EngineServer.calls`."""
+
+    number: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+class Stop(Struct, tag=True, frozen=True):
+    """Refuse new requests, let the running ones finish within `drain_s`, and end the process."""
+
+    drain_s: float = 0.0
+
+
+# ---- engine to server ---------------------------------------------------------------------------------------------
+
+
+class ModelInfo(Struct, frozen=True):
+    """What the server needs to know of a loaded model."""
+
+    path: str
+    max_model_len: int
+    max_seqs: int
+    block_size: int
+    vocab_size: int
+    has_tokenizer: bool
+    chat_template: str | None
+    device: str
+    dtype: str
+    version: str
+
+
+class ModelReady(Struct, tag=True, frozen=True):
+    """The model is loaded."""
+
+    info: ModelInfo
+
+
+class StartFailed(Struct, tag=True, frozen=True):
+    """The model cannot be loaded; the process ends."""
+
+    error: str
+    kind: str
+
+
+class Accepted(Struct, tag=True, frozen=True):
+    """The prompt was tokenized. It is queued, unless the scheduler rejects it."""
+
+    number: int
+    prompt_token_ids: list[int]
+
+
+class Piece(Struct, array_like=True, frozen=True):
+    """New output of continuation `index` of request `number`."""
+
+    number: int
+    index: int
+    text: str
+    token_ids: list[int]
+    scores: list[Score] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class OutputPieces(Struct, tag=True, frozen=True):
+    """New output of several requests, of a step or a few."""
+
+    pieces: list[Piece]
+
+
+class RequestEnd(Struct, tag=True, frozen=True):
+    """All continuations have ended. `pieces` has the whole continuations, best first, unless they were streamed."""
+
+    number: int
+    pieces: list[Piece]
+    num_cached_tokens: int
+    prompt_scores: list[Score] | None = None
+
+
+class Failed(Struct, tag=True, frozen=True):
+    """The request was rejected or could not be served, or a call raised."""
+
+    number: int
+    kind: ErrorKind
+    error: str
+
+
+class CallResult(Struct, tag=True, frozen=True):
+    """The result of a call."""
+
+    number: int
+    value: Any
+
+
+ToEngine: TypeAlias = Start | Submit | Cancel | Call | Stop
+ToServer: TypeAlias = ModelReady | StartFailed | Accepted | OutputPieces | RequestEnd | Failed | CallResult

@@ -1,0 +1,184 @@
+"""The models of a server: each is an engine process, loaded, watched, restarted when it dies, put to sleep, unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .engine_client import EngineUnavailable, LoadFailed, RemoteEngine
+from .errors import ApiError, unavailable
+from .tools import ToolParser, detect_parser
+
+log = logging.getLogger(__name__)
+
+FIRST_RESTART_S, MOST_RESTART_S = 1.0, 60.0
+GOOD_AFTER_S = 60.0  # an engine that lived so long is restarted at once
+
+State = Literal["loading", "ready", "asleep", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What to serve under a name.
+
+    Attributes:
+        reference: A name of a models file, a folder, or a hub id in the local cache.
+        engine: Arguments of `LLM`.
+        tool_parser: The format of tool calls; None: as the chat template says.
+    """
+
+    name: str
+    reference: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: ToolParser | None = None
+    chat_template: str | None = None
+
+
+class ServedModel:
+    """One model, its engine process and its state. Make it with `ModelRegistry.load`."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        self.options = options
+        self.state: State = "loading"
+        self.error: str | None = None
+        self.created = int(time.time())
+        self.num_restarts = 0
+        self.process: RemoteEngine | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests."""
+        return self.options.name
+
+    @property
+    def engine(self) -> RemoteEngine:
+        """The engine. Raises ApiError while it cannot serve."""
+        if self.state == "asleep":
+            raise unavailable(f"the model {self.name} is asleep: wake it up with POST /wake_up")
+        if self.process is None or not self.process.is_alive or self.state != "ready":
+            raise unavailable(f"the model {self.name} is {self.state}" + (f": {self.error}" if self.error else ""))
+        return self.process
+
+    @property
+    def tool_parser(self) -> ToolParser:
+        """The format of the model's tool calls."""
+        if self.options.tool_parser is not None:
+            return self.options.tool_parser
+        template = self.options.chat_template or (self.process.info.chat_template if self.process is not None else None)
+        return detect_parser(template)
+
+
+class ModelRegistry:
+    """The models by name, in the order in which they were named.
+
+    Args:
+        start: Makes an engine process; replaced by tests and benchmarks with a stand-in for the engine.
+    """
+
+    def __init__(self, start: Callable[..., Awaitable[RemoteEngine]] = RemoteEngine.start) -> None:
+        self._start = start
+        self._models: dict[str, ServedModel] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._models.values()))
+
+    @property
+    def capacity(self) -> int:
+        """Requests that the loaded models can run at the same time."""
+        ready = [model.process for model in self if model.state == "ready" and model.process is not None]
+        return sum(process.info.max_seqs for process in ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all models serve, or sleep."""
+        return bool(self._models) and all(model.state in ("ready", "asleep") for model in self)
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of this name; without a name the only one. Raises ApiError."""
+        if name is None:
+            if len(self._models) == 1:
+                return next(iter(self._models.values()))
+            raise ApiError(400, f"name one of the models: {self._names()}", param="model")
+        if name not in self._models:
+            message = f"the model {name!r:.200} does not exist; there are {self._names()}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self._models[name]
+
+    def add(self, options: ModelOptions) -> ServedModel:
+        """Begin to load a model in the background. Raises ApiError if its name is taken."""
+        if options.name in self._models:
+            raise ApiError(409, f"a model named {options.name!r} is served already: unload it first", param="name")
+        model = self._models[options.name] = ServedModel(options)
+        self._watchers[options.name] = asyncio.create_task(self._keep(model))
+        return model
+
+    async def loaded(self, model: ServedModel) -> None:
+        """Wait until a model that was added is ready. Raises ApiError, and forgets the model, if it cannot be loaded."""
+        while model.state == "loading":
+            await asyncio.sleep(0.01)
+        if model.state == "failed":
+            await self.remove(model.name)
+            raise ApiError(400, f"the model {model.name} cannot be loaded: {model.error}", param="model")
+
+    async def remove(self, name: str, drain_s: float = 0.0) -> None:
+        """Forget a model, give its requests `drain_s` seconds, and end its engine. Raises ApiError."""
+        model = self.get(name)
+        del self._models[name]
+        watcher = self._watchers.pop(name)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        if model.process is not None:
+            await model.process.stop(drain_s)
+
+    async def sleep(self, model: ServedModel, drain_s: float | None) -> None:
+        """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent."""
+        if model.state == "asleep":
+            return
+        engine = model.engine
+        model.state = "asleep"
+        await engine.call("sleep", drain_s=drain_s)
+
+    async def wake_up(self, model: ServedModel) -> None:
+        """Load a model again that sleeps. Idempotent."""
+        if model.state == "asleep" and model.process is not None:
+            await model.process.call("wake_up")
+            model.state = "ready"
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """End all engines."""
+        await asyncio.gather(*(self.remove(model.name, drain_s) for model in self))
+
+    async def _keep(self, model: ServedModel) -> None:
+        """Load a model, and start its engine again whenever it ends."""
+        wait_s = FIRST_RESTART_S
+        while True:
+            began = time.monotonic()
+            try:
+                await self._load(model)
+            except (LoadFailed, EngineUnavailable, OSError) as error:
+                model.error = str(error)
+                if not model.num_restarts:
+                    model.state = "failed"
+                    return
+                log.error("the model %s cannot be loaded again: %s", model.name, error)
+            else:
+                assert model.process is not None
+                await model.process.ended.wait()
+                log.error("the engine of %s has ended by itself; it is started again", model.name)
+            model.state, model.num_restarts = "loading", model.num_restarts + 1
+            wait_s = FIRST_RESTART_S if time.monotonic() - began > GOOD_AFTER_S else min(2 * wait_s, MOST_RESTART_S)
+            await asyncio.sleep(wait_s)
+
+    async def _load(self, model: ServedModel) -> None:
+        options = model.options
+        arguments = dict(options.engine)
+        model.process = await self._start(options.reference, arguments, name=options.name)
+        model.state, model.error = "ready", None
+
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._models)) or "none"

@@ -1,0 +1,410 @@
+"""The bodies of requests: OpenAI's fields, vLLM's by the same names, and how they become sampling parameters."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..scheduler.request import SamplingParams
+from .errors import ApiError, invalid
+
+MOST_N = 128  # continuations of a request
+MOST_PROMPTS = 2048  # prompts of a request
+LONGEST_ID = 256  # characters of names and salts
+
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Name = Annotated[str, Field(max_length=LONGEST_ID)]
+
+# Names that differ between the API and `SamplingParams`, for its messages.
+_API_NAMES = {
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "json_schema": "response_format",
+    "regex": "structured_outputs", "grammar": "structured_outputs",
+}  # fmt: skip
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
+
+    def check_fields(self, ignores_unknown: bool) -> None:
+        """Raise ApiError for an unknown field, unless those are ignored."""
+        unknown = [] if ignores_unknown else list(self.model_extra or {})
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], type(self).model_fields, n=1)
+            raise invalid(
+                f"unknown field {unknown[0]!r:.200}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                unknown[0][:200],
+            )
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's `stream_options`."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's `response_format.json_schema`."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+    name: Name = "response"
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: one of these."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        given = [name for name in type(self).model_fields if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one constraint, got {len(given)}")
+        return self
+
+    def constraint(self) -> dict[str, Any]:
+        """The argument of `SamplingParams`."""
+        if self.choice:
+            return {"regex": "|".join(f"({re.escape(text)})" for text in self.choice)}
+        if self.regex is not None:
+            return {"regex": self.regex}
+        if self.grammar is not None:
+            return {"grammar": self.grammar}
+        return {"json_schema": {"type": "object"} if self.json_ is None else self.json_}
+
+
+class _Accepted(_Body):
+    """OpenAI's fields without effect here."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class _Extras(_Accepted):
+    """vLLM's fields. None stands for the model's default."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    cache_salt: Name | None = None
+    return_token_ids: bool = False
+    request_id: Name | None = None
+
+
+class _Sampling(_Extras):
+    """Fields of completions and chat completions. None stands for the model's default."""
+
+    model: Name | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling(self, **others: Any) -> dict[str, Any]:
+        """Arguments of `SamplingParams`: `others` are those of the endpoint. Raises ApiError."""
+        given: dict[str, Any] = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
+            "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _bias(self.logit_bias),
+            "seed": self.seed,
+            "stop": self.stop or None,
+            "stop_token_ids": self.stop_token_ids,
+            "bad_words": self.bad_words or None,
+            "min_new_tokens": self.min_tokens,
+            "prompt_logprobs": self.prompt_logprobs,
+            **self._constraint(),
+            **others,
+        }
+        params = {name: value for name, value in given.items() if value is not None} | {"ignore_eos": self.ignore_eos}
+        checked(params)
+        return params
+
+    def _constraint(self) -> dict[str, Any]:
+        form = self.response_format
+        if self.structured_outputs is not None:
+            if form is not None and form.type != "text":
+                raise invalid("give either response_format or structured_outputs", "structured_outputs")
+            return self.structured_outputs.constraint()
+        if form is None or form.type == "text":
+            return {}
+        if form.type == "json_object":
+            return {"json_schema": {"type": "object"}}
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
+        return {"json_schema": form.json_schema.schema_}
+
+
+class CompletionRequest(_Sampling):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(max_length=MOST_PROMPTS)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    best_of: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt, or several. Raises ApiError for none."""
+        prompt: Any = self.prompt
+        many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        if not many:
+            raise invalid("no prompt was given: pass a text, token ids, or a list of them", "prompt")
+        return many
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the echoed prompt comes with log-probabilities."""
+        return self.echo and self.logprobs is not None
+
+    def params(self) -> dict[str, Any]:
+        """Arguments of `SamplingParams`. Raises ApiError."""
+        if self.suffix:
+            raise invalid("suffix is not supported: put the text that follows into the prompt", "suffix")
+        most = self.max_tokens if self.max_tokens is not None else None
+        others: dict[str, Any] = {
+            "max_new_tokens": None if most is None else max(most, 1),  # 0: only the prompt is scored
+            "best_of": self.best_of,
+            "logprobs": self.logprobs,
+            "add_special_tokens": self.add_special_tokens,
+        }
+        if self.scores_prompt and self.prompt_logprobs is None:
+            others["prompt_logprobs"] = self.logprobs
+        return self.sampling(**others)
+
+
+class FunctionCall(BaseModel):
+    """A call of a function by the model."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = ""
+    arguments: str | dict[str, Any] | None = ""
+
+
+class ToolCall(BaseModel):
+    """A tool call in an assistant's message."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content. Only text is supported."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it. Raises ApiError for content that is no text."""
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type not in ("text", "input_text", "refusal"):
+                    raise invalid(f"content of type {part.type!r:.80} is not supported: only text is", "messages")
+            content = "\n".join(part.text or "" for part in content)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content or "",
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        return message
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """An entry of `tools`."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """The name in a `tool_choice`."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(_Sampling):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    # OpenAI's, without effect.
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    def params(self, **others: Any) -> dict[str, Any]:
+        """Arguments of `SamplingParams`; `others` replace them. Raises ApiError."""
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        return self.sampling(
+            **{"max_new_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None} | others
+        )
+
+    def template(self) -> dict[str, Any]:
+        """Options of the chat template. Raises ApiError."""
+        options = dict(self.chat_template_kwargs or {})
+        if "chat_template" in options:
+            raise invalid("a request cannot bring a chat template", "chat_template_kwargs")
+        generation = self.add_generation_prompt and not self.continue_final_message
+        options |= {"add_generation_prompt": generation, "continue_final_message": self.continue_final_message}
+        if self.documents is not None:
+            options["documents"] = self.documents
+        return options
+
+
+class TokenizeRequest(_Body):
+    """The body of `POST /tokenize`: `prompt`, or `messages`."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(_Body):
+    """The body of `POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+class LoadRequest(_Body):
+    """The body of `POST /admin/models/load`: `options` are arguments of `LLM`."""
+
+    model: Name
+    name: Name | None = None
+    options: dict[str, Any] = {}
+
+
+class UnloadRequest(_Body):
+    """The body of `POST /admin/models/unload`."""
+
+    name: Name
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+
+
+def checked(params: dict[str, Any]) -> SamplingParams:
+    """`SamplingParams` of these arguments. Raises ApiError, with the API's name of the field."""
+    try:
+        return SamplingParams(**params)
+    except ValueError as error:
+        message = str(error)
+        for ours, name in _API_NAMES.items():
+            message = message.replace(ours, name)
+        word = re.match(r"\w+", message)
+        raise invalid(message, None if word is None else word[0]) from error
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    try:
+        return None if not given else {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise invalid("logit_bias maps token ids to numbers", "logit_bias") from None
+
+
+def from_validation(errors: list[Any]) -> ApiError:
+    """The error for what pydantic says of a body."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(part for part in place if not part.startswith(("list[", "str", "constrained")))
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    missing = first["type"] == "missing"
+    what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
+    return invalid(what, param or None)

@@ -1,0 +1,170 @@
+"""Runs the server: `pagetide serve`. Listens first, loads the models meanwhile, and drains at SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from .app import AppOptions, Server, make_app
+from .config import ServeConfig
+from .guard import LOOPBACK, GuardRules
+from .keys import ApiKeys, read_keys
+from .models import ModelRegistry
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+class CannotServe(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until a signal. Returns the exit status: 0, or 1 if a model could not be loaded.
+
+    Raises CannotServe, and KeysInvalid.
+    """
+    keys = read_keys(config.api_key_file, os.environ)
+    if not config.is_loopback and not keys.has_users:
+        raise CannotServe(
+            f"{config.host} is reachable from other machines, and there is no API key: set PAGETIDE_API_KEY or "
+            "--api-key-file, or listen on 127.0.0.1"
+        )
+    listening = _listen(config)
+    config = replace(config, port=listening.getsockname()[1])
+    with suppress(ImportError):  # where uvloop installs
+        import uvloop
+
+        return uvloop.run(_serve(config, keys, listening))
+    return asyncio.run(_serve(config, keys, listening))
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise CannotServe(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
+    return listening
+
+
+async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -> int:
+    hosts = (*LOOPBACK, config.host, *config.allowed_host) if config.is_loopback or config.allowed_host else ()
+    rules = GuardRules(hosts, config.cors_origin, not config.open_metrics, config.max_body)
+    options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
+    models = ModelRegistry()
+    server = Server(models, keys, options)
+    http = _HttpServer(
+        uvicorn.Config(
+            make_app(server), log_config=None, access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
+            server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
+        )
+    )  # fmt: skip
+    logging.getLogger("pagetide.access").setLevel(logging.INFO if config.access_log else logging.WARNING)
+    drainer = _Drainer(server, http, config.drain_timeout)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drainer.signalled)
+    for one in config.models:
+        models.add(one)
+    loading = asyncio.create_task(_load(server, http, config))
+    await http.serve(sockets=[listening])
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    await models.stop()
+    return int(loading.done() and not loading.cancelled() and loading.result() is False)
+
+
+async def _load(server: Server, http: uvicorn.Server, config: ServeConfig) -> bool:
+    """Wait until all models are ready and say so. Returns False, and ends the server, if one cannot be loaded."""
+    while not server.models.is_ready:
+        for model in server.models:
+            if model.state == "failed":
+                print(f"pagetide: the model {model.name} cannot be loaded: {model.error}", file=sys.stderr)
+                http.should_exit = True
+                return False
+        await asyncio.sleep(0.02)
+    name = config.models[0].name
+    body = json.dumps(
+        {"model": name, "messages": [{"role": "user", "content": "Where is the whale?"}], "max_tokens": 40}
+    )
+    print(
+        f"serving {', '.join(model.name for model in config.models)} at {config.url}\n"
+        f"  curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )
+    notify("READY=1")
+    return True
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves the signals to `_Drainer`."""
+
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+
+class _Drainer:
+    """The first signal refuses new requests and waits for the running ones; the second ends at once."""
+
+    def __init__(self, server: Server, http: uvicorn.Server, timeout_s: float) -> None:
+        self._server = server
+        self._http = http
+        self._timeout_s = timeout_s
+        self._draining: asyncio.Task[None] | None = None
+
+    def signalled(self) -> None:
+        """Handle SIGTERM or SIGINT."""
+        if self._draining is not None:
+            self._http.should_exit = self._http.force_exit = True
+            return
+        self._server.admission.draining = True
+        notify("STOPPING=1")
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        left = self._server.admission.num_requests
+        if left:
+            log.info("shutting down: %d requests have %g s; another signal ends at once", left, self._timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                while self._server.admission.num_requests:
+                    await asyncio.sleep(0.02)
+        self._http.should_exit = True
+
+
+def notify(state: str) -> None:
+    """Tell systemd (Type=notify) of a change; does nothing elsewhere."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect("\0" + address[1:] if address.startswith("@") else address)
+        sender.sendall(state.encode())
+
+
+def read_template(file: Path | None) -> str | None:
+    """The chat template in a file. Raises CannotServe."""
+    try:
+        return None if file is None else file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotServe(f"the chat template {file} cannot be read: {error}") from error

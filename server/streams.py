@@ -1,0 +1,95 @@
+"""Responses of server-sent events, and the end of a request whose client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .choices import DONE, event
+from .engine_client import EngineUnavailable, RequestFailed, SlowReader
+from .errors import ApiError, from_engine
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0  # a client that reads nothing for so long is cut off
+
+Value = TypeVar("Value")
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before its response was complete."""
+
+
+class EventStream(Response):
+    """Sends the events of `events` as they come. An error becomes the last event.
+
+    Args:
+        held: Closed at the end, however it comes: complete, failed, left or cut off.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await unless_left(self._send_all(send), receive)
+        except ClientLeft:
+            log.debug("the client left a stream")
+        except (SlowReader, TimeoutError) as error:
+            log.warning("a stream is cut off: %s", error or f"nothing was read for {STALL_S:g} s")
+        finally:
+            await self._held.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await self._send(send, data)
+        except (ApiError, RequestFailed, EngineUnavailable) as error:
+            api_error = error if isinstance(error, ApiError) else from_engine(error)
+            await self._send(send, event(api_error.body) + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(STALL_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def unless_left(work: Awaitable[Value], receive: Receive) -> Value:
+    """The result of `work`, which is cancelled if the client leaves. Raises ClientLeft then.
+
+    The body of the request has been read.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft("the client closed the connection")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def header_value(headers: list[tuple[bytes, bytes]], name: bytes) -> str | None:
+    """The first header of this name, in lower case; None if there is none."""
+    return next((value.decode("latin-1") for key, value in headers if key == name), None)

@@ -1,0 +1,197 @@
+"""A server that is left running: keys, full queues, engines that die, models that come and go, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import ServerProcess
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx2")
+
+KEYS = """
+alice: sk-alice-1234
+bob: {key: sk-bob-12345, max_requests: 1}
+ops: {key: sk-operator-1, admin: true}
+"""
+ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "2"]
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer sk-{name}"}
+
+
+ALICE, BOB, OPS = key("alice-1234"), key("bob-12345"), key("operator-1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "keys.yaml").write_text(KEYS)
+    arguments = ["demo", *ENGINE, "--api-key-file", str(folder / "keys.yaml"), "--max-queue", "2"]
+    with ServerProcess(arguments, folder / "log", OMP_NUM_THREADS="1") as server:
+        yield server
+
+
+def complete(server: ServerProcess, headers: dict[str, str], **fields: Any) -> Any:
+    body = {"model": "demo", "prompt": "The sea", "max_tokens": 4, "seed": 1} | fields
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_every_path_but_health_wants_a_key(server: ServerProcess) -> None:
+    for path in ("/v1/models", "/metrics", "/version", "/tokenize"):
+        refused = httpx.get(f"{server.url}{path}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+    assert complete(server, key("alice-12345")).status_code == 401
+    assert complete(server, ALICE).status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.post(f"{server.url}/sleep", headers=ALICE).status_code == 403
+
+
+def test_keys_share_no_cached_blocks(server: ServerProcess) -> None:
+    prompt = "It is a truth universally acknowledged, that a whale in possession of a sea, " * 3
+
+    def cached(headers: dict[str, str], **fields: Any) -> int:
+        usage = complete(server, headers, prompt=prompt, **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(ALICE) == 0 and cached(ALICE) > 0
+    assert cached(BOB) == 0 and cached(ALICE, cache_salt="apart") == 0 and cached(BOB) > 0
+
+
+def test_a_burst_beyond_the_queue_is_told_when_to_come_back(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda i: complete(server, ALICE, max_tokens=200, ignore_eos=True, seed=i), range(12)))
+    taken = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(taken) + len(refused) == 12 and len(taken) >= 4 and refused
+    assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in taken)
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+
+def test_a_key_has_its_own_limit(server: ServerProcess) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", headers=BOB, timeout=60,
+        json={"prompt": "The sea", "max_tokens": 900, "ignore_eos": True, "stream": True},
+    ) as stream:  # fmt: skip
+        events = stream.iter_lines()
+        next(events)
+        assert (complete(server, BOB).status_code, complete(server, ALICE).status_code) == (429, 200)
+    eventually(lambda: complete(server, BOB).status_code == 200)
+
+
+def test_bodies_that_never_come_hold_up_nobody(server: ServerProcess) -> None:
+    port = int(server.url.rpartition(":")[2])
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {ALICE['Authorization']}\r\n"
+    halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    for half in halves:
+        half.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    assert complete(server, ALICE).status_code == 200
+    for half in halves:
+        half.close()
+    large = httpx.post(f"{server.url}/v1/completions", headers=ALICE, content=b" " * (33 << 20), timeout=60)
+    assert large.status_code == 413
+    eventually(lambda: httpx.get(f"{server.url}/load", headers=ALICE).json() == {"server_load": 0})
+
+
+def test_an_engine_that_dies_is_started_again(server: ServerProcess) -> None:
+    (engine,) = (int(pid) for pid in children(server.process.pid))
+    answers: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(complete(server, ALICE, max_tokens=900, ignore_eos=True)), daemon=True
+    )
+    thread.start()
+    eventually(lambda: 'vllm:num_requests_running{engine="0",model_name="demo"} 1.0' in metrics(server))
+    os.kill(engine, signal.SIGKILL)
+    thread.join(60)
+    assert answers[0].status_code == 503 and "ended while it served" in answers[0].json()["error"]["message"]
+    eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+    assert complete(server, ALICE).status_code == 200
+    assert 'pagetide_engine_restarts_total{model_name="demo"} 1.0' in metrics(server)
+
+
+def test_models_come_and_go_while_others_serve(server: ServerProcess) -> None:
+    wanted = complete(server, ALICE, max_tokens=64).json()["choices"][0]["text"]
+    small = {"device": "cpu", "dtype": "float32", "kv_memory": "4MiB", "share": False}
+    with ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(
+            httpx.post, f"{server.url}/admin/models/load", headers=OPS, timeout=120,
+            json={"model": "demo", "name": "second", "options": small},
+        )  # fmt: skip
+        while not loading.done():
+            assert complete(server, ALICE, max_tokens=64).json()["choices"][0]["text"] == wanted
+    assert loading.result().json()["name"] == "second"
+    assert complete(server, ALICE, model="second", max_tokens=64).json()["choices"][0]["text"] == wanted
+    assert complete(server, ALICE, model=None).status_code == 400  # which of the two?
+    again = httpx.post(f"{server.url}/admin/models/load", headers=OPS, json={"model": "demo"})
+    assert again.status_code == 409
+    missing = httpx.post(f"{server.url}/admin/models/load", headers=OPS, json={"model": "moby"}, timeout=120)
+    assert missing.status_code == 400 and "moby" in missing.json()["error"]["message"]
+    assert (
+        httpx.post(f"{server.url}/admin/models/unload", headers=OPS, json={"name": "second"}, timeout=60).status_code
+        == 200
+    )
+    assert complete(server, ALICE, model="second").status_code == 404
+
+
+def test_the_first_signal_drains(server: ServerProcess) -> None:
+    lines = []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", headers=ALICE, timeout=60,
+        json={"prompt": "The sea", "max_tokens": 300, "ignore_eos": True, "stream": True, "seed": 1},
+    ) as stream:  # fmt: skip
+        events = stream.iter_lines()
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        assert complete(server, ALICE).status_code == 503
+        lines = [line for line in events if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2]
+    assert server.process.wait(60) == 0
+
+
+def children(pid: int) -> list[str]:
+    """The engine processes of a server."""
+    return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+
+
+def metrics(server: ServerProcess) -> str:
+    return str(httpx.get(f"{server.url}/metrics", headers=OPS).text)
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pagetide", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environ)
+
+
+def test_starts_that_cannot_succeed_say_why(tmp_path: Path) -> None:
+    open_to_all = run("demo", "--host", "0.0.0.0", "--port", "0")
+    assert open_to_all.returncode == 2 and "there is no API key: set PAGETIDE_API_KEY" in open_to_all.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        busy = run("demo", "--port", port)
+    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}: Address already in use" in busy.stderr
+    nothing = run(PAGETIDE_PORT="0")
+    assert nothing.returncode == 2 and "no model was named" in nothing.stderr
+    missing = run("moby", "--port", "0")
+    assert missing.returncode == 1 and "the model moby cannot be loaded" in missing.stderr
+    assert all("Traceback" not in one.stderr for one in (open_to_all, busy, nothing, missing))
