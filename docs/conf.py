@@ -26,7 +26,8 @@ version = release = __version__
 root_doc = "README"
 # What of the repository is a page. Links to other files of it are downloads.
 include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "engine/demo_model/README.md"]
-exclude_patterns = ["build", "dist", ".*", "**/__pycache__"]
+# The package index shows docs/package.md, which says what README says.
+exclude_patterns = ["build", "dist", ".*", "**/__pycache__", "docs/package.md"]
 
 NAVIGATION = {
     "README": {
@@ -34,6 +35,7 @@ NAVIGATION = {
             "docs/getting-started",
             "docs/your-model",
             "docs/sharing",
+            "docs/serve",
             "docs/run",
             "docs/migrating",
             "docs/monitor",
@@ -45,6 +47,7 @@ NAVIGATION = {
             "docs/decisions/README",
             "CHANGELOG",
             "CONTRIBUTING",
+            "SECURITY",
             "engine/demo_model/README",
         ],
     },
