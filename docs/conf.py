@@ -49,6 +49,7 @@ NAVIGATION = {
             "CONTRIBUTING",
             "SECURITY",
             "engine/demo_model/README",
+            "README.zh-CN",
         ],
     },
     "docs/decisions/README": {"": ["docs/decisions/0*"]},

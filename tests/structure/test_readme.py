@@ -30,7 +30,7 @@ def links(text: str) -> list[str]:
 def figures(text: str) -> list[list[str]]:
     """The numbers of each row of a table that has some."""
     rows = [line for line in BLOCK.sub("", text).splitlines() if line.startswith("|")]
-    numbers = [re.findall(r"\d[\d.,]*", re.sub(r"\([^)]*\)", "", row).replace(",", "")) for row in rows]
+    numbers = [re.findall(r"\d+(?:\.\d+)*", re.sub(r"\]\([^)]*\)", "", row).replace(",", "")) for row in rows]
     return [sorted(row) for row in numbers if row]
 
 
