@@ -268,3 +268,27 @@ def test_reprs_are_short(llm: LLM) -> None:
     failed = object.__new__(LLM)
     with pytest.raises(AttributeError, match="no attribute 'config'"):
         repr(failed)
+
+
+# The calls of vLLM's offline quick start, in their order; two lines differ from it.
+QUICK_START = """
+from pagetide import LLM, SamplingParams  # from vllm
+
+prompts = ["Hello, my name is", "The capital of France is"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model="demo")  # facebook/opt-125m
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"{prompt!r}: {generated_text!r}")
+"""
+
+
+def test_the_quick_start_of_vllm_runs_with_two_lines_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(QUICK_START, names)
+    names["llm"].close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [repr(prompt) for prompt in names["prompts"]]
+    assert all(output.outputs[0].text and output.finish_reason for output in names["outputs"])
