@@ -38,7 +38,6 @@ KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 HEADROOM = 32 * MIB
 SAMPLE_S = 0.1
 RECALL_SHOWN_S = 1.0
-MOST_COLUMNS = 2000
 _START_S = 0.2
 MOST_COLUMNS = 2000
 
@@ -168,11 +167,7 @@ def share_device(
         watched = SharedRun(display, state, engines, [len(job.arrivals) for job in all_jobs])
         visitor = Visitor(device, external, PIECE_BYTES, PIECE_S)
         watched.watch(device, external, visitor, seconds)
-        display.show(replace(watched.state, now="The same again with room for all, to compare tokens ...", alarm=False))
-        for engine in engines:
-            engine.tell("compare")
-        told = tuple(engine.hear() for engine in engines)
-        return watched.result(visitor, told)
+        return watched.result(visitor, watched.compare())
 
 
 @dataclass(eq=False)
@@ -205,6 +200,25 @@ class SharedRun:
             )
             time.sleep(SAMPLE_S)
 
+    def compare(self) -> tuple[dict[str, Any], ...]:
+        """Let the engines serve the same with room for all, and show how far they are. Returns what each told at its end."""
+        counts = [replace(one, done=0) for one in self.state.engines]
+        self.state = replace(self.state, now="The same again with room for all, to compare tokens ...", alarm=False)
+        told = dict[int, dict[str, Any]]()
+        for engine in self.engines:
+            engine.tell("compare")
+        while len(told) < len(self.engines):
+            for number, engine in enumerate(self.engines):
+                for message in engine.poll():
+                    if "progress" in message:
+                        counts[number] = replace(counts[number], **message["progress"])
+                    else:
+                        told[number] = message
+            self.state = replace(self.state, engines=tuple(counts))
+            self.display.show(self.state)
+            time.sleep(SAMPLE_S)
+        return tuple(told[number] for number in range(len(self.engines)))
+
     def result(self, visitor: Visitor, told: tuple[dict[str, Any], ...]) -> SharedResult:
         """The figures of the run."""
         kv = zip(*(sample.kv for sample in self._samples), strict=True)
@@ -212,7 +226,7 @@ class SharedRun:
             capacity_bytes=self.state.capacity_bytes,
             most_held_bytes=max(sample.held_bytes for sample in self._samples),
             most_kv_bytes=tuple(max(one) for one in kv),
-            most_external_bytes=max(sample.external for sample in self._samples),
+            most_external_bytes=max(sample.external for sample in self._samples) - self._samples[0].external,
             pieces=visitor.pieces,
             waits=visitor.refused,
             engines=told,
