@@ -31,8 +31,9 @@ SECONDS = (
     18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
 )
 CONTENDED_BYTES = 280 * MIB  # above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
-VISIT_BYTES = 216 * MIB  # what the external process takes when it comes
-VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 64 * MIB, 5.0, 4.0, 2  # it comes when the pools have grown to so much
+VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
+# It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
+VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
 PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 HEADROOM = 32 * MIB
