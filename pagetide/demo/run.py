@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .block_map import sample_pool
-from .display import Display, open_display
+from .display import Display, open_display, print_result
 from .engines import blocks_needed, open_engines, plan_pool
 from .prompts import demo_prompts, waves
 from .recall import PoolRecall
@@ -79,7 +79,7 @@ def run(options: DemoOptions, *, as_json: bool = False, with_table: bool = False
         print(json.dumps(result.to_dict(), ensure_ascii=False, indent=1))
     else:
         width = min(shutil.get_terminal_size().columns, TABLE_WIDTH)
-        print("\n".join([*(result.table_lines(width) if with_table else []), *result.lines()]))
+        print_result([*(result.table_lines(width) if with_table else []), *result.lines()])
     return 0 if result.is_success else 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..monitor.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
 from .device_use import DeviceSample, Visitor, sample_device
-from .display import Display, open_display
+from .display import Display, open_display, print_result
 from .engine_process import Arrival, EngineJob, TraceEngineProcess
 from .results import counted
 from .shared_view import COLUMN_S, SHARED_DRAWINGS, EngineCounts, Holding, SharedState
@@ -115,7 +115,10 @@ def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     """
     with open_display(FIRST_STATE, SHARED_DRAWINGS, silent=as_json) as display:
         result = share_device(display, seed=seed)
-    print(json.dumps(result.to_dict(), indent=1) if as_json else "\n".join(result.lines()))
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=1))
+    else:
+        print_result(result.lines())
     return 0 if result.is_success else 1
 
 
