@@ -106,6 +106,7 @@ REFUSED = {
             "vocab_size": VOCAB,
             "d_model": 48,
             "encoder_layers": 2,
+            "encoder_attention_heads": 6,
             "decoder_layers": 2,
             "decoder_attention_heads": 6,
             "decoder_ffn_dim": 64,
