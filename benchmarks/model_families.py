@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.tiny_models import VOCABULARY, CannotBeTiny, tiny_model
-from pagetide import LLM, RequestOutput, SamplingParams, UnsupportedModel
+from pagetide import LLM, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
 
 EQUAL, DIFFERENT, REFUSED, FAILED, NOT_TRIED = "equal", "different", "refused", "failed", "not tried"
 PROMPT_LENGTHS = (3, 7, 12, 18, 21, 26)
@@ -92,8 +92,12 @@ def run(model: PreTrainedModel, prompts: list[list[int]], kv_memory: int | str) 
 def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int) -> list[RequestOutput]:
     """The outputs from a pool so small that requests are preempted."""
     longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // BLOCK_SIZE)
-    for num_blocks in range(2 * longest, longest, -1):
-        outputs, stats = run(model, prompts, (num_blocks + 1) * block_bytes)
+    few, many = range(2 * longest, longest, -1), range(4 * longest, 2 * longest, -1)
+    for num_blocks in (*few, *many):  # many, as small pools may have larger strides: of layers that differ, up to twice
+        try:
+            outputs, stats = run(model, prompts, (num_blocks + 1) * block_bytes)
+        except RequestRejected:  # longer than the pool
+            continue
         if stats["preemptions"]:
             return outputs
     raise RuntimeError("no pool was so small that requests were preempted")

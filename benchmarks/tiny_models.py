@@ -81,7 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    **{name: {"head_dim": 16, "global_head_dim": 16} for name in ("gemma4_text", "gemma4_unified_text")},
+    **{name: {"head_dim": 16, "global_head_dim": 32} for name in ("gemma4_text", "gemma4_unified_text")},
 }
 
 

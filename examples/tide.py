@@ -65,7 +65,7 @@ class Tide:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, draw, print. Returns 0 when every request was served and unchanged."""
-    parser = argparse.ArgumentParser(description="Two engines and a external process share one device's memory.")
+    parser = argparse.ArgumentParser(description="Two engines and an external process share one device's memory.")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with the trace")
     parser.add_argument("--seconds", type=float, default=60.0, help="that the trace is compressed to (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default 0)")
@@ -246,14 +246,14 @@ def draw(tide: Tide, prefix: Path) -> None:
     sea.axhline((tide.capacity - tide.headroom) / MIB, color=INK, linewidth=0.8, linestyle=(0, (1, 3)))
     sea.set_ylim(0, top * 1.01)
     sea.set_xlim(0, max(times))
-    for name, edge, below in (("capacity", top, 6), ("headroom: for whoever comes", top - tide.headroom / MIB, -3)):
+    for name, edge, below in (("capacity", top, 6), ("headroom: never leased", top - tide.headroom / MIB, -3)):
         sea.text(max(times) * 0.995, edge - abs(below), name, ha="right", va="top", color=INK, fontsize=8)
     _label(sea, times, bands)
     _mark_recalls(sea, tide, times, bands)
     _draw_arrivals(beach, tide)
     sea.set_ylabel("MiB held")
     sea.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    sea.set_title("Two engines and a external process on one device", loc="left", fontsize=12, color=INK, pad=10)
+    sea.set_title("Two engines and an external process on one device", loc="left", fontsize=12, color=INK, pad=10)
     for axes in (sea, beach):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0, colors=INK)
@@ -272,7 +272,7 @@ DARK = ("#6b7683", "#ffffff", "#12362e", "#5a3410")  # words on them
 
 def _label(sea: Any, times: list[float], bands: list[list[float]]) -> None:
     """Each band's name where the band is thickest."""
-    names = ("programs and weights of both engines", "KV of engine A", "KV of engine B", "external")
+    names = ("programs and weights of both engines", "KV of engine A", "KV of engine B", "external process")
     for number, name in enumerate(names):
         upper = [sum(sums) for sums in zip(*bands[: number + 1], strict=True)]
         lower = [top - band for top, band in zip(upper, bands[number], strict=True)]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..process.cpu_threads import own_threads, thread_counts
+from .model_config import layer_configs
 
 log = logging.getLogger(__name__)
 
@@ -142,17 +143,24 @@ def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:
 def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
     """The most bytes that oneDNN's primitives take for such a model."""
     hidden = int(getattr(text_config, "hidden_size", 0) or 0)
-    heads = int(getattr(text_config, "num_attention_heads", 0) or 1)
-    head_dim = int(getattr(text_config, "head_dim", None) or hidden // heads)
-    kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
-    inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
+    shapes = {("head", hidden, int(text_config.vocab_size))}
+    for layer in layer_configs(text_config):
+        shapes |= _layer_shapes(layer, hidden)
+    packed = sum(packs(rows * columns, dtype) for _, rows, columns in shapes)
+    return min(packed * len(SIZES) * len(thread_counts(own_threads())), _capacity()) * _PRIMITIVE_BYTES
+
+
+def _layer_shapes(layer: Any, hidden: int) -> set[tuple[str, int, int]]:
+    """(place, rows, columns) of a layer's linear layers; `layer` is the configuration as that layer sees it."""
+    heads = int(getattr(layer, "num_attention_heads", 0) or 1)
+    head_dim = int(getattr(layer, "head_dim", None) or hidden // heads)
+    kv_heads = int(getattr(layer, "num_key_value_heads", None) or heads)
+    inner = getattr(layer, "intermediate_size", None) or 4 * hidden
     # Query and output projections may differ only in their bias, which makes other primitives.
     shapes = {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {("out", heads * head_dim, hidden)}
     for width in inner if isinstance(inner, (list, tuple)) else [inner]:
         shapes |= {("in", hidden, width), ("out", width, hidden)}
-    shapes.add(("head", hidden, int(text_config.vocab_size)))
-    packed = sum(packs(rows * columns, dtype) for _, rows, columns in shapes)
-    return min(packed * len(SIZES) * len(thread_counts(own_threads())), _capacity()) * _PRIMITIVE_BYTES
+    return shapes
 
 
 def available() -> bool:

@@ -45,6 +45,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def layer_configs(text_config: Any) -> list[Any]:
+    """A text configuration as its layers see it: itself, unless layers differ. Attributes that do cannot be read from it."""
+    return list(text_config.per_layer_config) if getattr(text_config, "is_heterogeneous", False) else [text_config]
+
+
 def check_counts(file: Path, written: dict[str, Any]) -> None:
     """Raises CheckpointError if `config.json` has a `model_type` that is not text, a non-finite size, or a count beyond any
     model's.

@@ -327,11 +327,12 @@ class _Watch:
                 else:
                     mapping[name] = function
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """transformers' eager mask, recorded with its rule."""
-        mask: torch.Tensor = eager_mask(*args, **kwargs)
+        mask: torch.Tensor | None = eager_mask(*args, **kwargs)
         padding = kwargs.get("attention_mask")
-        if threading.get_ident() == self.owner and "mask_function" in kwargs and (padding is None or padding.all()):
+        seen = threading.get_ident() == self.owner and "mask_function" in kwargs and (padding is None or padding.all())
+        if seen and mask is not None:  # None: all may see all
             self.masks.append((mask, kwargs["mask_function"]))
         return mask
 

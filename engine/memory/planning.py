@@ -26,6 +26,7 @@ from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
 from ..loading.linears import held_twice_bytes, primitive_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
+from ..loading.model_config import layer_configs
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
@@ -282,6 +283,20 @@ def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
     return replace(geometry, granule_bytes=granule).with_extents(target)
 
 
+def _values_per_token(layer: Any) -> int:
+    """Elements of a layer's activations for one token; `layer` is the configuration as that layer sees it."""
+    hidden = int(getattr(layer, "hidden_size", 0) or 0)
+    head_dim = getattr(layer, "head_dim", None) or hidden // (getattr(layer, "num_attention_heads", 0) or 1)
+    heads = getattr(layer, "num_attention_heads", 0) or 0
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    experts = getattr(layer, "num_experts_per_tok", 0) or 0
+    one_expert = getattr(layer, "moe_intermediate_size", None) or 0
+    dense = getattr(layer, "intermediate_size", None) or 4 * hidden
+    widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
+    intermediate = max(widest, experts * (one_expert or widest))
+    return int(4 * hidden + 3 * intermediate + 2 * head_dim * (heads + 2 * kv_heads))
+
+
 def working_reserve_bytes(
     text_config: Any, max_step_tokens: int, max_seqs: int, dtype: torch.dtype, device: torch.device
 ) -> int:
@@ -293,18 +308,9 @@ def working_reserve_bytes(
 
     Live at the same time in a layer: the residual, its norm, the outputs of attention and MLP; gate, up and their product (of
     all experts of a token); query, key and value, before and after the rotation. Logits are computed for the sequences that
-    sample, and the sampler needs them twice as float32.
+    sample, and the sampler needs them twice as float32. Of layers that differ, the largest counts.
     """
-    hidden = int(getattr(text_config, "hidden_size", 0) or 0)
-    head_dim = getattr(text_config, "head_dim", None) or hidden // (getattr(text_config, "num_attention_heads", 0) or 1)
-    heads = getattr(text_config, "num_attention_heads", 0) or 0
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    experts = getattr(text_config, "num_experts_per_tok", 0) or 0
-    one_expert = getattr(text_config, "moe_intermediate_size", None) or 0
-    dense = getattr(text_config, "intermediate_size", None) or 4 * hidden
-    widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
-    intermediate = max(widest, experts * (one_expert or widest))
-    per_token = 4 * hidden + 3 * intermediate + 2 * head_dim * (heads + 2 * kv_heads)
+    per_token = max(map(_values_per_token, layer_configs(text_config)))
     logits = max_seqs * int(text_config.vocab_size) * (dtype.itemsize + 8)
     workspaces = 0 if device.type == "cpu" else CUDA_WORKSPACE_BYTES
     return int(max_step_tokens * per_token * dtype.itemsize) + logits + workspaces

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
@@ -47,8 +48,13 @@ def head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbol
 
 
 def heading(title: str, facts: Sequence[str], width: int, symbols: Symbols, legend: Line | None = None) -> Line:
-    """A rule with the title of a section, facts about it, and a legend if there is room."""
-    text = cut(f" {symbols.dot} ".join(facts), max(width - len(title) - 5, 0), symbols)
+    """A rule with the title of a section, facts about it, and a legend if there is room.
+
+    Where the facts do not fit, the first one goes: the order, which a mark in the table's header shows too.
+    """
+    room, between = max(width - len(title) - 5, 0), f" {symbols.dot} "
+    whole = between.join(facts)
+    text = cut(whole if len(facts) < 2 or cell_len(whole) <= room else between.join(facts[1:]), room, symbols)
     line: Line = [
         Segment(f"{symbols.rest} ", DIM),
         Segment(title, BOLD),
@@ -64,13 +70,13 @@ def last_lines(view: ViewState, width: int, symbols: Symbols) -> list[Line]:
     """The question that waits for keys, the result of the last command, or the keys: one line, or a few in all."""
     match view.prompt:
         case FilterInput():
-            return [_input("filter: ", view.listing.text, "Enter keeps it, Esc clears it", width, symbols)]
+            return _input("filter:", view.listing.text, "Enter keeps it, Esc clears it", width, symbols)
         case SizeInput() as prompt:
             engine = f"{prompt.lease.engine!r} (pid {prompt.lease.pid})"
             ask = f"recall how much from {engine}" if prompt.kind == "recall" else f"limit {engine} to how much"
-            ask += f" [{format_bytes(prompt.default_bytes).replace(',', '')}]? "
+            ask += f" [{format_bytes(prompt.default_bytes).replace(',', '')}]?"
             hint = prompt.error or "Enter, or Esc to cancel"
-            return [_input(ask, prompt.text, hint, width, symbols, wrong=bool(prompt.error))]
+            return _input(ask, prompt.text, hint, width, symbols, wrong=bool(prompt.error))
         case Question(action):
             return _wrapped(f"{action_text(action)}? y or n", YELLOW, width, symbols)
     if view.status:
@@ -86,16 +92,16 @@ def _wrapped(text: str, style: Style, width: int, symbols: Symbols) -> list[Line
     return [[Segment(cut(line, width, symbols), style)] for line in shown if line]
 
 
-def _input(ask: str, text: str, hint: str, width: int, symbols: Symbols, *, wrong: bool = False) -> Line:
-    """The end of the typed text is always visible."""
-    room = max(width - 1, 0)
-    ask = cut(ask, max(room - min(width_of([Segment(text)]), 12), 0), symbols)
-    shown = cut(text[::-1], max(room - width_of([Segment(ask)]), 0), symbols)[::-1]
-    line: Line = [Segment(ask, BOLD), Segment(shown), Segment("_", BOLD)]
-    left = width - width_of(line) - 2
-    if left > 3:
-        line += [blank(2), Segment(cut(hint, left, symbols), RED if wrong else DIM)]
-    return crop(line, width)
+def _input(ask: str, text: str, hint: str, width: int, symbols: Symbols, *, wrong: bool = False) -> list[Line]:
+    """The end of the typed text is always visible. The hint stands behind it, or below it where that is too narrow."""
+    room = max(width - 2, 0)
+    ask = cut(ask, max(room - min(cell_len(text), 12), 0), symbols)
+    shown = cut(text[::-1], max(room - cell_len(ask), 0), symbols)[::-1]
+    line: Line = [Segment(ask, BOLD), blank(1), Segment(shown), Segment("_", BOLD)]
+    style = RED if wrong else DIM
+    if width_of(line) + 2 + cell_len(hint) <= width:
+        return [[*line, blank(2), Segment(printable(hint, ascii_only=symbols.ascii_only), style)]]
+    return [crop(line, width), *_wrapped(hint, style, width, symbols)]
 
 
 def _hint(view: ViewState, width: int, symbols: Symbols) -> Line:
@@ -103,7 +109,7 @@ def _hint(view: ViewState, width: int, symbols: Symbols) -> Line:
     if view.help_open:
         pairs = [("q", "back"), ("j k", "scroll")]
     else:
-        pairs += [("/", "filter"), ("m p u", "sort"), ("r", "reverse"), ("a", "all"), ("Tab", "leases")]
+        pairs += [("/", "filter"), ("m p u r", "sort"), ("a", "all"), ("Tab", "leases")]
         pairs += [("R", "recall"), ("L", "limit")] if view.can_act else []
     line: Line = []
     for key, name in pairs:

@@ -55,7 +55,7 @@ def process_facts(listing: Listing, num_shown: int, start: int, rows: int, hidde
         facts.append(f"{start + 1} to {start + rows} of {num_shown}" if rows else f"none of {num_shown}")
     if hidden:
         size = format_bytes(HOST_MIN_BYTES if listing.min_bytes is None else listing.min_bytes).replace(".00", "")
-        facts.append(f"{hidden} smaller than {size} hidden")
+        facts.append(f"{hidden} below {size} hidden")
     return facts
 
 

@@ -54,10 +54,15 @@ class BlockHolders:
         return int(np.count_nonzero(self.holders >= 0))
 
 
-def sample_pool(llm: LLM, numbers: Mapping[str, int]) -> BlockHolders:
-    """The pool of `llm` now; `numbers` are the requests' by id. Takes about 0.1 ms, between two steps."""
+def sample_pool(llm: LLM, numbers: Mapping[str, int]) -> tuple[BlockHolders, set[int]]:
+    """The pool of `llm` now, and the requests that wait. Takes about 0.1 ms, between two steps.
+
+    `numbers` are the requests' by id. A request may hold nothing and not wait: its last token may still be undelivered.
+    """
     with llm.locked_engine() as engine:
-        return sample_blocks(engine.core.scheduler, numbers)
+        scheduler = engine.core.scheduler
+        waiting = {numbers[request_id] for request_id in scheduler.waiting_ids if request_id in numbers}
+        return sample_blocks(scheduler, numbers), waiting
 
 
 def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> BlockHolders:

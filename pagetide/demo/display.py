@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +63,14 @@ def open_display(first: S, drawings: Drawings[S], silent: bool) -> Display[S]:
     if sys.stdout.isatty() and not console.is_dumb_terminal:
         return LivePage(first, drawings.page, console)
     return PlainLines(first, drawings)
+
+
+def print_result(lines: list[str]) -> None:
+    """Print `lines` after a display; on a terminal narrower than a line, that is broken at spaces."""
+    width = max(shutil.get_terminal_size().columns, 1) if sys.stdout.isatty() else 0
+    print(
+        "\n".join(part for line in lines for part in (textwrap.wrap(line, width) if len(line) > width > 0 else [line]))
+    )
 
 
 class NoDisplay:

@@ -9,7 +9,8 @@
     began        ──►   the monotonic time of the trace's begin
                  ◄──   progress, ten times a second; then served
     compare      ──►
-                 ◄──   result: figures, and how many outputs and tokens differ from those of an engine with room for all
+                 ◄──   progress, ten times a second; then the result: figures, and how many outputs and tokens differ from
+                       those of an engine with room for all. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -160,12 +161,13 @@ def main() -> None:
     _send({"served": True})
     sys.stdin.readline()  # the other engines are done too
     with LLM("demo", **common, kv_memory=COMPARED, share=False) as llm:
-        unpressured = llm.generate(prompts, params, progress=False)
+        unpressured = serve_all(llm, prompts, params, _send)
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(outputs, unpressured, strict=True)]
     told["failed"] = sum(output.finish_reason not in ("stop", "length") for output in [*outputs, *unpressured])
     told["equal"] = sum(ours == theirs for ours, theirs in pairs)
     told["changed_tokens"] = changed_tokens([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
     _send(told)
+    sys.stdin.readline()
 
 
 def _send(message: Mapping[str, Any]) -> None:
@@ -221,6 +223,22 @@ def serve_trace(
         "tokens": sum(len(output.token_ids) for output in done),
         "first_token_s": sorted(output.timings.first_token_s or 0.0 for output in done),
     }
+
+
+def serve_all(
+    llm: Any, prompts: list[list[int]], params: list[Any], send: Callable[[Mapping[str, Any]], None]
+) -> list[Any]:
+    """Serve all requests at once, and `send` progress. Returns the outputs."""
+    outputs, next_s = dict[int, Any](), 0.0
+    for chunk in llm.stream(prompts, params):
+        if chunk.output is not None:
+            outputs[chunk.index] = chunk.output
+        if (now := time.monotonic()) >= next_s:
+            next_s = now + PROGRESS_S
+            stats = llm.stats()
+            send({"progress": {"running": stats["running"], "waiting": stats["waiting"], "done": len(outputs)}})
+    send({"progress": {"running": 0, "waiting": 0, "done": len(outputs)}})
+    return [outputs[i] for i in range(len(prompts))]
 
 
 if __name__ == "__main__":

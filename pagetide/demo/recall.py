@@ -1,4 +1,4 @@
-"""The recall of half of a well-filled pool, as `vram-monitor recall` does it, until the pool may grow again."""
+"""The recall of half of a well-filled pool, bit by bit, as `vram-monitor recall` does it, until the pool may grow again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ..pressure import PrivateDevice
 
 FILLED = 0.7  # share of the pool's blocks in use when half of them is recalled
-MOST_RECALLS = 5
+MOST_RECALLS = 5  # until a part of the memory is back
+PARTS = 4  # in which the half is recalled, so that the map is seen to drain
+PART_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +73,28 @@ class PoolRecall:
             yield "The pool fills: each request gets blocks as it grows."
         self._grown_before = self._memory["grown_bytes"]
         self.is_taking = True
-        for _ in range(MOST_RECALLS):  # the first recall is answered with memory that libraries cache
-            over_bytes = self._memory["kv_bytes"] - self._largest // 2
-            if over_bytes <= 0:
-                break
-            try:
-                self._device.client.recall(self._memory["lease"]["name"], over_bytes)
-            except LeaseRefused:  # the lease is at its minimum
-                break
-            while any(lease.state != "ok" for lease in self._device.leases()):
-                yield f"RECALL: half of the pool, {format_bytes(self._largest // 2)}, must go back to the system."
+        try:
+            for part in range(1, PARTS + 1):
+                yield from self._take_down_to(self._largest - self._largest * part // (2 * PARTS))
+        except LeaseRefused:  # the lease is at its minimum
+            pass
         until = time.monotonic() + Rules.of(self._device.capacity_bytes).cooldown_s
         while time.monotonic() < until:
             yield "Half of the pool is taken: some requests lose their blocks and wait."
+
+    def _take_down_to(self, target_bytes: int) -> Iterator[str]:
+        """Recall until the pool has `target_bytes`, for at least PART_S. Raises LeaseRefused at the lease's minimum."""
+        until = time.monotonic() + PART_S
+        now = f"RECALL: half of the pool, {format_bytes(self._largest // 2)}, must go back to the system."
+        for _ in range(MOST_RECALLS):  # the first recall is answered with memory that libraries cache
+            if (over_bytes := self._memory["kv_bytes"] - target_bytes) <= 0:
+                break
+            self._device.client.recall(self._memory["lease"]["name"], over_bytes)
+            yield now
+            while any(lease.state != "ok" for lease in self._device.leases()):
+                yield now
+        while time.monotonic() < until:
+            yield now
 
     def _is_filled(self) -> bool:
         """Whether more blocks are in use than will be left, or no request remains that could use more."""

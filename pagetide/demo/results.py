@@ -57,11 +57,11 @@ class DemoResult:
     def lines(self) -> list[str]:
         """Four lines; the last is the claim."""
         run, stats = self.pressed, self.pressed.stats
-        at_once = f"{len(run.outputs)} prompts, {run.num_tokens:,} tokens, {run.num_tokens / run.seconds:,.0f} tokens/s"
+        speed = f"{run.num_tokens:,} tokens at {run.num_tokens / run.seconds:,.0f} tokens/s"
         return [
-            f"{at_once}, in a pool of {self.usable_blocks} blocks for a need of {self.needed_blocks}",
+            f"{len(run.outputs)} prompts, {speed}, in {self.usable_blocks} blocks where {self.needed_blocks} are needed",
             self._recall_line(),
-            f"{stats['recomputed_tokens']:,} tokens computed again after preemptions; with room for all, "
+            f"{stats['recomputed_tokens']:,} tokens recomputed after preemptions; with room for all, "
             f"{counted(self.free.stats['preemptions'], 'preemption')}",
             self.claim(),
         ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .block_map import sample_pool
-from .display import Display, open_display
+from .display import Display, open_display, print_result
 from .engines import blocks_needed, open_engines, plan_pool
 from .prompts import demo_prompts, waves
 from .recall import PoolRecall
@@ -79,7 +79,7 @@ def run(options: DemoOptions, *, as_json: bool = False, with_table: bool = False
         print(json.dumps(result.to_dict(), ensure_ascii=False, indent=1))
     else:
         width = min(shutil.get_terminal_size().columns, TABLE_WIDTH)
-        print("\n".join([*(result.table_lines(width) if with_table else []), *result.lines()]))
+        print_result([*(result.table_lines(width) if with_table else []), *result.lines()])
     return 0 if result.is_success else 1
 
 
@@ -161,10 +161,10 @@ class Watched:
             recall.advance(stats)
             changes = {"now": recall.now or "The memory comes back: the pool grows as requests need it."}
             changes["alarm"] = recall.is_taking
-        pool = sample_pool(llm, self.numbers)
+        pool, waiting = sample_pool(llm, self.numbers)
         held = set(pool.holders.tolist())
         self.state = replace(
-            self.state, pool=pool, panes=self._panes(held, now), **changes,
+            self.state, pool=pool, panes=self._panes(held, waiting, now), **changes,
             history=(*self.state.history, (pool.num_mapped, pool.num_held))[-MOST_HISTORY:],
             counts=Counts(
                 stats["steps"], stats["running"], stats["waiting"], stats["preemptions"], done, len(self.prompts),
@@ -181,7 +181,7 @@ class Watched:
         (first_at, first), (last_at, last) = self._tokens_at[0], self._tokens_at[-1]
         return (last - first) / (last_at - first_at) if last_at > first_at else 0.0
 
-    def _panes(self, held: set[int], now: float) -> tuple[Pane, ...]:
+    def _panes(self, held: set[int], waiting: set[int], now: float) -> tuple[Pane, ...]:
         """Two requests that have begun to stream; one that has ended is replaced after a moment."""
         candidates = [number for number in sorted(held) if number in self._texts and number not in self._shown]
         for place in range(NUM_PANES):
@@ -191,9 +191,10 @@ class Watched:
             elif candidates and now - self._ended_at.get(self._shown[place], now) > ENDED_S:
                 self._shown[place] = candidates.pop(0)
         return tuple(
-            Pane(number, self._word(number, held), self.prompts[number], self._texts[number]) for number in self._shown
+            Pane(number, self._word(number, waiting), self.prompts[number], self._texts[number])
+            for number in self._shown
         )
 
-    def _word(self, number: int, held: set[int]) -> str:
-        word = "ended" if number in self._ended_at else "running" if number in held else "preempted, waits"
+    def _word(self, number: int, waiting: set[int]) -> str:
+        word = "ended" if number in self._ended_at else "preempted, waits" if number in waiting else "running"
         return f"{word}, {counted(self._num_tokens[number], 'token')}"

@@ -18,7 +18,7 @@ from typing import Any
 from ..monitor.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
 from .device_use import DeviceSample, Visitor, sample_device
-from .display import Display, open_display
+from .display import Display, open_display, print_result
 from .engine_process import Arrival, EngineJob, TraceEngineProcess
 from .results import counted
 from .shared_view import COLUMN_S, SHARED_DRAWINGS, EngineCounts, Holding, SharedState
@@ -31,14 +31,14 @@ SECONDS = (
     18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
 )
 CONTENDED_BYTES = 280 * MIB  # above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
-VISIT_BYTES = 216 * MIB  # what the external process takes when it comes
-VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 64 * MIB, 5.0, 4.0, 2  # it comes when the pools have grown to so much
+VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
+# It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
+VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
 PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 HEADROOM = 32 * MIB
 SAMPLE_S = 0.1
 RECALL_SHOWN_S = 1.0
-MOST_COLUMNS = 2000
 _START_S = 0.2
 MOST_COLUMNS = 2000
 
@@ -115,7 +115,10 @@ def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     """
     with open_display(FIRST_STATE, SHARED_DRAWINGS, silent=as_json) as display:
         result = share_device(display, seed=seed)
-    print(json.dumps(result.to_dict(), indent=1) if as_json else "\n".join(result.lines()))
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=1))
+    else:
+        print_result(result.lines())
     return 0 if result.is_success else 1
 
 
@@ -168,11 +171,7 @@ def share_device(
         watched = SharedRun(display, state, engines, [len(job.arrivals) for job in all_jobs])
         visitor = Visitor(device, external, PIECE_BYTES, PIECE_S)
         watched.watch(device, external, visitor, seconds)
-        display.show(replace(watched.state, now="The same again with room for all, to compare tokens ...", alarm=False))
-        for engine in engines:
-            engine.tell("compare")
-        told = tuple(engine.hear() for engine in engines)
-        return watched.result(visitor, told)
+        return watched.result(visitor, watched.compare())
 
 
 @dataclass(eq=False)
@@ -205,6 +204,25 @@ class SharedRun:
             )
             time.sleep(SAMPLE_S)
 
+    def compare(self) -> tuple[dict[str, Any], ...]:
+        """Let the engines serve the same with room for all, and show how far they are. Returns what each told at its end."""
+        counts = [replace(one, done=0) for one in self.state.engines]
+        self.state = replace(self.state, now="The same again with room for all, to compare tokens ...", alarm=False)
+        told = dict[int, dict[str, Any]]()
+        for engine in self.engines:
+            engine.tell("compare")
+        while len(told) < len(self.engines):
+            for number, engine in enumerate(self.engines):
+                for message in engine.poll():
+                    if "progress" in message:
+                        counts[number] = replace(counts[number], **message["progress"])
+                    else:
+                        told[number] = message
+            self.state = replace(self.state, engines=tuple(counts))
+            self.display.show(self.state)
+            time.sleep(SAMPLE_S)
+        return tuple(told[number] for number in range(len(self.engines)))
+
     def result(self, visitor: Visitor, told: tuple[dict[str, Any], ...]) -> SharedResult:
         """The figures of the run."""
         kv = zip(*(sample.kv for sample in self._samples), strict=True)
@@ -212,7 +230,7 @@ class SharedRun:
             capacity_bytes=self.state.capacity_bytes,
             most_held_bytes=max(sample.held_bytes for sample in self._samples),
             most_kv_bytes=tuple(max(one) for one in kv),
-            most_external_bytes=max(sample.external for sample in self._samples),
+            most_external_bytes=max(sample.external for sample in self._samples) - self._samples[0].external,
             pieces=visitor.pieces,
             waits=visitor.refused,
             engines=told,

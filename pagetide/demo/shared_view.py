@@ -68,7 +68,7 @@ def shared_page(state: SharedState, at_s: float, width: int, height: int, symbol
     margin = 1 if width >= 40 else 0
     inner = max(width - 2 * margin, 1)
     clock = f"{int(at_s) // 60}:{int(at_s) % 60:02}"
-    title = "two engines and an external process share the memory of one device"
+    title = "two engines and an external process on one device"
     name: Line = [Segment("pagetide demo", BOLD), blank(3), Segment(cut(title, max(inner - 22, 0), symbols), DIM)]
     lines = [spread(name, [Segment(clock, DIM)], inner)]
     lines.append([Segment(cut(state.now, inner, symbols), ALARM if state.alarm else _NOW)])

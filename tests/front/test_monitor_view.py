@@ -105,7 +105,7 @@ def test_without_a_monitor_nothing_is_sent(tmp_path: Path) -> None:
 
 def test_help_filter_and_hidden_processes(tmp_path: Path) -> None:
     with view(tmp_path / "run", "--min-memory", "1TiB") as shown:
-        shown.wait_until(lambda: re.search(r"\d+ smaller than 1 TiB hidden", shown.text))
+        shown.wait_until(lambda: re.search(r"\d+ below 1 TiB hidden", shown.text))
         shown.type(b"a")
         shown.wait_until(lambda: "hidden" not in shown.text and "COMMAND" in shown.text)
         shown.type(f"/{shown.process.pid}".encode())
@@ -159,6 +159,6 @@ def test_min_memory_filters_what_is_printed() -> None:
 
     assert '"pid"' in listed() and '"pid"' in listed("--min-memory", "0")
     assert '"pid"' not in listed("--min-memory", "1TiB")
-    assert "smaller than 1 TiB hidden" in run("--once", "--source", "host", "--min-memory", "1TiB").stdout
+    assert "below 1 TiB hidden" in run("--once", "--source", "host", "--min-memory", "1TiB").stdout
     refused = run("--once", "--source", "host", "--min-memory", "much")
     assert refused.returncode == 2 and refused.stderr.startswith("vram-monitor: --min-memory: cannot read 'much'")

@@ -98,11 +98,11 @@ class Scene:
         """The external process takes a piece, or, where the device has not so much, fails."""
         self.allocations += 1
         if (free := self.free_bytes()) < mib * MIB:
-            self.failures.append(f"a external process's {mib} MiB beside {self.held_mib}: {free >> 20} MiB were free")
+            self.failures.append(f"an external process's {mib} MiB beside {self.held_mib}: {free >> 20} MiB were free")
             return False
         self.hold(external, self.held_mib[external.pid] + mib)
         if (free := self.free_bytes()) < 0:
-            self.overdrafts.append(f"the device is {-free >> 20} MiB over after a external process's {mib} MiB")
+            self.overdrafts.append(f"the device is {-free >> 20} MiB over after an external process's {mib} MiB")
         self.peak = max(self.peak, sum(self.held_mib.values()))
         return True
 

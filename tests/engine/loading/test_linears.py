@@ -11,6 +11,7 @@ import torch
 from engines import TinyEngine, plain, prompts
 from families import VOCAB, tiny
 from torch import nn
+from transformers import Gemma4TextConfig
 
 from pagetide.engine.loading.linears import (
     LEAST_WEIGHTS,
@@ -131,3 +132,9 @@ def test_the_plan_counts_primitives_of_packed_layers_alone():
     shapes = {(m.in_features, m.out_features) for m in wide.modules() if isinstance(m, nn.Linear)}
     packed = sum(a * b >= LEAST_WEIGHTS for a, b in shapes) + 1  # queries' and the output's may differ in their bias
     assert primitive_bytes(wide.config, torch.float32) == packed * len(SIZES) * threads * 640 * 1024 > 0
+    unlike = Gemma4TextConfig(  # its sliding layer's heads are too small to be packed, the other one's are not
+        vocab_size=16, hidden_size=256, intermediate_size=16, num_hidden_layers=2, num_attention_heads=8, head_dim=8,
+        num_key_value_heads=8, global_head_dim=64, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    assert 256 * 64 < LEAST_WEIGHTS <= 256 * 512
+    assert primitive_bytes(unlike, torch.float32) == 2 * len(SIZES) * threads * 640 * 1024

@@ -101,6 +101,18 @@ REFUSED = {
         {**SMALL, "intermediate_size": 64, "is_decoder": True},
         "the logits of .* differ",
     ),  # starts at position 2
+    "bart": (  # its decoder alone, which counts positions by itself; masks that are None are seen on the way
+        {
+            "vocab_size": VOCAB,
+            "d_model": 48,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 6,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 6,
+            "decoder_ffn_dim": 64,
+        },
+        "the logits of .* differ .* ignores position_ids",
+    ),
     # State besides K and V. Their geometry is refused before anyone gets here, so the probe is told a wrong one.
     "mamba": ({"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}, NEVER_CALLS),
     "lfm2": (

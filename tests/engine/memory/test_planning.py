@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConfig
+from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConfig
 
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.config import EngineConfig
@@ -152,6 +152,19 @@ def test_model_length(checkpoint: Checkpoint) -> None:
 def test_a_cache_that_cannot_be_told(checkpoint: Checkpoint) -> None:
     with pytest.raises(UnsupportedModel, match="tiny: "):
         plan(replace(checkpoint, config=MambaConfig(num_hidden_layers=1)))
+
+
+def test_of_layers_that_differ_the_largest_counts() -> None:
+    """The whole configuration refuses to tell what differs by layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma4TextConfig(
+        **sizes, vocab_size=1000, head_dim=16, global_head_dim=32, num_hidden_layers=2, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="per-layer attribute"):
+        _ = config.head_dim
+    expected = 10 * (4 * 64 + 3 * 100 + 2 * 32 * (4 + 4)) * 2 + 3 * 1000 * 10
+    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
 
 
 def test_reserve_counts_experts_and_workspaces() -> None:

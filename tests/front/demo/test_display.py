@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from demo_states import demo_state
 
-from pagetide.demo.display import LINE_S, LivePage, PlainLines, open_display
+from pagetide.demo.display import LINE_S, LivePage, PlainLines, open_display, print_result
 from pagetide.demo.view import DRAWINGS, DemoState
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -194,3 +194,15 @@ def test_an_error_of_a_page_is_raised_by_the_run() -> None:
             with pytest.raises(ZeroDivisionError, match="in the page"):
                 page.show(DemoState("another", "now"))
         assert logging.getLogger().handlers == before
+
+
+def test_a_result_is_broken_at_spaces_only_where_the_terminal_is_narrower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((16, 24)))
+    lines = ["5 preemptions, half the pool", "taken", ""]
+    print_result(lines)
+    assert capsys.readouterr().out.splitlines() == lines, "in a pipe"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_result(lines)
+    assert capsys.readouterr().out.splitlines() == ["5 preemptions,", "half the pool", "taken", ""]

@@ -33,9 +33,9 @@ def result(**changes: Any) -> DemoResult:
 
 def test_four_lines_end_in_the_claim() -> None:
     assert result().lines() == [
-        "2 prompts, 6 tokens, 3 tokens/s, in a pool of 223 blocks for a need of 456",
+        "2 prompts, 6 tokens at 3 tokens/s, in 223 blocks where 456 are needed",
         "1 recall: the pool went from 24.00 MiB to 12.00 MiB, then grew by 17.00 MiB",
-        "1,388 tokens computed again after preemptions; with room for all, 0 preemptions",
+        "1,388 tokens recomputed after preemptions; with room for all, 0 preemptions",
         "6 preemptions, half the pool taken, 0 tokens changed",
     ]
     assert result().is_success and all(len(line) <= 80 for line in result().lines())

@@ -166,9 +166,9 @@ class StillEngine:
 
 def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two that stream; one that was preempted stays, one that has ended is replaced after a moment."""
-    now, held = [100.0], {0, 1, 2, 3}
+    now, held, waiting = [100.0], {0, 1, 2, 3}, set[int]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(run, "sample_pool", lambda *_: BlockHolders(np.array(sorted(held), np.int16)))
+    monkeypatch.setattr(run, "sample_pool", lambda *_: (BlockHolders(np.array(sorted(held), np.int16)), waiting))
     options = run.DemoOptions("cpu")
     watched = run.Watched(NoDisplay(), options.first_state(), [f"prompt {i}" for i in range(24)], options.sampling())
 
@@ -184,6 +184,8 @@ def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) ->
     watched.take(1, Chunk("d"))  # type: ignore[arg-type]
     assert panes() == [(2, "running, 2 tokens", "ab"), (0, "running, 1 token", "c")]
     held.discard(2)
+    assert panes() == [(2, "running, 2 tokens", "ab"), (0, "running, 1 token", "c")], "its last token is to come"
+    waiting.add(2)
     watched.take(0, Chunk("", output=object()))  # type: ignore[arg-type]
     held.discard(0)
     assert panes() == [(2, "preempted, waits, 2 tokens", "ab"), (0, "ended, 1 token", "c")]
@@ -191,4 +193,4 @@ def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) ->
     state = watched.state
     panes(0.01)
     assert watched.state is state, "sampled no more than ten times a second"
-    assert len(state.history) == 5 and state.counts is not None and state.counts.running == 3
+    assert len(state.history) == 6 and state.counts is not None and state.counts.running == 3

@@ -36,6 +36,7 @@ from pagetide.monitor.snapshot import (
     Snapshot,
 )
 from pagetide.monitor.units import GIB, MIB
+from pagetide.monitor.view.headings import heading
 from pagetide.monitor.view.listing import Listing, Order
 from pagetide.monitor.view.page import render, render_live
 from pagetide.monitor.view.state import ViewState
@@ -100,6 +101,16 @@ def test_exactly(name: str, snapshot: Snapshot, width: int, height: int | None, 
 
 
 # ---- what must be said --------------------------------------------------------------------------
+
+
+def test_a_heading_too_long_for_its_line_omits_the_order_first() -> None:
+    facts = ["by memory, largest first", "matching 'python'", "1 to 8 of 13", "25 below 16 MiB hidden"]
+    whole = " · ".join(facts)
+    for width in (120, 80, 40):
+        (text,) = [
+            segment.text for segment in heading("processes", facts, width, UNICODE) if "matching" in segment.text
+        ]
+        assert text == {120: whole, 80: " · ".join(facts[1:]), 40: "matching 'python' · 1 to …"}[width]
 
 
 def test_the_head_says_who_watches_and_how_old_the_answers_are() -> None:
@@ -316,11 +327,11 @@ def test_small_processes_of_the_host_are_hidden_and_counted() -> None:
         return [line.split()[-1] for line in lines[begin + 1 : -1] if line], lines[begin - 1]
 
     shown, heading = listed(None, host)
-    assert shown == ["large", "engine", "unknown"] and "1 smaller than 16 MiB hidden" in heading
+    assert shown == ["large", "engine", "unknown"] and "1 below 16 MiB hidden" in heading
     shown, heading = listed(None, gpu)
     assert shown == ["large", "small", "engine", "unknown"] and "hidden" not in heading
     shown, heading = listed(20 * MIB, gpu)
-    assert shown == ["engine", "unknown"] and "2 smaller than 20 MiB hidden" in heading
+    assert shown == ["engine", "unknown"] and "2 below 20 MiB hidden" in heading
 
 
 def test_the_heading_has_the_order_the_filter_and_the_place() -> None:
