@@ -24,6 +24,7 @@ from ..cache.storage import Storage, TensorArena
 from ..monitor.host_memory import free_host_bytes
 from ..monitor.units import format_bytes
 from ..scheduler.cost import SwapCost
+from ..scheduler.outcome import STEP_TOKEN_BOUNDS
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Limits, Scheduler
 from .attention.choose import Site, WatchedKernel, check, choose
@@ -104,10 +105,20 @@ class Engine:
             "kv_bytes": self.arena.mapped_bytes,
             "kv_bytes_per_token": self.plan.kv_bytes_per_token,
             "block_size": self.plan.block_size,
-            "blocks": {"usable": scheduler.cache.pool.usable, **counts._asdict()},
+            "blocks": {
+                "usable": scheduler.cache.pool.usable,
+                "limit": scheduler.pool.limit_blocks,
+                **counts._asdict(),
+            },
+            "extents": {"mapped": len(self.arena.mapped_extents), "total": self.arena.num_extents},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
+            "waiting_for_others": scheduler.num_dependent,
             "steps": counters.steps,
+            "step_tokens": {"up_to": list(STEP_TOKEN_BOUNDS), "steps": list(counters.step_tokens)},
+            "prompt_tokens": counters.prompt_tokens,
+            "cached_prompt_tokens": counters.cached_prompt_tokens,
+            "generated_tokens": counters.generated_tokens,
             "computed_tokens": counters.computed_tokens,
             "recomputed_tokens": counters.recomputed_tokens,
             "preemptions": counters.preemptions,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache.block_table import Int32
@@ -12,6 +13,7 @@ from .plan import Candidates, ChunkLogprobs
 from .sequence import FinishReason
 
 _KEPT = 64  # decisions
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper, of `Stats.step_tokens`
 
 Decision = dict[str, Any]
 
@@ -23,6 +25,8 @@ class Finished:
     `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device or the host, when the
     request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
     admitted first. Tokens that the others share with it do not count as cached.
+
+    `admitted_at` is the time of that first admission, as `Scheduler.schedule` was given it.
     """
 
     request_id: str
@@ -31,6 +35,7 @@ class Finished:
     num_preemptions: int
     error: str | None = None
     num_cached_tokens: int | None = None
+    admitted_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,18 @@ class Stats:
     Prefix lookups of new prompts count separately from resumed lookups (preempted requests, imported requests, and
     forks admitted without their leader). Resumed requests mostly find what they computed themselves, so they do not
     show how often prompts share prefixes.
+
+    `prompt_tokens` and `cached_prompt_tokens` count prompts at their first admission, forks and beams of a prompt once.
+    `step_tokens` has the number of steps by the tokens they compute: up to each of STEP_TOKEN_BOUNDS, and more.
     """
 
     steps: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     preemptions: int = 0
     peak_used_blocks: int = 0
     grown_extents: int = 0
@@ -81,6 +93,12 @@ class Stats:
     forks: int = 0  # sequences that started with another's blocks
     demoted_blocks: int = 0  # copied to the host tier
     promoted_blocks: int = 0  # copied back
+
+    def planned(self, num_tokens: int) -> None:
+        """Count a planned step that computes `num_tokens` tokens; 0 if it only moves memory."""
+        self.computed_tokens += num_tokens
+        if num_tokens:
+            self.step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
     def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
         """Count the prefix lookup of an admission: `num_hit` of `num_tokens` tokens were found. `is_new`: a new prompt."""

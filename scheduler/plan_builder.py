@@ -115,9 +115,8 @@ class PlanBuilder:
         """
         rows, n = decodes, len(decodes)
         lengths, samples = self._ones[:n], self._trues[:n]
-        self._stats.computed_tokens += n
+        self._stats.planned(n + sum([length for _, length in chunks]))
         if chunks:
-            self._stats.computed_tokens += sum(length for _, length in chunks)
             chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
             rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
             lengths = np.append(lengths, np.array([length for _, length in chunks]))
@@ -127,7 +126,7 @@ class PlanBuilder:
     def ahead(self, rows: Index, known: Index) -> Plan:
         """Plan one token for each of `rows`, which have `known` tokens once the pending plan is done."""
         n = len(rows)
-        self._stats.computed_tokens += n
+        self._stats.planned(n)
         return self._build(rows, known - 1, self._ones[:n], self._trues[:n], NO_RESIZE, [])
 
     def _build(

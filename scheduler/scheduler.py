@@ -109,6 +109,7 @@ class Scheduler:
         self.forecast = forecast or LengthForecast()
         self.decisions = decisions or Decisions()
         self.rows = rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
+        self._now = 0.0  # of the last `schedule`
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
         self._plans = plans = PendingPlans()
         self._waiting = waiting = Waiting()
@@ -145,6 +146,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Number of sequences without a row, including preempted ones."""
         return len(self._sequences) - len(self._running)
+
+    @property
+    def num_dependent(self) -> int:
+        """Waiting sequences that wait for another one: a fork for its prompt, a beam for its next move."""
+        return self.num_waiting - len(self._waiting.queue) - len(self._waiting.deferred)
 
     @property
     def has_work(self) -> bool:
@@ -200,11 +206,11 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
 
-        `now` (seconds) is reserved for policies that weigh waiting times; the current order does not use it
-        (waiting.py).
+        `now` (seconds) is the time of the admissions. The order of waiting requests does not depend on it (waiting.py).
         """
         if self._plans.first is not None:
             raise InvalidCallOrder(f"plan {self._plans.first.step_id} is out: apply its result first")
+        self._now = now
         self._sequences.end_aborted()
         preemptions = self.stats.preemptions
         decodes = self._extend_decodes()
@@ -375,7 +381,10 @@ class Scheduler:
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
         is_new = root.num_cached_tokens is None
         if is_new:
-            root.num_cached_tokens = min(num_hit, len(request.prompt_token_ids))
+            root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))
+            root.admitted_at = self._now
+            self.stats.prompt_tokens += len(request.prompt_token_ids)
+            self.stats.cached_prompt_tokens += found
         if start.leader_row is not None:
             self.stats.forks += 1
         elif self.cache.index.capacity:

@@ -66,8 +66,8 @@ class Sequence:
     """A request that has a row, or waits with its known tokens."""
 
     __slots__ = (
-        "_status", "abort_reason", "chain", "computed", "forks", "key", "leader", "num_cached_tokens", "number", "passes",
-        "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
+        "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "key", "leader", "num_cached_tokens",
+        "number", "passes", "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
@@ -88,6 +88,7 @@ class Sequence:
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted
         self.root: Sequence = self if leader is None else leader.root  # all sequences of a root have the same prompt
         self.num_cached_tokens: int | None = None  # of a root: prompt tokens that its family's first member found
+        self.admitted_at: float | None = None  # of a root: when that was (seconds of the caller's clock)
         self.forks: dict[Sequence, None] = {}  # forks not admitted yet, in order
 
     @property

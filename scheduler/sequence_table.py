@@ -91,8 +91,8 @@ class SequenceTable:
         generated = sequence.tokens[prompt:]
         if reason in ("stop", "length"):
             self._forecast.observe(len(generated), self._rows.limit_of(prompt, request.sampling) - prompt)
-        found = sequence.root.num_cached_tokens
-        self.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error, found))
+        found, at = sequence.root.num_cached_tokens, sequence.root.admitted_at
+        self.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error, found, at))
         del self.by_id[request.request_id]
 
     def take_finished(self) -> tuple[Finished, ...]:
@@ -107,8 +107,8 @@ class SequenceTable:
         for request_id, sequence in self.by_id.items():
             if request_id not in ended:
                 generated = self._running.tokens_of(sequence)[len(sequence.request.prompt_token_ids) :]
-                found = sequence.root.num_cached_tokens
-                ends.append(Finished(request_id, "error", generated, sequence.preemptions, error, found))
+                found, at = sequence.root.num_cached_tokens, sequence.root.admitted_at
+                ends.append(Finished(request_id, "error", generated, sequence.preemptions, error, found, at))
         return tuple(ends)
 
     def check_invariants(self) -> None:

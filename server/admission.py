@@ -35,6 +35,11 @@ class RequestAdmission:
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
         self._uses: dict[str, KeyUse] = {}
 
+    @property
+    def limit(self) -> int:
+        """Requests that may run or wait."""
+        return self._capacity() + self._max_queue
+
     @contextmanager
     def request(self, key: ApiKey | None) -> Iterator[None]:
         """Hold a place for a request. Raises ApiError if there is none."""
@@ -87,8 +92,7 @@ class RequestAdmission:
     def _checked(self, key: ApiKey | None) -> KeyUse | None:
         if self.draining:
             raise unavailable("the server is shutting down: it takes no more requests")
-        limit = self._capacity() + self._max_queue
-        if self.num_requests >= limit:
+        if self.num_requests >= self.limit:
             raise _too_many(
                 f"{self.num_requests:,} requests are running or waiting, as many as the server takes",
                 self.retry_after_s(),

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -90,7 +91,8 @@ def make_app(server: Server) -> ASGIApp:
     origins = list(server.options.rules.origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    return Guard(app, server.keys, server.admission, server.options.rules)
+    server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    return Guard(app, server.keys, server.admission, server.options.rules, server.metrics.answered)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -131,9 +133,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         body.check_fields(server.options.ignore_unknown_fields)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        work = TextCompletion(
-            model.engine, body, model.name, server.cache_salt(body.cache_salt, key), server.metrics.observer(model.name)
-        )
+        salt = server.cache_salt(body.cache_salt, key)
+        work = TextCompletion(model.engine, body, model.name, salt, server.metrics.of(model))
         return await _run(server, request, model, work, bool(body.stream), body.max_tokens)
 
     @app.post("/v1/chat/completions")
@@ -141,7 +142,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         body.check_fields(server.options.ignore_unknown_fields)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
-        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, model.options.chat_template)
+        template, observer = model.options.chat_template, server.metrics.of(model)
+        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, template, observer)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _run(server, request, model, work, bool(body.stream), most)
 
@@ -239,7 +241,8 @@ def _add_health(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await server.metrics.page(server.models), headers={"content-type": CONTENT_TYPE})
+        page = await server.metrics.page(server.models, server.admission)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
     @app.get("/load")
     async def load() -> Response:
@@ -251,15 +254,17 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     async def sleep(model: str | None = None, level: int = 1, drain_s: float | None = None) -> Response:
         """Free the memory of a model, or of all; as vLLM's. `level` makes no difference: weights are read again."""
         named = [server.models.get(model)] if model is not None else list(server.models)
-        for one in named:
-            await server.models.sleep(one, drain_s)
+        with server.metrics.sleep_operation("sleep"):
+            for one in named:
+                await server.models.sleep(one, drain_s)
         return Response(status_code=200)
 
     @app.post("/wake_up")
     async def wake_up(model: str | None = None) -> Response:
         named = [server.models.get(model)] if model is not None else list(server.models)
-        for one in named:
-            await server.models.wake_up(one)
+        with server.metrics.sleep_operation("wake"):
+            for one in named:
+                await server.models.wake_up(one)
         return Response(status_code=200)
 
     @app.get("/is_sleeping")

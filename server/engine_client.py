@@ -50,6 +50,11 @@ class RequestFailed(Exception):
         super().__init__(error)
         self.kind = kind
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request is at fault, and not the engine."""
+        return self.kind in ("invalid", "too_long")
+
 
 class SlowReader(Exception):
     """The reader of a stream is too slow for its output."""
@@ -70,19 +75,19 @@ class Observer(Protocol):
         """The first token of a prompt came so long after it was sent."""
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` more tokens came, each so long after the last."""
+        """`count` more tokens of a continuation came, each so long after the last."""
 
 
 class Generation:
     """The output of one prompt as it arrives. Its `Batch` reads it.
 
     Attributes:
-        prompt_token_ids: Set once the prompt is tokenized.
+        prompt_token_ids, max_new_tokens: Set once the prompt is tokenized.
         finished: Set once all output has arrived.
         error: Why the request failed.
         pieces: Output that has arrived and was not read.
         num_unread: Tokens in `pieces`.
-        num_tokens: Tokens of the output so far, of all continuations.
+        counts: Tokens of the output so far, by continuation.
         reasons: Why each continuation has ended.
         submitted_at, first_token_at, ended_at: Times of `time.monotonic`.
     """
@@ -92,16 +97,22 @@ class Generation:
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.reasons: dict[int, str] = {}
-        self._last_token_at = self.submitted_at
+        self._last_token_at: dict[int, float] = {}  # by continuation
         self._observer = observer
         self.number = number
         self.prompt_token_ids: list[int] | None = None
+        self.max_new_tokens: int | None = None
         self.finished: RequestEnd | None = None
         self.error: Exception | None = None
         self.pieces: list[Piece] = []
         self.num_unread = 0
-        self.num_tokens = 0
+        self.counts: dict[int, int] = {}
         self._changed = changed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output so far, of all continuations."""
+        return sum(self.counts.values())
 
     def take(self, message: Accepted | Piece | RequestEnd | Exception) -> None:
         """Take in what the engine says of this request."""
@@ -110,10 +121,10 @@ class Generation:
                 self.pieces.append(message)
                 self.num_unread += len(message.token_ids)
                 self._count(message)
-                if self._observer is not None:
-                    self._observe(self._observer, len(message.token_ids))
+                if self._observer is not None and message.token_ids:
+                    self._observe(self._observer, message.index, len(message.token_ids))
             case Accepted():
-                self.prompt_token_ids = message.prompt_token_ids
+                self.prompt_token_ids, self.max_new_tokens = message.prompt_token_ids, message.max_new_tokens
             case RequestEnd():
                 self.finished = message
                 self.ended_at = time.monotonic()
@@ -124,18 +135,19 @@ class Generation:
         self._changed.set()
 
     def _count(self, piece: Piece) -> None:
-        self.num_tokens += len(piece.token_ids)
+        self.counts[piece.index] = self.counts.get(piece.index, 0) + len(piece.token_ids)
         if piece.finish_reason is not None:
             self.reasons[piece.index] = piece.finish_reason
 
-    def _observe(self, observer: Observer, count: int) -> None:
+    def _observe(self, observer: Observer, index: int, count: int) -> None:
         now = time.monotonic()
-        if self.first_token_at is None:
+        last = self._last_token_at.get(index)
+        self._last_token_at[index] = now
+        if last is not None:
+            observer.next_tokens((now - last) / count, count)
+        elif self.first_token_at is None:
             self.first_token_at = now
             observer.first_token(now - self.submitted_at)
-        elif count:
-            observer.next_tokens((now - self._last_token_at) / count, count)
-        self._last_token_at = now
 
     def read(self) -> list[Piece]:
         """The output that has arrived since the last call."""

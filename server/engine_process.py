@@ -169,7 +169,7 @@ class EngineServer:
         else:
             ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
         params = self._completed(llm, params, len(ids), submit)
-        self._send(Accepted(submit.number, ids))
+        self._send(Accepted(submit.number, ids, params.max_new_tokens))
         make = partial(_scores, llm.tokenizer)
         if not submit.streams:
             outputs = await llm.generate([ids], params, priority=submit.priority, cache_salt=submit.cache_salt)
@@ -324,7 +324,11 @@ def _whole(number: int, index: int, completion: Completion, make: _Make) -> Piec
 
 
 def _finished(number: int, output: RequestOutput, pieces: list[Piece], make: _Make) -> RequestEnd:
-    return RequestEnd(number, pieces, output.num_cached_tokens, make(output.prompt_logprobs, output.prompt_token_ids))
+    scores = make(output.prompt_logprobs, output.prompt_token_ids)
+    each = [completion.timings for completion in output.completions]
+    first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
+    total_s = max(one.total_s for one in each)
+    return RequestEnd(number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s)
 
 
 def load(model: str, options: Mapping[str, Any]) -> AsyncLLM:

@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
 ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
+LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SCOPE_KEY = "pagetide.request"
@@ -67,13 +68,25 @@ class GuardRules:
 
 
 class Guard:
-    """An ASGI layer around `app`."""
+    """An ASGI layer around `app`.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, admission: RequestAdmission, rules: GuardRules) -> None:
+    Args:
+        answered: Called after each request with its method, path, status and seconds.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        admission: RequestAdmission,
+        rules: GuardRules,
+        answered: Callable[[str, str, int, float], None],
+    ) -> None:
         self._app = app
         self._keys = keys
         self._admission = admission
         self._rules = rules
+        self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +108,10 @@ class Guard:
         except ApiError as error:
             await send_error(error, send_marked)
         finally:
-            self._log(scope, context, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            context.status = context.status or LEFT
+            self._answered(scope["method"], scope["path"], context.status, seconds)
+            self._log(scope, context, seconds)
 
     async def _pass(self, scope: Scope, context: RequestContext, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -148,7 +164,7 @@ class Guard:
             return
         client = scope.get("client") or ("", 0)
         entry = {
-            "method": scope["method"], "path": scope["path"], "status": context.status or 499,
+            "method": scope["method"], "path": scope["path"], "status": context.status,
             "seconds": round(seconds, 4), "client": client[0], "request_id": context.request_id,
             "key": None if context.key is None else context.key.name, **context.facts,
         }  # fmt: skip

@@ -117,10 +117,15 @@ class StartFailed(Struct, tag=True, frozen=True):
 
 
 class Accepted(Struct, tag=True, frozen=True):
-    """The prompt was tokenized. It is queued, unless the scheduler rejects it."""
+    """The prompt was tokenized. It is queued, unless the scheduler rejects it.
+
+    Attributes:
+        max_new_tokens: That the request may get; None: up to the model's context.
+    """
 
     number: int
     prompt_token_ids: list[int]
+    max_new_tokens: int | None = None
 
 
 class Piece(Struct, array_like=True, frozen=True):
@@ -142,12 +147,21 @@ class OutputPieces(Struct, tag=True, frozen=True):
 
 
 class RequestEnd(Struct, tag=True, frozen=True):
-    """All continuations have ended. `pieces` has the whole continuations, best first, unless they were streamed."""
+    """All continuations have ended.
+
+    Attributes:
+        pieces: The whole continuations, best first, unless they were streamed.
+        queued_s, first_token_s, total_s: Seconds in the engine, from the tokenized prompt to the first admission, the first
+            token and the end. None if it never came so far.
+    """
 
     number: int
     pieces: list[Piece]
     num_cached_tokens: int
     prompt_scores: list[Score] | None = None
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
 
 
 class Failed(Struct, tag=True, frozen=True):

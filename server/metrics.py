@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from ..version import __version__
-from .engine_client import Batch, EngineUnavailable, RequestFailed
+from .admission import RequestAdmission
+from .distribution import Distribution, cumulated, one_two_five
+from .engine_client import Batch, EngineUnavailable, Generation, RequestFailed
+from .engine_samples import samples
 from .models import ModelRegistry, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATS_S = 2.0  # an engine that does not answer within this time is left out
 ENGINE = "0"  # vLLM's label of the engine's number
-_LABELS = ("model_name", "engine")
 
 # vLLM's buckets, in seconds and tokens.
 _FIRST_TOKEN_S = (
@@ -30,73 +35,232 @@ _REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
     7680.0,
 )  # fmt: skip
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _COUNTS = (1, 2, 5, 10, 20)
-_REASONS = {"aborted": "abort"}
+_SLEEP_S = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
+_HTTP_S = (0.1, 0.5, 1)
+_UP_TO_CONTEXT = None  # 1, 2, 5, 10, ... up to the model's context
+
+# Of a request, under "vllm:": description and buckets.
+HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "time_to_first_token_seconds": ("Time to the first token", _FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Time between tokens of a continuation", _TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean time for a token after the first", _TOKEN_S),
+    "e2e_request_latency_seconds": ("Time of a request", _REQUEST_S),
+    "request_queue_time_seconds": ("Time until the first admission", _REQUEST_S),
+    "request_prefill_time_seconds": ("Time from the first admission to the first token", _REQUEST_S),
+    "request_decode_time_seconds": ("Time from the first token to the last", _REQUEST_S),
+    "request_inference_time_seconds": ("Time from the first admission to the end", _REQUEST_S),
+    "request_prompt_tokens": ("Tokens of a prompt", _UP_TO_CONTEXT),
+    "request_generation_tokens": ("Tokens of an output", _UP_TO_CONTEXT),
+    "request_max_num_generation_tokens": ("Tokens of the longest continuation", _UP_TO_CONTEXT),
+    "request_params_max_tokens": ("Tokens that the output may have", _UP_TO_CONTEXT),
+    "request_prefill_kv_computed_tokens": ("Tokens of a prompt that were not in the cache", _UP_TO_CONTEXT),
+    "request_params_n": ("Continuations of a request", _COUNTS),
+}
+REASONS = {"stop": "stop", "length": "length", "aborted": "abort", "error": "error"}  # pagetide's and vLLM's
+_PROBES = ("/metrics", "/health", "/ready", "/load", "/version")
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
-class Metrics:
-    """What the server counts. Each application has its own."""
+class ModelMetrics:
+    """What is counted of one model's requests. See `engine_client.Observer` too."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token", _FIRST_TOKEN_S)
-        self._token_gap = self._histogram("inter_token_latency_seconds", "Time between tokens", _TOKEN_S)
-        self._request = self._histogram("e2e_request_latency_seconds", "Time of requests", _REQUEST_S)
-        self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of prompts", _TOKENS)
-        self._output_length = self._histogram("request_generation_tokens", "Tokens of outputs", _TOKENS)
-        self._continuations = self._histogram("request_params_n", "n of requests", _COUNTS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
-        self._output_tokens = self._counter("generation_tokens", "Tokens of outputs")
-        self._ended = self._counter("request_success", "Ended requests", "finished_reason")
-
-    def observer(self, model: str) -> ModelObserver:
-        """Counts the tokens of one model's streams."""
-        return ModelObserver(self._first_token.labels(model, ENGINE), self._token_gap.labels(model, ENGINE))
-
-    def ended(self, model: str, batch: Batch) -> None:
-        """Count a request that has ended or was left."""
-        for one in batch.generations:
-            prompt = len(one.prompt_token_ids or ())
-            self._prompt_tokens.labels(model, ENGINE).inc(prompt)
-            self._output_tokens.labels(model, ENGINE).inc(one.num_tokens)
-            if one.finished is None or one.ended_at is None:
-                self._ended.labels(model, ENGINE, "abort" if one.error is None else "error").inc()
-                continue
-            self._request.labels(model, ENGINE).observe(one.ended_at - one.submitted_at)
-            self._prompt_length.labels(model, ENGINE).observe(prompt)
-            self._output_length.labels(model, ENGINE).observe(one.num_tokens)
-            self._continuations.labels(model, ENGINE).observe(len(one.reasons))
-            for reason in one.reasons.values():
-                self._ended.labels(model, ENGINE, _REASONS.get(reason, reason)).inc()
-
-    async def page(self, models: ModelRegistry) -> bytes:
-        """The page, with the state of all engines now."""
-        each = await asyncio.gather(*(_stats(model) for model in models))
-        families = _families([(model, stats) for model, stats in zip(models, each, strict=True)])
-        return generate_latest(self._registry) + generate_latest(_Prepared(families))
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, _LABELS, buckets=tuple(buckets), registry=self._registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"vllm:{name}", text, (*_LABELS, *labels), registry=self._registry)
-
-
-class ModelObserver:
-    """See `engine_client.Observer`."""
-
-    def __init__(self, first_token: Any, token_gap: Any) -> None:
-        self._first_token = first_token
-        self._token_gap = token_gap
+    def __init__(self, max_model_len: int) -> None:
+        lengths = one_two_five(max_model_len)
+        self.histograms = {
+            name: Distribution(lengths if bounds is None else bounds) for name, (_, bounds) in HISTOGRAMS.items()
+        }
+        self.reasons = dict.fromkeys(REASONS.values(), 0)
+        self._first_token = self.histograms["time_to_first_token_seconds"]
+        self._token_gap = self.histograms["inter_token_latency_seconds"]
 
     def first_token(self, seconds: float) -> None:
         """Count the time to a first token."""
         self._first_token.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """Count the time between tokens, once for those that came together."""
-        self._token_gap.observe(seconds)
+        """Count the time between tokens."""
+        self._token_gap.observe(seconds, count)
+
+    def ended(self, one: Generation) -> None:
+        """Count a request that has ended or was left. One that the engine refused is no request."""
+        if one.finished is None or one.ended_at is None:
+            if not (isinstance(one.error, RequestFailed) and one.error.is_refusal):
+                self.reasons["abort" if one.error is None else "error"] += 1
+            return
+        for reason in one.reasons.values():
+            self.reasons[REASONS[reason]] += 1
+        prompt, counts = len(one.prompt_token_ids or ()), one.counts.values()
+        found = {
+            "e2e_request_latency_seconds": one.ended_at - one.submitted_at,
+            "request_prompt_tokens": prompt,
+            "request_generation_tokens": one.num_tokens,
+            "request_max_num_generation_tokens": max(counts, default=0),
+            "request_params_max_tokens": one.max_new_tokens,
+            "request_prefill_kv_computed_tokens": prompt - one.finished.num_cached_tokens,
+            "request_params_n": len(one.reasons),
+            **self._times(one),
+        }
+        for name, value in found.items():
+            if value is not None:
+                self.histograms[name].observe(value)
+
+    def _times(self, one: Generation) -> dict[str, float | None]:
+        """The times of a request that has ended, by the name of their histogram."""
+        end, longest = one.finished, max(one.counts.values(), default=0)
+        if end is None or one.ended_at is None or end.first_token_s is None:
+            return {} if end is None else {"request_queue_time_seconds": end.queued_s}
+        decode_s = end.total_s - end.first_token_s
+        token_s = decode_s / (longest - 1) if longest > 1 else 0.0
+        if one.first_token_at is None:  # it did not stream: its tokens came at once, when all were there
+            self._first_token.observe(max(one.ended_at - one.submitted_at - decode_s, 0.0))
+            self._token_gap.observe(token_s, one.num_tokens - len(one.counts))
+        return {
+            "request_queue_time_seconds": end.queued_s,
+            "request_prefill_time_seconds": None if end.queued_s is None else end.first_token_s - end.queued_s,
+            "request_decode_time_seconds": decode_s,
+            "request_inference_time_seconds": None if end.queued_s is None else end.total_s - end.queued_s,
+            "request_time_per_output_token_seconds": token_s,
+        }
+
+
+class Metrics:
+    """What the server counts. Each application has its own.
+
+    Args:
+        handlers: Paths of the endpoints; requests to others are counted together.
+    """
+
+    def __init__(self, handlers: Collection[str] = ()) -> None:
+        self.handlers = handlers
+        self._process = ProcessCollector(registry=None)
+        self._models: dict[str, ModelMetrics] = {}
+        self._http: Counter[tuple[str, str, str]] = Counter()  # method, handler, "2xx"
+        self._http_s: dict[tuple[str, str], Distribution] = {}
+        self._errors: Counter[int] = Counter()  # by status
+        self._sleep_s = {operation: Distribution(_SLEEP_S) for operation in ("sleep", "wake")}
+
+    def of(self, model: ServedModel) -> ModelMetrics:
+        """What is counted of a model. Raises ApiError unless it is loaded."""
+        found = self._models.get(model.name)
+        if found is None:
+            found = self._models[model.name] = ModelMetrics(model.engine.info.max_model_len)
+        return found
+
+    def ended(self, model: str, batch: Batch) -> None:
+        """Count a request that has ended or was left."""
+        if (counted := self._models.get(model)) is not None:  # else it was unloaded meanwhile
+            for one in batch.generations:
+                counted.ended(one)
+
+    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count an HTTP request, unless it is a probe."""
+        if path in _PROBES:
+            return
+        handler = path if path in self.handlers else "/v1/models/{name}" if path.startswith("/v1/models/") else "none"
+        method = method if method in _METHODS else "other"
+        self._http[method, handler, f"{status // 100}xx"] += 1
+        if status >= 400:
+            self._errors[status] += 1
+        key = method, handler
+        if key not in self._http_s:
+            self._http_s[key] = Distribution(_HTTP_S)
+        self._http_s[key].observe(seconds)
+
+    @contextmanager
+    def sleep_operation(self, operation: str) -> Iterator[None]:
+        """Count the time of "sleep" or "wake"."""
+        began = time.monotonic()
+        yield
+        self._sleep_s[operation].observe(time.monotonic() - began)
+
+    async def page(self, models: ModelRegistry, admission: RequestAdmission) -> bytes:
+        """The page, with the state of all engines now."""
+        each = await asyncio.gather(*(_stats(model) for model in models))
+        families = _Families()
+        for model, stats in zip(models, each, strict=True):
+            self._add_model(families, model, stats or {})
+        for name in self._models.keys() - {model.name for model in models}:
+            del self._models[name]  # unloaded
+        families.add("gauge", "pagetide_build_info", "The version", {"version": __version__}, 1.0)
+        limit = "Requests that may run or wait; more get 429"
+        families.add("gauge", "pagetide_requests", "Generating requests in the server", {}, admission.num_requests)
+        families.add("gauge", "pagetide_requests_limit", limit, {}, admission.limit)
+        self._add_http(families)
+        return generate_latest(_Prepared([*families, *self._process.collect()]))
+
+    def _add_model(self, families: _Families, model: ServedModel, stats: Mapping[str, Any]) -> None:
+        name = {"model_name": model.name}
+        labels = name | {"engine": ENGINE}
+        families.add("gauge", "pagetide_model_ready", "1 if it serves requests", name, float(model.state == "ready"))
+        families.add("counter", "pagetide_engine_restarts", "Starts after an engine ended", name, model.num_restarts)
+        if model.state in ("ready", "asleep"):
+            states = {
+                "awake": model.state == "ready",
+                "weights_offloaded": False,
+                "discard_all": model.state == "asleep",
+            }
+            for state, is_on in states.items():
+                text = "1 for the state it is in; asleep it holds no memory"
+                families.add("gauge", "vllm:engine_sleep_state", text, labels | {"sleep_state": state}, float(is_on))
+        if model.state == "ready" and model.process is not None and model.process.is_alive:
+            self.of(model)
+        counted = self._models.get(model.name)
+        if counted is not None:
+            for reason, count in counted.reasons.items():
+                further = {"finished_reason": reason}
+                families.add("counter", "vllm:request_success", "Ended continuations", labels | further, count)
+            for metric, distribution in counted.histograms.items():
+                text, _ = HISTOGRAMS[metric]
+                families.add_histogram(f"vllm:{metric}", text, labels, distribution.buckets, distribution.total)
+        for sample in samples(stats):
+            families.add(sample.kind, sample.name, sample.text, {**labels, **sample.labels}, sample.value)
+        if stats:
+            steps = stats["step_tokens"]
+            buckets = cumulated(steps["up_to"], steps["steps"])
+            name_of_vllm = "vllm:iteration_tokens_total"  # a histogram, for all its name
+            families.add_histogram(name_of_vllm, "Tokens of a step", labels, buckets, stats["computed_tokens"])
+
+    def _add_http(self, families: _Families) -> None:
+        for (method, handler, status), count in self._http.items():
+            labels = {"method": method, "handler": handler, "status": status}
+            families.add("counter", "http_requests", "HTTP requests, without probes", labels, count)
+        for (method, handler), distribution in self._http_s.items():
+            labels, text = {"method": method, "handler": handler}, "Time of HTTP requests, streams to their end"
+            families.add_histogram(
+                "http_request_duration_seconds", text, labels, distribution.buckets, distribution.total
+            )
+        for status_code, count in self._errors.items():
+            labels = {"status": str(status_code)}
+            families.add("counter", "pagetide_http_errors", "HTTP requests that failed", labels, count)
+        for operation, distribution in self._sleep_s.items():
+            name, text = "vllm:sleep_mode_operation_duration_seconds", "Time of sleeping and waking up"
+            families.add_histogram(name, text, {"operation": operation}, distribution.buckets, distribution.total)
+
+
+class _Families:
+    """Metric families by name, in the order in which they were added. The labels of a family are the same each time."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._by_name.values())
+
+    def add(self, kind: str, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        """Add a sample of a gauge or a counter."""
+        if name not in self._by_name:
+            make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            self._by_name[name] = make(name, text, labels=list(labels))
+        self._by_name[name].add_metric(list(labels.values()), value)
+
+    def add_histogram(
+        self, name: str, text: str, labels: Mapping[str, str], buckets: list[tuple[str, float]], total: float
+    ) -> None:
+        """Add a histogram."""
+        if name not in self._by_name:
+            self._by_name[name] = HistogramMetricFamily(name, text, labels=list(labels))
+        self._by_name[name].add_metric(list(labels.values()), buckets, total)
 
 
 class _Prepared(CollectorRegistry):
@@ -121,62 +285,3 @@ async def _stats(model: ServedModel) -> Mapping[str, Any] | None:
         return stats
     except (RequestFailed, EngineUnavailable, TimeoutError):
         return None
-
-
-def _families(models: list[tuple[ServedModel, Mapping[str, Any] | None]]) -> list[Metric]:
-    build = InfoMetricFamily("pagetide_build", "The version")
-    build.add_metric([], {"version": __version__})
-    up = GaugeMetricFamily("pagetide_model_ready", "1 if the model serves requests", labels=["model_name"])
-    restarts = CounterMetricFamily("pagetide_engine_restarts", "Starts after an engine ended", labels=["model_name"])
-    families: dict[str, Metric] = {}
-    for model, stats in models:
-        up.add_metric([model.name], float(model.state == "ready"))
-        restarts.add_metric([model.name], model.num_restarts)
-        for kind, name, text, labels, value in _samples(stats or {}):
-            family = families.get(name)
-            if family is None:
-                make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                family = families[name] = make(name, text, labels=[*_LABELS, *labels])
-            family.add_metric([model.name, ENGINE, *labels.values()], value)  # type: ignore[attr-defined]
-    return [build, up, restarts, *families.values()]
-
-
-Sample = tuple[str, str, str, dict[str, str], float]
-
-
-def _samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """Kind, name, description, further labels and value of each metric in an engine's statistics."""
-    if not stats:
-        return
-    blocks = stats["blocks"]
-    yield "gauge", "vllm:num_requests_running", "Requests in the running batch", {}, stats["running"]
-    yield "gauge", "vllm:num_requests_waiting", "Requests that wait", {}, stats["waiting"]
-    usage = blocks["live"] / blocks["usable"] if blocks["usable"] else 0.0
-    yield "gauge", "vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", {}, usage
-    yield "counter", "vllm:num_preemptions", "Preemptions", {}, stats["preemptions"]
-    if (cache := stats["prefix_cache"]) is not None:
-        yield "counter", "vllm:prefix_cache_queries", "Prompt tokens looked up", {}, cache["lookup_tokens"]
-        yield "counter", "vllm:prefix_cache_hits", "Prompt tokens found", {}, cache["hit_tokens"]
-    for state, count in blocks.items():
-        if state not in ("usable", "mapped"):
-            yield "gauge", "pagetide_kv_blocks", "KV blocks by state", {"state": state}, count
-    yield "gauge", "pagetide_kv_blocks_usable", "KV blocks of the pool", {}, blocks["usable"]
-    yield "gauge", "pagetide_kv_bytes", "Mapped bytes of the KV pool", {}, stats["kv_bytes"]
-    yield "counter", "pagetide_steps", "Steps of the engine", {}, stats["steps"]
-    yield "counter", "pagetide_computed_tokens", "Tokens computed", {}, stats["computed_tokens"]
-    yield (
-        "counter",
-        "pagetide_recomputed_tokens",
-        "Tokens computed again after a preemption",
-        {},
-        stats["recomputed_tokens"],
-    )
-    memory = stats["memory"] or {}
-    if memory:
-        yield "counter", "pagetide_recalls", "Recalls of memory", {}, memory["recalls"]
-        yield "counter", "pagetide_grown_bytes", "Bytes by which the pool grew", {}, memory["grown_bytes"]
-        yield "counter", "pagetide_given_back_bytes", "Bytes given back", {}, memory["given_back_bytes"]
-        if (lease := memory.get("lease")) is not None:
-            for name in ("granted_bytes", "max_bytes", "min_bytes"):
-                if lease.get(name) is not None:
-                    yield "gauge", f"pagetide_lease_{name}", "The engine's lease", {}, lease[name]

@@ -331,6 +331,7 @@ class World:
             hasher=PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached,
             host_slots=host_slots,
         )  # fmt: skip
+        self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))
         self.runner = FakeRunner(
@@ -382,7 +383,7 @@ class World:
         self.before[request.request_id] = request.generated.tolist()
 
     def schedule(self) -> Plan:
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(self.now)
         self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]

@@ -94,6 +94,7 @@ class BeamGroup(RequestGroup):
         self._search = BeamSearch(rules, list(self._running))
         self._num_preemptions = 0
         self._num_cached_tokens: int | None = None
+        self._admitted_at: float | None = None
         self._end: FinishReason | None = None  # why it ended early
         self._error: str | None = None
 
@@ -161,7 +162,7 @@ class BeamGroup(RequestGroup):
         self._running.pop(finished.request_id, None)
         self._num_preemptions += finished.num_preemptions
         if finished.num_cached_tokens is not None:  # all forks have the same number
-            self._num_cached_tokens = finished.num_cached_tokens
+            self._num_cached_tokens, self._admitted_at = finished.num_cached_tokens, finished.admitted_at
         is_dropped = finished.reason == "stop"  # the search needed it no more
         if not is_dropped and not self._is_decided:
             self._end, self._error = finished.reason, finished.error
@@ -191,5 +192,5 @@ class BeamGroup(RequestGroup):
     def _end_of(self, state: RequestState, reason: FinishReason, tokens: list[int]) -> Finished:
         return Finished(
             state.request.request_id, reason, np.array(tokens, np.int32), self._num_preemptions, self._error,
-            self._num_cached_tokens,
+            self._num_cached_tokens, self._admitted_at,
         )  # fmt: skip

@@ -10,10 +10,11 @@ from ...scheduler.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds from submission to the first token and to the end."""
+    """Seconds from submission to the first token, to the end, and to the first admission."""
 
     first_token_s: float | None  # None if the request ended without a token
     total_s: float
+    queued_s: float | None = None  # None if it was never admitted, or by another engine before a hand-over
 
 
 @dataclass(frozen=True, slots=True)

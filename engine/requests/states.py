@@ -49,6 +49,7 @@ class RequestState:
         self._first_token_at: float | None = None
         self._num_preemptions = 0  # in another process, before the import
         self.num_cached_tokens: int | None = None  # of the prompt at its first admission, here or in another process
+        self._admitted_at: float | None = None  # that admission, if it was here
         self._failure: str | None = None  # why the request ends with an error
 
     def score(self, scores: ChunkLogprobs) -> None:
@@ -92,7 +93,7 @@ class RequestState:
         """Build the completion. If its text or log-probabilities cannot be made, it is an error."""
         tokens = finished.token_ids.tolist()
         logprobs, total = None, None
-        self._record_cached_tokens(finished)
+        self._record_admission(finished)
         try:
             if self._text is not None and self._failure is None:
                 self._detokenize(tokens if not self._eager else [], last=True)
@@ -136,7 +137,7 @@ class RequestState:
         The completion here has what chunks have delivered; the importing process delivers the rest.
         """
         group, num_delivered = self.group, self._num_taken
-        self._record_cached_tokens(withdrawn)
+        self._record_admission(withdrawn)
         text = None if self._text is None else self._text.text[: self._num_characters]
         logprobs = self._logprobs(0, num_delivered)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
@@ -195,10 +196,10 @@ class RequestState:
             self._new_text = [text[before.num_told_characters :]]
         self._num_taken, self._new = num_delivered, tokens[num_delivered:]
 
-    def _record_cached_tokens(self, end: Finished) -> None:
-        """Record `num_cached_tokens` of the first admission."""
+    def _record_admission(self, end: Finished) -> None:
+        """Record `num_cached_tokens` and the time of the first admission."""
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = end.num_cached_tokens
+            self.num_cached_tokens, self._admitted_at = end.num_cached_tokens, end.admitted_at
 
     @property
     def _num_characters(self) -> int:
@@ -206,8 +207,12 @@ class RequestState:
         return 0 if self._text is None else len(self._text.text) - sum(map(len, self._new_text))
 
     def _timings(self, now: float) -> Timings:
-        arrival, first = self.request.arrival, self._first_token_at
-        return Timings(first_token_s=None if first is None else first - arrival, total_s=now - arrival)
+        arrival, admitted, first = self.request.arrival, self._admitted_at, self._first_token_at
+        return Timings(
+            first_token_s=None if first is None else first - arrival,
+            total_s=now - arrival,
+            queued_s=None if admitted is None else admitted - arrival,
+        )
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -216,7 +216,7 @@ def test_every_form_of_prompt(llm, form):
     assert [o.text for o in outputs] == [decoded(o.token_ids) for o in outputs]
     assert {(o.finish_reason, o.error, o.num_preemptions) for o in outputs} == {("length", None, 0)}
     assert len({o.request_id for o in outputs}) == len(outputs)
-    assert all(0 <= o.timings.first_token_s <= o.timings.total_s for o in outputs)
+    assert all(0 <= o.timings.queued_s <= o.timings.first_token_s <= o.timings.total_s for o in outputs)
 
 
 def test_many_prompts_in_order_out_of_a_pool_too_small(saved, load):
@@ -861,7 +861,8 @@ def test_stats_are_plain_data_and_count(saved, load):
     found = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "resumed": resumed}
     prefixes = found | {"findable_blocks": 1, "max_cached_blocks": None}
     assert after == empty | {
-        "steps": 5, "computed_tokens": 24, "peak_used_blocks": 2,
+        "steps": 5, "computed_tokens": 24, "prompt_tokens": 20, "generated_tokens": 5, "peak_used_blocks": 2,
+        "step_tokens": empty["step_tokens"] | {"steps": [4, 0, 0, 1, *[0] * 10]},
         "blocks": empty["blocks"] | cached, "prefix_cache": prefixes,
     }  # fmt: skip
     told = json.loads(json.dumps(output.to_dict()))

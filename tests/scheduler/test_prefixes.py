@@ -292,6 +292,32 @@ def test_forks_have_the_number_of_their_family() -> None:
     assert lookups(world) == ((2, 70, 16), (0, 0, 0)) and world.scheduler.stats.forks == 2
 
 
+def test_every_end_says_when_it_was_first_admitted() -> None:
+    """A preempted request keeps the time, and forks have their family's."""
+    world = World(8, block_size=4, max_seqs=3, caching=True)
+    world.add("a", 16, max_new=8)
+    world.add("b", 16, max_new=8, arrival=1.0)
+    world.add("c", 8, max_new=4, arrival=2.0, priority=9)
+    world.add("fork", world.requests["c"].prompt_token_ids, max_new=4, arrival=2.0, priority=9, fork_of="c")
+    world.add("never", 8, arrival=3.0, priority=9)
+    admitted: dict[str, float] = {}
+    while world.scheduler.has_work:
+        world.now += 1.0
+        begun = len(world.started)
+        world.step()
+        for name in world.started[begun:]:
+            admitted.setdefault(name, world.now)
+        if "c" in admitted:
+            world.abort("never")
+    assert world.scheduler.stats.preemptions > 0 and len(world.started) > len(admitted)
+    assert admitted["a"] == admitted["b"] == 1.0 < admitted["c"] < admitted.pop("fork")
+    found = {name: end.admitted_at for name, end in world.finished.items()}
+    assert found == admitted | {"fork": admitted["c"], "never": None}
+    stats = world.scheduler.stats
+    assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (16 + 16 + 8, 0), "a fork's prompt is its leader's"
+    assert stats.generated_tokens == 8 + 8 + 4 + 4 and sum(stats.step_tokens) == stats.steps
+
+
 def test_a_fork_that_is_left_alone_is_no_new_request() -> None:
     """Its leader ended before it had a row: it finds the prompt where that was computed, and that is no hit of a new prompt."""
     world = cached(max_seqs=1)
