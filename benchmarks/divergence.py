@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ class GreedyAdmissionEngine:
     def counters(self) -> Stats:
         """What the scheduler counted since the start."""
         with self.llm.locked_engine() as engine:
-            return replace(engine.core.scheduler.stats)
+            return deepcopy(engine.core.scheduler.stats)
 
     def run(self, prompts: Sequence[Any], new_tokens: int) -> Run:
         """Greedy continuations of `prompts`: texts or token ids."""
@@ -151,13 +153,13 @@ def runs(model: str, device: str, dtype: str, num: int, new_tokens: int, seed: i
                 engine.run(before, 1)
             run = engine.run(prompts, new_tokens)
             stats = engine.counters()
-            if not getattr(stats, shows) or (kv_memory == little and 4 * stats.preemptions < num):
+            if not attrgetter(shows)(stats) or (kv_memory == little and 4 * stats.preemptions < num):
                 raise RuntimeError(f"with {options} it says nothing: {shows} was to be shown, and there was {stats}")
         return run
 
     return right, {
         "all at once": served(room, "steps", **bare),
-        "prefix hits": served(room, "prefix_hit_tokens", [p[: len(p) // 2] for p in prompts], max_seqs=1),
+        "prefix hits": served(room, "prefix_lookups.hit_tokens", [p[: len(p) // 2] for p in prompts], max_seqs=1),
         "chunks": served(room, "steps", max_seqs=1, max_chunk_tokens=CHUNK_TOKENS, **bare),
         "computed again": served(little, "recomputed_tokens", **bare),
         "swapped": served(little, "promoted_blocks", host_kv_memory=room),

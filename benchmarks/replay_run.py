@@ -168,8 +168,8 @@ class Counters:
             computed_tokens=stats.computed_tokens,
             recomputed_tokens=stats.recomputed_tokens,
             preemptions=stats.preemptions,
-            lookup_tokens=stats.prefix_lookup_tokens,
-            hit_tokens=stats.prefix_hit_tokens,
+            lookup_tokens=stats.prefix_lookups.tokens,
+            hit_tokens=stats.prefix_lookups.hit_tokens,
             moved_blocks=stats.moved_blocks,
             given_back_extents=stats.given_back_extents,
             demoted_bytes=stats.demoted_blocks * block_bytes,
@@ -323,7 +323,7 @@ class Replay:
         self.samples.append(
             PoolSample(
                 self.now, scheduler.num_running, scheduler.num_waiting, counts.live, counts.cached,
-                scheduler.cache.pool.usable, stats.prefix_lookup_tokens, stats.prefix_hit_tokens,
+                scheduler.cache.pool.usable, stats.prefix_lookups.tokens, stats.prefix_lookups.hit_tokens,
             )
         )  # fmt: skip
 

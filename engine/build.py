@@ -127,13 +127,13 @@ class Engine:
             "prefix_cache": None
             if not scheduler.cache.index.capacity
             else {
-                "lookups": counters.prefix_lookups,
-                "lookup_tokens": counters.prefix_lookup_tokens,
-                "hit_tokens": counters.prefix_hit_tokens,
+                "lookups": counters.prefix_lookups.number,
+                "lookup_tokens": counters.prefix_lookups.tokens,
+                "hit_tokens": counters.prefix_lookups.hit_tokens,
                 "resumed": {
-                    "lookups": counters.resumed_lookups,
-                    "lookup_tokens": counters.resumed_lookup_tokens,
-                    "hit_tokens": counters.resumed_hit_tokens,
+                    "lookups": counters.resumed_lookups.number,
+                    "lookup_tokens": counters.resumed_lookups.tokens,
+                    "hit_tokens": counters.resumed_lookups.hit_tokens,
                 },
                 "findable_blocks": scheduler.cache.index.num_nodes,
                 "max_cached_blocks": scheduler.cache.swapping.max_cached_blocks,

@@ -60,6 +60,15 @@ class StepOutputs:
 
 
 @dataclass(slots=True)
+class PrefixLookups:
+    """Prefix lookups of admissions: their number, their tokens, and the tokens that were found."""
+
+    number: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Stats:
     """Counters since the start.
 
@@ -84,12 +93,8 @@ class Stats:
     given_back_extents: int = 0
     moved_blocks: int = 0
     refused_resizes: int = 0
-    prefix_lookups: int = 0
-    prefix_lookup_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    resumed_lookups: int = 0
-    resumed_lookup_tokens: int = 0
-    resumed_hit_tokens: int = 0
+    prefix_lookups: PrefixLookups = field(default_factory=PrefixLookups)
+    resumed_lookups: PrefixLookups = field(default_factory=PrefixLookups)
     forks: int = 0  # sequences that started with another's blocks
     demoted_blocks: int = 0  # copied to the host tier
     promoted_blocks: int = 0  # copied back
@@ -102,14 +107,10 @@ class Stats:
 
     def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
         """Count the prefix lookup of an admission: `num_hit` of `num_tokens` tokens were found. `is_new`: a new prompt."""
-        if is_new:
-            self.prefix_lookups += 1
-            self.prefix_lookup_tokens += num_tokens
-            self.prefix_hit_tokens += num_hit
-        else:
-            self.resumed_lookups += 1
-            self.resumed_lookup_tokens += num_tokens
-            self.resumed_hit_tokens += num_hit
+        lookups = self.prefix_lookups if is_new else self.resumed_lookups
+        lookups.number += 1
+        lookups.tokens += num_tokens
+        lookups.hit_tokens += num_hit
 
 
 class Decisions:

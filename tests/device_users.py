@@ -337,7 +337,7 @@ class LightEngine:
             **asdict(self.tally), "mapped": self.host.mapped_bytes, "memory": self.memory.to_dict(),
             "running": scheduler.num_running, "waiting": scheduler.num_waiting, "left": sorted(self.expected)[:3],
             "starving": scheduler.starving, "steps": scheduler.stats.steps,
-            "hit_tokens": scheduler.stats.prefix_hit_tokens, "cached_blocks": scheduler.cache.pool.counts().cached,
+            "hit_tokens": scheduler.stats.prefix_lookups.hit_tokens, "cached_blocks": scheduler.cache.pool.counts().cached,
         }  # fmt: skip
 
     def where(self) -> dict[str, int]:

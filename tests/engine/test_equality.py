@@ -86,12 +86,12 @@ def test_same_tokens_and_logits_behind_cached_prefixes(name):
         stats = engine.core.scheduler.stats
         engine.watch_logits()
         assert engine.generate(inputs, GREEDY) == expected, case
-        first = stats.prefix_hit_tokens
+        first = stats.prefix_lookups.hit_tokens
         chosen = sorted(range(len(inputs)), key=lambda i: i * 7 % len(inputs))[1::2]
         for i in chosen:
             assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (case, i)
             assert engine.generate([turns[i]], Sampling(NEW - 12)) == [expected[i][12:]], (case, i)
-        assert stats.prefix_hit_tokens > first + sum(LENGTHS[i] for i in chosen), case
+        assert stats.prefix_lookups.hit_tokens > first + sum(LENGTHS[i] for i in chosen), case
         engine.core.scheduler.check_invariants()
         model.set_attn_implementation("eager")
         with torch.inference_mode():

@@ -69,7 +69,7 @@ def test_same_tokens_as_plain_transformers(way: str) -> None:
         assert engine.generate(inputs[::-1], GREEDY) == expected[::-1], (block_size, chunk, num_rows, share)
         stats = engine.core.scheduler.stats
         preemptions += stats.preemptions
-        hit_tokens += stats.prefix_hit_tokens + stats.resumed_hit_tokens
+        hit_tokens += stats.prefix_lookups.hit_tokens + stats.resumed_lookups.hit_tokens
         promoted += stats.promoted_blocks
     assert preemptions > 0
     assert (hit_tokens > 1000) == (way != "computed again") and (promoted > 50) == (way == "swapped")
@@ -107,7 +107,7 @@ def test_the_same_prompt_at_the_same_time_and_in_the_middle_of_it(chunk: int | N
         ends.update({end.request_id: end for end in engine.core.step().finished})
         engine.core.scheduler.check_invariants()
     assert {tuple(end.token_ids.tolist()) for end in ends.values()} == {tuple(expected[9])} and len(ends) == 7
-    assert 0 < engine.core.scheduler.stats.prefix_hit_tokens
+    assert 0 < engine.core.scheduler.stats.prefix_lookups.hit_tokens
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_a_seed_is_a_promise(kept: dict) -> None:
     assert engine.generate(inputs, settings) == alone
     assert forced_out(engine)
     assert engine.generate(inputs[::-1], settings[::-1]) == alone[::-1]
-    assert (engine.core.scheduler.stats.prefix_hit_tokens > 300) == bool(kept)
+    assert (engine.core.scheduler.stats.prefix_lookups.hit_tokens > 300) == bool(kept)
     assert all(alone[5 + i] != alone[12 + i] for i in range(4)), "the same prompts with other seeds"
 
 

@@ -410,7 +410,7 @@ def test_what_it_computed_can_be_found(ahead: bool) -> None:
     assert len(world.planned_ahead) == (3 if ahead else 0)
     world.add("b", np.append(PROMPT, np.array(ALONE[:8], np.int32)), 2)
     world.run()
-    assert world.scheduler.stats.prefix_hit_tokens == 12
+    assert world.scheduler.stats.prefix_lookups.hit_tokens == 12
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -426,7 +426,7 @@ def test_a_failure_ends_it_and_nothing_of_it_is_found(ahead: bool) -> None:
     world.check_outputs(but=("a",))
     world.add("c", PROMPT, 2)
     world.run()
-    assert world.scheduler.stats.prefix_hit_tokens == 0
+    assert world.scheduler.stats.prefix_lookups.hit_tokens == 0
     world.check_empty()
 
 

@@ -22,7 +22,7 @@ def cached(usable: int = 64, **more) -> World:
 
 
 def hits(world: World) -> int:
-    return world.scheduler.stats.prefix_hit_tokens
+    return world.scheduler.stats.prefix_lookups.hit_tokens
 
 
 def alone(world: World, name: str, prompt: np.ndarray, max_new: int = 1, **more) -> int:
@@ -194,7 +194,7 @@ def test_caching_off() -> None:
         world.run()
         assert world.cache.pool.counts().free == 64
     stats = world.scheduler.stats
-    assert (stats.prefix_lookups, stats.prefix_lookup_tokens, stats.prefix_hit_tokens) == (0, 0, 0)
+    assert (stats.prefix_lookups.number, stats.prefix_lookups.tokens, stats.prefix_lookups.hit_tokens) == (0, 0, 0)
 
 
 def test_a_reset_leaves_who_runs_alone() -> None:
@@ -235,8 +235,8 @@ def test_who_was_preempted_computes_only_what_was_evicted() -> None:
 def lookups(world: World) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Sequences, their tokens, and those of them that were found: of new requests, and of those that had begun."""
     stats = world.scheduler.stats
-    new = stats.prefix_lookups, stats.prefix_lookup_tokens, stats.prefix_hit_tokens
-    return new, (stats.resumed_lookups, stats.resumed_lookup_tokens, stats.resumed_hit_tokens)
+    new = stats.prefix_lookups.number, stats.prefix_lookups.tokens, stats.prefix_lookups.hit_tokens
+    return new, (stats.resumed_lookups.number, stats.resumed_lookups.tokens, stats.resumed_lookups.hit_tokens)
 
 
 def test_resumed_requests_are_counted_apart_from_new_ones() -> None:

@@ -31,8 +31,8 @@ def test_the_walks_really_find_prefixes():
     stats = [
         walk(seed, v, 300, check_every=16).scheduler.stats for seed in range(3) for v in of("prefixes", "alternate")
     ]
-    assert sum(s.prefix_hit_tokens for s in stats) > 100
-    assert sum(s.resumed_hit_tokens for s in stats) > 500
+    assert sum(s.prefix_lookups.hit_tokens for s in stats) > 100
+    assert sum(s.resumed_lookups.hit_tokens for s in stats) > 500
     assert sum(s.preemptions for s in stats) > 25
 
 

@@ -61,11 +61,11 @@ def test_what_others_computed_is_not_found_before_it_is_scored(host_slots: int) 
     world.run()
     stats = world.scheduler.stats
     for name, found, more in (("asks", 0, {"prompt_logprobs": 0}), ("not", 40, {}), ("own", 40, {"logprobs": 0})):
-        before = stats.prefix_hit_tokens
+        before = stats.prefix_lookups.hit_tokens
         world.add(name, prompt, 3, **more)
         world.run()
-        assert stats.prefix_hit_tokens - before == found, name
-    assert (stats.prefix_lookups, stats.prefix_lookup_tokens) == (4, 4 * 41)
+        assert stats.prefix_lookups.hit_tokens - before == found, name
+    assert (stats.prefix_lookups.number, stats.prefix_lookups.tokens) == (4, 4 * 41)
     assert world.cache.pool.counts().cached == 10, "the same blocks were taken again, and none is held twice"
     run(world)
 

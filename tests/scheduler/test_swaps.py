@@ -151,7 +151,9 @@ def test_an_evicted_prefix_is_demoted_and_found_again() -> None:
             world.run()
     world.check_outputs()
     stats = world.scheduler.stats
-    assert stats.prefix_hit_tokens == 2 * 4 * 96, "whatever was computed once is found, over three times the pool"
+    assert stats.prefix_lookups.hit_tokens == 2 * 4 * 96, (
+        "whatever was computed once is found, over three times the pool"
+    )
     assert stats.promoted_blocks > 24
 
 
@@ -173,7 +175,7 @@ def test_a_reset_forgets_every_tier(running: bool) -> None:
         world.add(f"again{i}", prompt, 1)
         world.run()
     stats = world.scheduler.stats
-    assert stats.prefix_hit_tokens == stats.promoted_blocks == 0
+    assert stats.prefix_lookups.hit_tokens == stats.promoted_blocks == 0
     world.check_outputs()
     world.check_empty()
 

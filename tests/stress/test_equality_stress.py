@@ -83,6 +83,6 @@ def test_every_combination_of_what_is_kept(name):
             assert got[::order] == expected, (block_size, chunk, num_rows, pool, way, number % 2)
         stats = engine.core.scheduler.stats
         preemptions += stats.preemptions
-        hit_tokens += stats.prefix_hit_tokens + stats.resumed_hit_tokens
+        hit_tokens += stats.prefix_lookups.hit_tokens + stats.resumed_lookups.hit_tokens
         promoted += stats.promoted_blocks
     assert preemptions and hit_tokens > 1000 and promoted, "hardly anything was forced out or found"

@@ -170,10 +170,10 @@ def test_behind_a_prefix_hit_and_of_a_prompt_that_is_cached_as_a_whole() -> None
     engine.generate([prompt], Sampling(NEW))
     for sampling, found in ((Sampling(NEW, logprobs=K), 60), (ASKING, 0), (Sampling(NEW, prompt_logprobs=0), 0)):
         engine.told.clear()
-        before = stats.prefix_hit_tokens
+        before = stats.prefix_lookups.hit_tokens
         (output,) = engine.generate([prompt], sampling)
         check(engine, "r0", prompt, output, sampling)
-        assert stats.prefix_hit_tokens - before == found, "a prompt that is scored is computed"
+        assert stats.prefix_lookups.hit_tokens - before == found, "a prompt that is scored is computed"
 
 
 def test_only_the_leader_of_forks_scores_their_prompt() -> None:
