@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+# The demo model on one core, with a lease and a host tier, so that every metric is there.
+WITH_EVERYTHING = [
+    "demo", "--device", "cpu", "--dtype", "float32", "--kv-memory", "min=2MiB,max=8MiB", "--host-kv-memory", "2MiB",
+    "--max-seqs", "4",
+]  # fmt: skip
 START_S = 120.0
 END_S = 60.0
 

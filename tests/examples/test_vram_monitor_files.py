@@ -5,17 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
-import shlex
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from operator_files import (
+    check_data_source,
+    check_layout,
+    check_with_systemd,
+    labels_in,
+    needs_promtool,
+    needs_systemd,
+    promtool,
+    promtool_reads,
+    targets_of,
+    unit_command,
+    unit_settings,
+)  # fmt: skip
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from pagetide.monitor.config import MonitorConfig
@@ -35,8 +44,6 @@ OPTIONS = frozenset(COMMANDS.choices["serve"]._option_string_actions)
 MACHINE_UNIT, USER_UNIT = "vram-monitor.service", "vram-monitor.user.service"
 SEVERITIES = {"critical", "warning"}
 TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
-
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 
 
 def load(name: str) -> Any:
@@ -58,13 +65,6 @@ def exported() -> dict[str, frozenset[str]]:
 
 def metrics_in(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:vram_\w+|process_\w+|up)\b", expression))
-
-
-def labels_in(expression: str) -> set[str]:
-    """Labels in matchers and in the lists of on, by, without, ignoring, group_left and group_right."""
-    matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\"%]", expression)
-    listed = re.findall(r"\b(?:on|by|without|ignoring|group_left|group_right)\s*\(([^)]*)\)", expression)
-    return {*matched, *(label.strip() for names in listed for label in names.split(","))}
 
 
 def unknown_in(expression: str) -> set[str]:
@@ -128,8 +128,7 @@ def test_the_rules_look_for_the_job_that_prometheus_scrapes() -> None:
     "arguments", [("check", "config", "prometheus.yml"), ("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")]
 )  # fmt: skip
 def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
-    run = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    promtool(*arguments, folder=FOLDER)
 
 
 # ---- the dashboard ------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def dashboard_targets() -> list[dict[str, Any]]:
-    return [target for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+    return targets_of(dashboard())
 
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:
@@ -156,13 +155,8 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
 
 
 def test_all_of_the_dashboard_asks_the_data_source_that_the_user_chose() -> None:
-    board = dashboard()
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-    assert set(variables) == {"datasource", "uuid"}
-    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
-    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    assert all(thing["datasource"] == source for thing in [variables["uuid"], *panels, *dashboard_targets()])
+    check_data_source(dashboard())
+    assert [variable["name"] for variable in dashboard()["templating"]["list"]] == ["datasource", "uuid"]
 
 
 def test_every_metric_of_a_device_is_on_the_dashboard() -> None:
@@ -176,29 +170,12 @@ def test_every_metric_of_a_device_is_on_the_dashboard() -> None:
 
 
 def test_the_panels_are_laid_out_in_rows_without_overlap() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert len({panel["title"] for panel in panels}) == len(panels)
-    assert panels[0]["type"] == "row"
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert at["x"] + at["w"] <= 24
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        references = [target["refId"] for target in panel.get("targets", ())]
-        assert len(set(references)) == len(references)
+    check_layout(dashboard()["panels"])
 
 
 @needs_promtool
 def test_promtool_can_read_every_query_of_the_dashboard(tmp_path: Path) -> None:
-    expressions = [target["expr"].replace("$__rate_interval", "1m") for target in dashboard_targets()]
-    rules = [{"record": f"query:{number}", "expr": text} for number, text in enumerate(expressions)]
-    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-    check = ["promtool", "check", "rules", str(tmp_path / "rules.yml")]
-    run = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    promtool_reads([target["expr"] for target in dashboard_targets()], tmp_path)
 
 
 # ---- the sample configuration -------------------------------------------------------------------
@@ -234,14 +211,11 @@ def test_one_port_is_meant_everywhere() -> None:
 
 
 def settings(unit: str) -> dict[str, str]:
-    """Key -> value of a unit whose keys come once each, which is asserted."""
-    pairs = re.findall(r"^(\w+)=(.*)$", (FOLDER / unit).read_text("utf-8"), re.MULTILINE)
-    assert len(dict(pairs)) == len(pairs)
-    return dict(pairs)
+    return unit_settings(FOLDER / unit)
 
 
 def command(unit: str) -> list[str]:
-    return shlex.split(settings(unit)["ExecStart"])
+    return unit_command(FOLDER / unit)
 
 
 @pytest.mark.parametrize("unit", [MACHINE_UNIT, USER_UNIT])
@@ -280,19 +254,10 @@ def test_a_unit_hides_nothing_that_the_monitor_reads(unit: str) -> None:
     assert not hiding & settings(unit).keys()
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@needs_systemd
 @pytest.mark.parametrize(("unit", "manager"), [(MACHINE_UNIT, "--system"), (USER_UNIT, "--user")])
 def test_systemd_has_nothing_to_say(tmp_path: Path, unit: str, manager: str) -> None:
-    text = (
-        (FOLDER / unit).read_text("utf-8").replace(settings(unit)["ExecStart"], "/bin/true")
-    )  # must be a program here
-    path = tmp_path / "vram-monitor.service"
-    path.write_text(text)
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
-    verify = ["systemd-analyze", manager, "verify", str(path)]
-    run = subprocess.run(verify, env=environment, capture_output=True, text=True, check=False)
-    said = [line for line in (run.stdout + run.stderr).splitlines() if str(path) in line or "vram-monitor" in line]
-    assert (run.returncode, said) == (0, [])
+    check_with_systemd(FOLDER / unit, "vram-monitor", manager, tmp_path)
 
 
 # ---- compose ------------------------------------------------------------------------------------

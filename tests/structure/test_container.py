@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
+import subprocess
+import sys
 import tomllib
 
 import cpu_torch  # .ci/cpu_torch.py
+import pytest
 from checkout import ROOT, files
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -35,6 +40,38 @@ def test_the_monitors_image_installs_what_the_project_names_and_no_torch() -> No
 
 def test_torch_for_cpus_comes_from_the_index_that_make_asks() -> None:
     assert f"--index-url {cpu_torch.INDEX} --no-deps" in STAGES["build-engine"]
+
+
+def test_the_engines_image_can_serve() -> None:
+    stage = STAGES["build-engine"]
+    extras = re.findall(r"extras = (\[.*?\])", stage)
+    assert extras == ['["constrained", "server"]']
+    assert {"constrained", "server", "cuda"} <= PYPROJECT["project"]["optional-dependencies"].keys()
+    stage = STAGES["engine"]
+    assert "\nEXPOSE 8000\n" in stage and "\nENV PAGETIDE_HOST=0.0.0.0\n" in stage
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"), [(None, 0), (b"HTTP/1.1 200 OK\r\n", 0), (b"HTTP/1.1 503 X\r\n", 1), (b"", 1)]
+)
+def test_the_health_check_of_the_engines_image(answer: bytes | None, status: int) -> None:
+    """`answer` of what listens at the port; None: nothing does, as another command runs."""
+    (line,) = (line for line in STAGES["engine"].splitlines() if line.startswith("HEALTHCHECK "))
+    program, *arguments = json.loads(line.partition(" CMD ")[2])
+    assert program == "python" and ":8000" not in line and "8000" in arguments[1]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        here = [argument.replace("8000", str(listening.getsockname()[1])) for argument in arguments]
+        if answer is not None:
+            listening.listen()
+        with subprocess.Popen([sys.executable, *here]) as check:
+            if answer is not None:
+                connection, _ = listening.accept()
+                with connection:
+                    asked = connection.recv(1000)
+                    connection.sendall(answer)
+                assert asked == b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n"
+            assert check.wait(30) == status
 
 
 def test_what_a_user_runs_has_no_root_and_a_command_of_the_project() -> None:
