@@ -13,7 +13,7 @@ from .plan import Candidates, ChunkLogprobs
 from .sequence import FinishReason
 
 _KEPT = 64  # decisions
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper, of `Stats.step_tokens`
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper, of `RequestTokens.steps`
 
 Decision = dict[str, Any]
 
@@ -60,24 +60,32 @@ class StepOutputs:
 
 
 @dataclass(slots=True)
+class RequestTokens:
+    """Tokens of requests since the start.
+
+    `prompts` and `cached_prompts` count prompts at their first admission, forks and beams of a prompt once. `steps` has the
+    number of steps by the tokens they compute: up to each of STEP_TOKEN_BOUNDS, and more.
+    """
+
+    prompts: int = 0
+    cached_prompts: int = 0
+    generated: int = 0
+    steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+
+
+@dataclass(slots=True)
 class Stats:
     """Counters since the start.
 
     Prefix lookups of new prompts count separately from resumed lookups (preempted requests, imported requests, and
     forks admitted without their leader). Resumed requests mostly find what they computed themselves, so they do not
     show how often prompts share prefixes.
-
-    `prompt_tokens` and `cached_prompt_tokens` count prompts at their first admission, forks and beams of a prompt once.
-    `step_tokens` has the number of steps by the tokens they compute: up to each of STEP_TOKEN_BOUNDS, and more.
     """
 
     steps: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    tokens: RequestTokens = field(default_factory=RequestTokens)
     preemptions: int = 0
     peak_used_blocks: int = 0
     grown_extents: int = 0
@@ -98,7 +106,7 @@ class Stats:
         """Count a planned step that computes `num_tokens` tokens; 0 if it only moves memory."""
         self.computed_tokens += num_tokens
         if num_tokens:
-            self.step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self.tokens.steps[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
     def looked_up(self, num_tokens: int, num_hit: int, is_new: bool) -> None:
         """Count the prefix lookup of an admission: `num_hit` of `num_tokens` tokens were found. `is_new`: a new prompt."""

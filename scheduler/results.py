@@ -64,7 +64,7 @@ class ResultProcessor:
         ended = rows.append(sampled, tokens) >= rows.limit[sampled]
         ended |= rows.may_stop(tokens)
         request_ids: list[str] = rows.request_ids[sampled].tolist()
-        self._stats.generated_tokens += len(request_ids)
+        self._stats.tokens.generated += len(request_ids)
         scores = tuple([self._scored(plan, part) for part in result.scores])
         self._plans.shift(deferred)
         prefilled = self._running.prefilling

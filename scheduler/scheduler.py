@@ -383,8 +383,8 @@ class Scheduler:
         if is_new:
             root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))
             root.admitted_at = self._now
-            self.stats.prompt_tokens += len(request.prompt_token_ids)
-            self.stats.cached_prompt_tokens += found
+            self.stats.tokens.prompts += len(request.prompt_token_ids)
+            self.stats.tokens.cached_prompts += found
         if start.leader_row is not None:
             self.stats.forks += 1
         elif self.cache.index.capacity:

@@ -314,8 +314,8 @@ def test_every_end_says_when_it_was_first_admitted() -> None:
     found = {name: end.admitted_at for name, end in world.finished.items()}
     assert found == admitted | {"fork": admitted["c"], "never": None}
     stats = world.scheduler.stats
-    assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (16 + 16 + 8, 0), "a fork's prompt is its leader's"
-    assert stats.generated_tokens == 8 + 8 + 4 + 4 and sum(stats.step_tokens) == stats.steps
+    assert (stats.tokens.prompts, stats.tokens.cached_prompts) == (16 + 16 + 8, 0), "a fork's prompt is its leader's"
+    assert stats.tokens.generated == 8 + 8 + 4 + 4 and sum(stats.tokens.steps) == stats.steps
 
 
 def test_a_fork_that_is_left_alone_is_no_new_request() -> None:
