@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -164,8 +165,10 @@ def test_what_jinja_says_of_a_template_is_told() -> None:
         rendered(TOKENIZER, CHATS[0], {"chat_template": "x" * 300_000})
     with pytest.raises(RequestRejected, match="a chat template is a text, got 5"):
         rendered(TOKENIZER, CHATS[0], {"chat_template": 5})
+    bare = copy.deepcopy(TOKENIZER)
+    bare.chat_template = None
     with pytest.raises(RequestRejected, match="there is no chat template to use"):
-        rendered(TOKENIZER, CHATS[0], {})
+        rendered(bare, CHATS[0], {})
 
 
 def test_a_long_complaint_is_cut() -> None:
