@@ -11,6 +11,12 @@ UnknownArgument       (a TypeError and a ValueError) a call has no argument of t
 
 from __future__ import annotations
 
+# How the error of a completion begins if its request asked for something that cannot be followed: no fault of the engine.
+NO_TOKEN_LEFT = "what was asked for rules out every token that could come next"
+LOGITS_OVERFLOW = "the logits overflow under the temperature, the penalties or the biases that were asked for"
+CANNOT_FOLLOW = "the constraint cannot be followed"
+REQUEST_FAULTS = (NO_TOKEN_LEFT, LOGITS_OVERFLOW, CANNOT_FOLLOW)
+
 
 class SchedulerError(Exception):
     """Base class of the scheduler's errors."""

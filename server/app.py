@@ -31,6 +31,7 @@ from .requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ErrorBody,
     LoadRequest,
     TokenizeRequest,
     UnloadRequest,
@@ -80,7 +81,13 @@ def make_app(server: Server) -> ASGIApp:
         yield
         await server.models.stop()
 
-    app = FastAPI(title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    failures = {"4XX": "The request is refused", "503": "The model cannot serve now"}
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": text} for status, text in failures.items()
+    }
+    app = FastAPI(
+        title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
+    )
     app.state.server = server
     _add_errors(app)
     _add_generation(app, server)
@@ -117,6 +124,9 @@ def _add_errors(app: FastAPI) -> None:
         api = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers)
         return await api_error(request, api)
 
+    async def unforeseen(_: Request, error: Exception) -> Response:
+        return await api_error(_, ApiError(500, "the server failed on this request; see its log"))
+
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
@@ -126,6 +136,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientLeft, left)
+    app.add_exception_handler(Exception, unforeseen)
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..scheduler.errors import REQUEST_FAULTS
 from .engine_client import Generation
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .messages import Piece
 
 json_encode = msgspec.json.Encoder().encode
@@ -39,6 +40,8 @@ def finish_reason(piece: Piece) -> str | None:
     if piece.finish_reason is None:
         return None
     if piece.finish_reason == "error":
+        if (piece.error or "").startswith(REQUEST_FAULTS):
+            raise invalid(f"the request cannot be followed: {piece.error}")
         raise ApiError(500, f"the engine failed on this request: {piece.error}")
     return _REASONS[piece.finish_reason]
 

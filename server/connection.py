@@ -14,14 +14,19 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MOST_FRAME_BYTES = 1 << 30
+FULL_FRAME_BYTES = 16 << 20  # messages beyond this begin another frame
 _LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 18
+_encode = msgspec.msgpack.Encoder().encode
 
 Received = TypeVar("Received")
 
 
 class BadFrame(Exception):
     """The other side sent something that is no frame of messages."""
+
+
+class CannotEncode(ValueError):
+    """A message has a value that cannot be sent: a lone surrogate, a number beyond 64 bits, deep nesting."""
 
 
 class FrameReader(Generic[Received]):
@@ -46,7 +51,7 @@ class FrameReader(Generic[Received]):
                 break
             try:
                 messages += self._decoder.decode(memoryview(buffer)[begin + _LENGTH.size : end])
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise BadFrame(str(error)) from error
             begin = end
         if begin:
@@ -54,9 +59,21 @@ class FrameReader(Generic[Received]):
         return messages
 
 
-def frame(messages: list[Any]) -> bytes:
-    """The frame that carries `messages`."""
-    payload = msgspec.msgpack.encode(messages)
+def encoded(message: Any) -> bytes:
+    """`message` as msgpack. Raises CannotEncode."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError as error:
+        raise CannotEncode(f"a text has a character that is no Unicode: {error.object[error.start]!r}") from error
+    except OverflowError as error:
+        raise CannotEncode("a number is beyond 64 bits") from error
+    except RecursionError as error:
+        raise CannotEncode("the values are nested too deeply") from error
+
+
+def frame(messages: list[bytes]) -> bytes:
+    """The frame that carries these encoded messages."""
+    payload = b"\xdd" + struct.pack(">I", len(messages)) + b"".join(messages)  # msgpack's array with 32 bits of length
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -73,7 +90,8 @@ class MessageConnection(asyncio.Protocol, Generic[Received]):
         self._reader: FrameReader[Received] = FrameReader(kind)
         self._receive = receive
         self._lost = lost
-        self._pending: list[Any] = []
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -87,14 +105,21 @@ class MessageConnection(asyncio.Protocol, Generic[Received]):
         return connection
 
     def send(self, message: Any) -> None:
-        """Send `message` with others of this turn of the loop. Does nothing once the connection is lost."""
+        """Send `message` with others of this turn of the loop. Does nothing once the connection is lost.
+
+        Raises CannotEncode, which concerns no other message.
+        """
+        data = encoded(message)
         if not self._pending and self._loop is not None:
             self._loop.call_soon(self.flush)
-        self._pending.append(message)
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        if self._pending_bytes > FULL_FRAME_BYTES and self._loop is not None:
+            self.flush()
 
     def flush(self) -> None:
         """Hand what was sent to the transport."""
-        messages, self._pending = self._pending, []
+        messages, self._pending, self._pending_bytes = self._pending, [], 0
         if messages and self._transport is not None:
             self._transport.write(frame(messages))
 

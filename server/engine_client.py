@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .connection import MessageConnection
+from .connection import CannotEncode, MessageConnection
 from .messages import (
     Accepted,
     Call,
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "pagetide.server.engine_process"
 MOST_UNREAD_TOKENS = 16_384
+MOST_DEPTH = 100  # of lists and objects in each other: parsers of schemas and templates recurse
 KILL_AFTER_S = 10.0  # the process has this long to end after its last request
 
 
@@ -230,7 +231,7 @@ class EngineClient(Protocol):
     def submit(self, changed: asyncio.Event, observer: Observer | None = None, **request: Any) -> Generation:
         """Send a request: the fields of `messages.Submit`, without its number. Sets `changed` whenever something arrives.
 
-        Raises EngineUnavailable.
+        Raises EngineUnavailable, and RequestFailed if a value cannot be sent.
         """
 
     def cancel(self, generation: Generation) -> None:
@@ -309,8 +310,8 @@ class RemoteEngine:
         """Send a request: see `EngineClient.submit`."""
         self._check()
         generation = Generation(next(self._numbers), changed, observer)
+        self._send(Submit(number=generation.number, **request))
         self._generations[generation.number] = generation
-        self._connection.send(Submit(number=generation.number, **request))
         return generation
 
     def cancel(self, generation: Generation) -> None:
@@ -322,8 +323,8 @@ class RemoteEngine:
         """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
         self._check()
         number = next(self._numbers)
+        self._send(Call(number, method, arguments))
         result = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._connection.send(Call(number, method, arguments))
         try:
             return await result
         finally:
@@ -354,6 +355,17 @@ class RemoteEngine:
             raise EngineUnavailable(f"the engine of {self.name} has ended: {self._status()}")
         if self._stopping:
             raise EngineUnavailable(f"the engine of {self.name} is being stopped")
+
+    def _send(self, message: Submit | Call) -> None:
+        """Send a client's values. Raises RequestFailed if they cannot be sent."""
+        if isinstance(message, Submit):
+            _check_depth([message.params, message.template, message.messages])
+        else:
+            _check_depth([message.arguments.get("messages"), message.arguments.get("template")])
+        try:
+            self._connection.send(message)
+        except CannotEncode as error:
+            raise RequestFailed("invalid", str(error)) from error
 
     def _status(self) -> str:
         status = self.process.poll()
@@ -407,3 +419,19 @@ class RemoteEngine:
             self._answer(number, error)
         if not self._ready.done():
             self._ready.set_exception(EngineUnavailable(f"the engine of {self.name} ended while it was loading"))
+
+
+def _check_depth(values: list[Any]) -> None:
+    """Raise RequestFailed for values that are nested too deeply."""
+    level = values
+    for _ in range(MOST_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise RequestFailed("invalid", f"objects may be nested {MOST_DEPTH} deep at most")

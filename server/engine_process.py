@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNLIMITED_WAITING = 1 << 30  # the server bounds its queue
+MOST_DETOKENIZED = 65_536  # tokens of a call, or the model's context
 API_TEMPERATURE = 1.0  # OpenAI's default, for models whose generation config samples nothing
 
 
@@ -230,9 +231,11 @@ class EngineServer:
         llm = self._awake()
         if llm.tokenizer is None:
             raise RequestRejected("the model has no tokenizer: it serves token ids only")
+        if len(tokens) > (most := max(MOST_DETOKENIZED, _info(llm).max_model_len)):
+            raise RequestRejected(f"at most {most:,} tokens are detokenized at a time, got {len(tokens):,}")
         if any(not 0 <= i < _info(llm).vocab_size for i in tokens):
             raise RequestRejected(f"token ids must be from 0 to {_info(llm).vocab_size - 1:,}")
-        return str(llm.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return str(await asyncio.to_thread(llm.tokenizer.decode, tokens, clean_up_tokenization_spaces=False))
 
     async def _sleep(self, drain_s: float | None = None) -> None:
         """End all requests within `drain_s`, and free all memory of the model."""

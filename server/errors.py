@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from .engine_client import EngineUnavailable, RequestFailed
 
 RETRY_UNAVAILABLE_S = 5
 
 
-class ApiError(Exception):
-    """An error that the client gets.
+class ApiError(HTTPException):
+    """An error that the client gets. An HTTPException, because FastAPI makes 400 of all others that come while it reads a body.
 
     Args:
         status: HTTP status.
@@ -30,12 +32,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
+        self.headers: dict[str, str] = dict(headers or {})
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,9 +20,11 @@ from .errors import ApiError
 from .keys import ApiKey, ApiKeys
 from .streams import header_value
 
+log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
 
 MOST_BODY_BYTES = 32 << 20
+_DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
 ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
@@ -31,6 +32,7 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
 _SCOPE_KEY = "pagetide.request"
 
 
@@ -107,6 +109,11 @@ class Guard:
             await self._pass(scope, context, receive, send_marked)
         except ApiError as error:
             await send_error(error, send_marked)
+        except Exception:
+            if context.status:
+                raise
+            log.exception("the request %s failed", context.request_id)
+            await send_error(ApiError(500, "the server failed on this request; see its log"), send_marked)
         finally:
             seconds = time.monotonic() - began
             context.status = context.status or LEFT
@@ -129,12 +136,13 @@ class Guard:
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse names that a web page could have bound to this address (DNS rebinding), and foreign pages."""
-        host = header_value(scope["headers"], b"host") or ""
-        name = urlsplit(f"//{host}").hostname or "" if host.count("[") == host.count("]") else ""
-        if self._rules.hosts and name not in self._rules.hosts:
-            raise ApiError(
-                403, f"this server does not answer as {host!r:.200}: use one of {', '.join(self._rules.hosts)}"
-            )
+        given = [value for name, value in scope["headers"] if name == b"host"]
+        if len(given) > 1:
+            raise ApiError(400, "the request has several Host headers")
+        host = given[0].decode("latin-1") if given else ""
+        hosts = self._rules.hosts
+        if hosts and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts):
+            raise ApiError(403, f"this server does not answer as {host!r:.200}: use one of {', '.join(hosts)}")
         origin = header_value(scope["headers"], b"origin")
         if origin is None or "*" in self._rules.origins or origin in self._rules.origins:
             return
@@ -175,8 +183,8 @@ class _LimitedBody:
     """The `receive` of a request whose body may not be too long, nor come too slowly."""
 
     def __init__(self, scope: Scope, receive: Receive, most_bytes: int) -> None:
-        length = header_value(scope["headers"], b"content-length") or "0"
-        if not length.isascii() or not length.isdigit() or int(length) > most_bytes:
+        length = (header_value(scope["headers"], b"content-length") or "0").lstrip("0") or "0"
+        if not length.isascii() or not length.isdigit() or len(length) > _DIGITS or int(length) > most_bytes:
             raise _too_large(most_bytes)
         self._receive = receive
         self._most_bytes = most_bytes

@@ -118,9 +118,14 @@ class ModelRegistry:
         return model
 
     async def loaded(self, model: ServedModel) -> None:
-        """Wait until a model that was added is ready. Raises ApiError, and forgets the model, if it cannot be loaded."""
-        while model.state == "loading":
+        """Wait until a model that was added is ready.
+
+        Raises ApiError if it is unloaded meanwhile, or if it cannot be loaded: it is forgotten then.
+        """
+        while model.state == "loading" and self._models.get(model.name) is model:
             await asyncio.sleep(0.01)
+        if self._models.get(model.name) is not model:
+            raise ApiError(409, f"the model {model.name} was unloaded before it was ready", param="name")
         if model.state == "failed":
             await self.remove(model.name)
             raise ApiError(400, f"the model {model.name} cannot be loaded: {model.error}", param="model")

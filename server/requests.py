@@ -379,6 +379,21 @@ class UnloadRequest(_Body):
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
 
+class ErrorDetail(BaseModel):
+    """OpenAI's `error`."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of a response with an error."""
+
+    error: ErrorDetail
+
+
 def checked(params: dict[str, Any]) -> SamplingParams:
     """`SamplingParams` of these arguments. Raises ApiError, with the API's name of the field."""
     try:

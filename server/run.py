@@ -18,6 +18,7 @@ import uvicorn
 from .app import AppOptions, Server, make_app
 from .config import ServeConfig
 from .guard import LOOPBACK, GuardRules
+from .http_protocol import BoundedHttpProtocol
 from .keys import ApiKeys, read_keys
 from .models import ModelRegistry
 
@@ -65,14 +66,17 @@ def _listen(config: ServeConfig) -> socket.socket:
 
 
 async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -> int:
-    hosts = (*LOOPBACK, config.host, *config.allowed_host) if config.is_loopback or config.allowed_host else ()
+    restricted = config.is_loopback or config.allowed_host
+    names = [*LOOPBACK, config.host, *config.allowed_host] if restricted else []
+    hosts = tuple(dict.fromkeys(name.lower() for name in names))
     rules = GuardRules(hosts, config.cors_origin, not config.open_metrics, config.max_body)
     options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
     models = ModelRegistry()
     server = Server(models, keys, options)
     http = _HttpServer(
         uvicorn.Config(
-            make_app(server), log_config=None, access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S,
+            make_app(server), http=BoundedHttpProtocol, log_config=None,
+            access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
             server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
         )

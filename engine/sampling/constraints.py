@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduler.errors import RequestRejected
+from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
@@ -27,7 +29,11 @@ _LEXER_FUEL = 300_000
 # The limit for one mask. The items of an ambiguous grammar keep growing: with the library's default of 50,000 a mask took up to
 # 1.9 s with a vocabulary of 4,096, which delays all requests; with this limit, 0.25 s. JSON schemas need less than 2,000.
 _STEP_ITEMS = 20_000
+# The library recurses into rules that refer to each other. A grammar of the longest text that is allowed overflows the usual
+# stack of 8 MiB, which ends the process. Of a larger one, memory is used as far as a compilation goes.
+_STACK_BYTES = 256 << 20
 _LONGEST_MESSAGE = 400  # characters; the library's messages may repeat the whole constraint
+_starting = threading.Lock()  # the size of stacks is the process's
 _END = "<|pagetide: the end|>"  # an extra token after the vocabulary: the output may end here
 _WHITESPACE = r"( |\n[ \t]{0,20})"  # JSON whitespace, bounded as in llama.cpp: weak models never stop
 _INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
@@ -115,6 +121,9 @@ class Constraints:
 
     def compiled(self, constraint: Constraint) -> Any:
         """Compile `constraint` to the `LLMatcher` from which its matchers are copied. Raises RequestRejected."""
+        return _on_deep_stack(lambda: self._compile(constraint))
+
+    def _compile(self, constraint: Constraint) -> Any:
         library = _library()
         self._prepare(library)
         kind, text = constraint
@@ -202,9 +211,7 @@ class Constrained:
         for i, row in enumerate(rows.tolist()):
             if self._matchers[row].is_error():
                 error = _format_error(self._matchers[row])
-                self._troubles.setdefault(
-                    row, f"the constraint cannot be followed: {error}; use a smaller or less ambiguous one"
-                )
+                self._troubles.setdefault(row, f"{CANNOT_FOLLOW}: {error}; use a smaller or less ambiguous one")
                 allowed[i], may_end[i] = False, False
             allowed[i, self._ends[row]] = may_end[i]
         at = index(places, x)
@@ -271,6 +278,26 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
         return library.LLTokenizer(own.to_str(), eos_token=end)
     except ValueError as error:
         raise RequestRejected(f"constrained output cannot be had with this model's tokenizer: {error}") from error
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Any:
+    """The result of `work` in a thread with a stack of `_STACK_BYTES`."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="compile", daemon=True)
+    with _starting:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return result.result()
 
 
 def _trouble(matcher: Any, data: Any) -> str | None:

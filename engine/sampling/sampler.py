@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...scheduler.errors import LOGITS_OVERFLOW, NO_TOKEN_LEFT
 from ...scheduler.request import Sampling
 from .builtin_processors import (
     BadWords,
@@ -276,9 +277,7 @@ class Sampler:
         """bool[m]: which of `rows`, all with finite logits, keep a finite largest logit. Records the trouble of the others."""
         well = np.isfinite(self._transforms.warmed(top, rows))
         for i in np.flatnonzero(~well):
-            ruled_out = "what was asked for rules out every token that could come next"
-            overflow = "the logits overflow under the temperature, the penalties or the biases that were asked for"
-            self._troubles.setdefault(int(rows[i]), ruled_out if np.isneginf(top[i]) else overflow)
+            self._troubles.setdefault(int(rows[i]), NO_TOKEN_LEFT if np.isneginf(top[i]) else LOGITS_OVERFLOW)
         return well
 
     def _best(self, logprobs: Float32, row: int, position: int) -> Candidate:

@@ -345,3 +345,14 @@ def test_a_bad_one_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
             )
         assert llm.stats()["waiting"] == llm.stats()["running"] == 0
     assert llm.generate("The sea", SamplingParams(max_new_tokens=5, temperature=0))[0].token_ids == expected
+
+
+@pytest.mark.parametrize("rule", ['r{}: "a" r{}', "r{}: r{}", 'R{}: "a" R{}'])
+def test_rules_that_refer_to_each_other_in_a_long_chain_do_not_overflow_the_stack(
+    constraints: Constraints, rule: str
+) -> None:
+    most = 6_000
+    name = rule[0]
+    chain = "\n".join(rule.format(i, i + 1) for i in range(most))
+    matcher = constraints.matcher(("grammar", f'start: {name}0\n{chain}\n{name}{most}: "b"'))
+    assert not matcher.is_error()

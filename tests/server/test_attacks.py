@@ -1,0 +1,312 @@
+"""What an attacker sends: every connection gets a clean answer, and the server goes on serving with nothing left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import ServerProcess
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx2")
+
+from pagetide.server import guard, http_protocol  # noqa: E402
+from pagetide.server.admission import RequestAdmission  # noqa: E402
+from pagetide.server.guard import Guard, GuardRules  # noqa: E402
+from pagetide.server.http_protocol import BoundedHttpProtocol  # noqa: E402
+from pagetide.server.keys import ApiKeys  # noqa: E402
+
+KEYS = {"PAGETIDE_API_KEY": "sk-alice-1234", "PAGETIDE_ADMIN_KEY": "sk-operator-1", "OMP_NUM_THREADS": "1"}
+ALICE, OPS = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice-1234", "sk-operator-1"))
+ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "8"]
+GET = b"GET /health HTTP/1.1\r\nConnection: close\r\n"
+HOST = b"Host: 127.0.0.1\r\nAuthorization: Bearer sk-alice-1234\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Type: application/json\r\n" + HOST
+BODY = b'{"prompt":"a","max_tokens":1}'
+CHUNKED = b"1d\r\n" + BODY + b"\r\n0\r\n\r\n"
+FAR_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(["demo", *ENGINE], tmp_path_factory.mktemp("server") / "log", **KEYS) as server:
+        yield server
+        assert "Traceback" not in server.said
+        assert server.end(signal.SIGTERM) == 0
+
+
+@pytest.fixture(autouse=True)
+def serves_on(server: ServerProcess) -> Iterator[None]:
+    """After each test the server answers, and nothing is left running."""
+    yield
+    assert complete(server).status_code == 200
+    idle(server)
+
+
+def complete(server: ServerProcess, **fields: Any) -> Any:
+    body = {"prompt": "The sea", "max_tokens": 2, "seed": 1} | fields
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=ALICE, timeout=FAR_S)
+
+
+def idle(server: ServerProcess) -> None:
+    until = time.monotonic() + FAR_S
+    while True:
+        load = httpx.get(f"{server.url}/load", headers=ALICE).json()
+        page = httpx.get(f"{server.url}/metrics", headers=ALICE).text.splitlines()
+        live = [line.rsplit(" ", 1)[1] for line in page if line.startswith("pagetide_kv_blocks{") and '"live"' in line]
+        if load == {"server_load": 0} and live and set(live) == {"0.0"}:
+            return
+        assert time.monotonic() < until, (load, live)
+        time.sleep(0.05)
+
+
+def connected(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), FAR_S)
+
+
+def answered(server: ServerProcess, data: bytes) -> bytes:
+    """Everything that the server answers to `data` until it closes the connection."""
+    with connected(server) as client:
+        with contextlib.suppress(OSError):  # it has answered and closed already
+            client.sendall(data)
+        found = b""
+        try:
+            while part := client.recv(1 << 16):
+                found += part
+        except ConnectionResetError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 29\r\nContent-Length: 3\r\n",
+        b"Content-Length: 29\r\nContent-Length: 29\r\n",
+        b"Content-Length: 29, 29\r\n",
+        b"Content-Length: +29\r\n",
+        b"Content-Length: 29\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"X: a\r\n folded\r\n",
+        b"X: a\0b\r\n",
+    ],
+)
+def test_smuggling_is_one_refusal(server: ServerProcess, head: bytes) -> None:
+    found = answered(server, POST + head + b"\r\n" + CHUNKED + GET + HOST + b"\r\n")
+    assert found.startswith(b"HTTP/1.1 400 ") and found.count(b"HTTP/1.1") == 1 and b'"error"' in found
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (GET + HOST + b"X: " + b"a" * 1_000_000 + b"\r\n\r\n", 431),
+        (GET + HOST + b"".join(b"x%d: a\r\n" % i for i in range(50_000)) + b"\r\n", 431),
+        (b"GET /" + b"a" * 1_000_000, 431),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED[:-2] + b"x: y\r\n" * 50_000, 431),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED[:-2] + b"x: " + b"y" * 1_000_000, 431),
+        (POST + b"Content-Length: " + b"0" * 5000 + b"29\r\n\r\n" + BODY, 200),
+        (POST + b"Content-Length: " + b"9" * 19 + b"\r\n\r\n" + BODY, 413),
+        (bytes(range(256)), 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (GET + b"\r\n", 403),
+        (GET + b"Host: evil.example\r\n\r\n", 403),
+        (GET + b"Host: evil.example@localhost\r\n\r\n", 403),
+        (GET + b"Host: localhost/evil.example\r\n\r\n", 403),
+        (GET + b"Host: [zz]\r\n\r\n", 403),
+        (GET + b"Host: ]a[\r\n\r\n", 403),
+        (GET + b"Host: \xff\r\n\r\n", 403),
+        (GET + b"Host: LOCALHOST:1\r\n\r\n", 200),
+        (GET + b"Host: [::1]:1\r\n\r\n", 200),
+        (GET + b"Host: localhost\r\nHost: evil.example\r\n\r\n", 400),
+        (GET + b"Host: localhost\r\nOrigin: null\r\n\r\n", 403),
+    ],
+)  # fmt: skip
+def test_heads_and_bodies_beyond_the_limits(server: ServerProcess, data: bytes, status: int) -> None:
+    assert answered(server, data).startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_chunks_beyond_the_limit(server: ServerProcess) -> None:
+    chunks = (b" " * (1 << 20) for _ in range(33))
+    assert httpx.post(f"{server.url}/v1/completions", content=chunks, headers=ALICE, timeout=FAR_S).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics", "/metrics/", "//metrics", "/%6detrics", "/health/../metrics", "/health/%2e%2e/metrics",
+     "/health;/../metrics", "//health/", "/METRICS", "/openapi.json", "/v1/models/", "/ready/", "/sleep/", "//sleep",
+     "/%73leep", "/admin//models/load"],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "PUT"])
+def test_no_spelling_of_a_path_goes_around_the_key(server: ServerProcess, method: str, path: str) -> None:
+    found = answered(
+        server,
+        f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode(),
+    )
+    assert found.startswith(b"HTTP/1.1 401 ")
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+CHAT = b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,'
+BODIES = {
+    "invalid UTF-8": b'{"prompt":"\xff\xfe"}',
+    "lone surrogate": b'{"prompt":"\\ud800"}',
+    "lone surrogate in stop": b'{"prompt":"a","stop":"\\ud800"}',
+    "lone surrogate in regex": b'{"prompt":"a","structured_outputs":{"regex":"\\ud800"}}',
+    "deep": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep schema": b'{"prompt":"a","structured_outputs":{"json":' + nested(600) + b"}}",
+    "NaN": b'{"prompt":"a","temperature":NaN}',
+    "infinite bias": b'{"prompt":"a","logit_bias":{"5":1e999}}',
+    "overflowing bias": b'{"prompt":"a","logit_bias":{"5":1e308}}',
+    "tiny penalty": b'{"prompt":"a","repetition_penalty":1e-40}',
+    "5000 digits": b'{"prompt":"a","max_tokens":' + b"9" * 5000 + b"}",
+    "seed beyond 64 bits": b'{"prompt":"a","seed":18446744073709551616}',
+    "bias of 5000 digits": b'{"prompt":"a","logit_bias":{"' + b"9" * 5000 + b'":1}}',
+    "schema beyond 64 bits": b'{"prompt":"a","structured_outputs":{"json":{"minimum":' + b"9" * 60 + b"}}}",
+    "a million stops": b'{"prompt":"a","stop":[' + b",".join([b'"x"'] * 1_000_000) + b"]}",
+    "n": b'{"prompt":"a","n":1000000000}',
+    "reference to itself": b'{"prompt":"a","structured_outputs":{"json":{"$ref":"#"}}}',
+    "reference to a file": b'{"prompt":"a","structured_outputs":{"json":{"$ref":"file:///etc/passwd"}}}',
+    "huge enum": json.dumps({"prompt": "a", "structured_outputs": {"json": {"enum": list(range(200_000))}}}).encode(),
+    "huge regex": b'{"prompt":"a","structured_outputs":{"regex":"(x{1000}){1000}"}}',
+}
+CHATS = {
+    "chat template": CHAT + b'"chat_template_kwargs":{"chat_template":"{{ 1 }}"}}',
+    "self": CHAT + b'"chat_template_kwargs":{"self":1}}',
+    "deep options": CHAT + b'"chat_template_kwargs":{"x":' + nested(600) + b"}}",
+    "deep tool": CHAT + b'"tools":[{"type":"function","function":{"name":"a","parameters":' + nested(600) + b"}}]}",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [*(("/v1/completions", body) for body in BODIES.values()), *(("/v1/chat/completions", body) for body in CHATS.values())],
+    ids=[*BODIES, *CHATS],
+)  # fmt: skip
+def test_bodies_that_cannot_be_served(server: ServerProcess, path: str, body: bytes) -> None:
+    headers = ALICE | {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}{path}", content=body, headers=headers, timeout=FAR_S)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_chain_of_rules_and_a_catastrophic_regex_leave_the_engine_alive(server: ServerProcess) -> None:
+    (engine,) = children(server)
+    chain = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5_000))
+    assert complete(server, structured_outputs={"grammar": f'start: r0\n{chain}\nr5000: "b"'}).status_code == 200
+    assert complete(server, structured_outputs={"regex": "(a+)+$"}).json()["choices"][0]["text"].strip("a") == ""
+    assert children(server) == [engine]
+
+
+def test_more_tokens_than_a_call_may_detokenize(server: ServerProcess) -> None:
+    answer = httpx.post(f"{server.url}/detokenize", json={"tokens": [5] * 70_000}, headers=ALICE, timeout=FAR_S)
+    assert answer.status_code == 400 and "at most 65,536" in answer.json()["error"]["message"]
+
+
+def test_models_loaded_and_unloaded_at_the_same_time(server: ServerProcess) -> None:
+    options = {"device": "cpu", "dtype": "float32", "kv_memory": "4MiB", "share": False}
+
+    def change(number: int) -> int:
+        body = {"model": "demo", "name": "second", "options": options} if number % 2 else {"name": "second"}
+        path = "load" if number % 2 else "unload"
+        url = f"{server.url}/admin/models/{path}"
+        return int(httpx.post(url, json=body, headers=OPS, timeout=2 * FAR_S).status_code)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(change, range(8)))
+    assert set(found) <= {200, 404, 409, 503}, found
+    httpx.post(f"{server.url}/admin/models/unload", json={"name": "second"}, headers=OPS, timeout=FAR_S)
+    assert len(children(server)) == 1
+
+
+def test_an_engine_killed_amid_streams_ends_them_with_an_error(server: ServerProcess) -> None:
+    def stream(number: int) -> list[str]:
+        body = {"prompt": "The sea", "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": number}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=ALICE, timeout=FAR_S) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                if line:
+                    lines.append(line)
+                if line and len(lines) == 1:
+                    begun.release()
+            return lines
+
+    begun = threading.Semaphore(0)
+    (engine,) = children(server)
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, number) for number in range(4)]
+        assert all(begun.acquire(timeout=FAR_S) for _ in streams)
+        os.kill(engine, signal.SIGKILL)
+        for one in streams:
+            *_, error, done = one.result(FAR_S)
+            assert done == "data: [DONE]" and "ended while it served" in error
+    until = time.monotonic() + 2 * FAR_S
+    while httpx.get(f"{server.url}/ready").status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def children(server: ServerProcess) -> list[int]:
+    """The engine processes of a server."""
+    found = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_access_log_stops_nothing(tmp_path: Path) -> None:
+    second = ServerProcess(["demo", *ENGINE], tmp_path / "log", **KEYS)
+    with second:
+        limit = (0, resource.RLIM_INFINITY)  # no file may grow, as on a full disk
+        resource.prlimit(second.process.pid, resource.RLIMIT_FSIZE, limit)
+        assert [complete(second).status_code for _ in range(3)] == [200] * 3
+        assert second.end(signal.SIGTERM) == 0
+
+
+# ---- slow clients, with short limits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", POST, POST + b"Content-Length: 9\r\n\r\n{"], ids=len)
+def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(guard, "BODY_S", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    admission = RequestAdmission(lambda: 1, 1)
+
+    async def run() -> bytes:
+        config = uvicorn.Config(
+            Guard(app, ApiKeys(), admission, GuardRules()), http=BoundedHttpProtocol, log_config=None, lifespan="off"
+        )
+        http = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(http.serve(sockets=[listening]))
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(sent)
+            found = await asyncio.wait_for(reader.read(), FAR_S)
+            writer.close()
+            http.should_exit = True
+            await serving
+        return found
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ") and admission.num_requests == 0

@@ -1,0 +1,143 @@
+"""Streams and whole answers have the tokens of `LLM`, whatever else happens: recalls, models that come, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import ServerProcess
+
+from pagetide import LLM, SamplingParams
+from pagetide.pressure import PrivateDevice
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx2")
+
+MIB = 1 << 20
+ADMIN = {"Authorization": "Bearer sk-operator-1"}
+ENVIRON = {"PAGETIDE_ADMIN_KEY": "sk-operator-1", "OMP_NUM_THREADS": "1"}
+ENGINE = ["--device", "cpu", "--dtype", "float32"]
+FAR_S = 120.0
+PROMPTS = [f"{number}. It was a dark and stormy night at sea, and the whale" for number in range(64)]
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    """The tokens of each prompt, with its number as the seed."""
+    params = [
+        SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=number, ignore_eos=True)
+        for number in range(len(PROMPTS))
+    ]
+    with LLM("demo", device="cpu", dtype="float32", kv_memory="64MiB", max_seqs=64, share=False) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, params, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with ServerProcess(
+        ["demo", *ENGINE, "--kv-memory", "32MiB", "--no-share", "--max-seqs", "32"], log, **ENVIRON
+    ) as one:
+        yield one
+
+
+def ask(number: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "demo", "prompt": PROMPTS[number], "seed": number, "temperature": 1.0, "max_tokens": NEW_TOKENS,
+        "ignore_eos": True, "return_token_ids": True,
+    } | fields  # fmt: skip
+
+
+def whole(server: ServerProcess, number: int) -> list[int]:
+    answer = httpx.post(f"{server.url}/v1/completions", json=ask(number), timeout=FAR_S)
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def streamed(server: ServerProcess, number: int, begun: threading.Semaphore | None = None) -> list[int]:
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask(number, stream=True), timeout=FAR_S) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                if not tokens and begun is not None:
+                    begun.release()
+                tokens += choice["token_ids"]
+    return tokens
+
+
+def metrics(server: ServerProcess) -> dict[str, float]:
+    """The samples of /metrics, with the state of blocks instead of other labels."""
+    samples = {}
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            state = name.partition('state="')[2].partition('"')[0]
+            samples[name.partition("{")[0] + (f":{state}" if state else "")] = float(value)
+    return samples
+
+
+def test_the_tokens_of_llm_whole_and_streamed_at_the_same_time(server: ServerProcess, wanted: list[list[int]]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        wholes = [pool.submit(whole, server, number) for number in range(8)]
+        streams = [pool.submit(streamed, server, number) for number in range(8)]
+        assert [one.result() for one in wholes] == wanted[:8] == [one.result() for one in streams]
+
+
+def test_a_model_that_is_loaded_changes_no_stream_of_another(server: ServerProcess, wanted: list[list[int]]) -> None:
+    options = {"device": "cpu", "dtype": "float32", "kv_memory": "4MiB", "share": False}
+    body = {"model": "demo", "name": "second", "options": options}
+    rounds = 0
+    with ThreadPoolExecutor(9) as pool:
+        loading = pool.submit(httpx.post, f"{server.url}/admin/models/load", json=body, headers=ADMIN, timeout=FAR_S)
+        while not loading.done():
+            assert list(pool.map(lambda number: streamed(server, number), range(8))) == wanted[:8]
+            rounds += 1
+    assert loading.result().status_code == 200 and rounds > 0
+    answer = httpx.post(f"{server.url}/v1/completions", json=ask(3, model="second"), timeout=FAR_S)
+    assert answer.json()["choices"][0]["token_ids"] == wanted[3]
+    unloaded = httpx.post(f"{server.url}/admin/models/unload", json={"name": "second"}, headers=ADMIN, timeout=FAR_S)
+    assert unloaded.status_code == 200
+
+
+def test_a_stream_that_is_closed_half_way_leaves_its_blocks_in_the_cache(server: ServerProcess) -> None:
+    prompt = "The captain had not been seen on deck since the ship had left the harbour, and " * 2
+    fields = ask(0, prompt=prompt, max_tokens=600, stream=True)
+    steps = metrics(server)["pagetide_steps_total"]
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=fields, timeout=FAR_S) as answer:
+        lines = answer.iter_lines()
+        for _ in range(8):
+            next(lines)
+        assert metrics(server)["vllm:num_requests_running"] == 1
+    until = time.monotonic() + FAR_S
+    while metrics(server)["vllm:num_requests_running"]:
+        assert time.monotonic() < until
+    samples = metrics(server)
+    assert samples["pagetide_kv_blocks:live"] == 0 and samples["pagetide_steps_total"] - steps < 300  # of 600
+    retry = httpx.post(f"{server.url}/v1/completions", json=fields | {"stream": False, "max_tokens": 2}, timeout=FAR_S)
+    usage = retry.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] // 16 * 16 - 16 > 0
+
+
+def test_a_recall_of_half_of_the_pool_under_64_streams(tmp_path: Path, wanted: list[list[int]]) -> None:
+    begun = threading.Semaphore(0)
+    with PrivateDevice(3072 * MIB, 64 * MIB) as device:
+        arguments = ["demo", *ENGINE, "--kv-memory", "min=4MiB,max=32MiB", "--max-seqs", "64"]
+        with ServerProcess(arguments, tmp_path / "log", **ENVIRON, **device.environ) as server:
+            with ThreadPoolExecutor(64) as pool:
+                streams = [pool.submit(streamed, server, number, begun) for number in range(64)]
+                for _ in range(16):
+                    begun.acquire(timeout=FAR_S)
+                (lease,) = device.leases()
+                kv = metrics(server)["pagetide_kv_bytes"]
+                device.client.recall(str(lease.pid), int(kv) // 2)
+                assert [one.result(FAR_S) for one in streams] == wanted
+            samples = metrics(server)
+            assert samples["pagetide_recalls_total"] >= 1 and samples["pagetide_kv_blocks:live"] == 0
+            assert samples["pagetide_given_back_bytes_total"] >= kv // 2
