@@ -92,7 +92,7 @@ class Journey:
                 assert (chunk.token_ids, chunk.text, chunk.finish_reason) == ([], "", "aborted")
                 assert chunk.completion is not None
                 assert chunk.completion.token_ids == self.tokens[name]
-                assert chunk.completion.text in (None, "".join(self.texts[name]))
+                assert chunk.completion.decoded in (None, "".join(self.texts[name]))
             else:
                 self.tokens[name] += chunk.token_ids
                 self.texts[name].append(chunk.text)
