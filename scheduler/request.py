@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import InitVar, dataclass, field, fields, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -141,14 +141,17 @@ class SamplingParams:
     start_id: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    num_return_sequences: InitVar[int | None] = None
-    max_tokens: InitVar[int | None] = None
-    min_tokens: InitVar[int | None] = None
+    if TYPE_CHECKING:  # a type checker takes them for fields: they can be given, and read as what they are aliases of
+        num_return_sequences: int | None = None
+        max_tokens: int | None = None
+        min_tokens: int | None = None
+    else:
+        num_return_sequences: InitVar[int | None] = None
+        max_tokens: InitVar[int | None] = None
+        min_tokens: InitVar[int | None] = None
 
-    def __post_init__(self, num_return_sequences: int | None, max_tokens: int | None, min_tokens: int | None) -> None:
-        _apply_aliases(
-            self, {"num_return_sequences": num_return_sequences, "max_tokens": max_tokens, "min_tokens": min_tokens}
-        )
+    def __post_init__(self, *aliases: int | None) -> None:
+        _apply_aliases(self, dict(zip(("num_return_sequences", "max_tokens", "min_tokens"), aliases, strict=True)))
         _keep(self)
         _check_integer("n", self.n, least=1, most=MOST_FORKS)
         _check_integer("max_new_tokens", self.max_new_tokens, least=1, most=_MOST)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from ..engine.llm import LLM
 from ..engine.loading.generation import HARMLESS, REFUSED, SERVED, ModelDefaults, asked_for, known_to_transformers
@@ -99,6 +99,13 @@ class TextGenerationPipeline:
     def generation_config(self) -> Any:
         """The model's own `GenerationConfig`; changes to it take effect with the next call."""
         return self._defaults.generation_config
+
+    @overload
+    def __call__(self, text_inputs: str | list[dict[str, Any]], **options: Any) -> list[Record]: ...
+    @overload
+    def __call__(self, text_inputs: list[str] | list[list[dict[str, Any]]], **options: Any) -> list[list[Record]]: ...
+    @overload
+    def __call__(self, text_inputs: Any, **options: Any) -> Any: ...
 
     def __call__(self, text_inputs: Any, **options: Any) -> Any:
         """Continue the inputs.
