@@ -58,7 +58,7 @@ stress:  ## the long randomised tests
 
 SOAK_S ?= 3600
 
-soak:  ## random load, random walks, recalls, kills and faults for SOAK_S seconds; reports the slope of memory
+soak:  ## random load, random walks, recalls, kills and faults for SOAK_S seconds, then 10,000 requests to a server
 	$(call setup,test)
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
 

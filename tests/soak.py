@@ -1,6 +1,8 @@
 """Hours of random load: `make soak`. Random walks of the scheduler in one process, an engine under disturbance in another.
 
-    PYTHONPATH=tests python -m soak [--seconds 3600] [--seed N] [--json FILE] [--walks 5000]
+    PYTHONPATH=tests python -m soak [--seconds 3600] [--seed N] [--json FILE] [--walks 5000] [--requests 10000]
+
+At the end a server gets requests drawn from its OpenAPI description (openapi_load.py), however long they take.
 
 The engine, with an elastic pool, a host tier and a lease, serves random batches of all kinds of requests while memory is
 recalled, another engine on its device is killed and started again, and functions of its steps raise: once or at every call, in
@@ -192,11 +194,27 @@ def loaded(folder: str, vocab_size: int, seed: int, until: float) -> tuple[dict[
     }, failures
 
 
+def requested(count: int, seed: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Send a server `count` random requests. Returns figures, and what failed."""
+    from openapi_load import SERVER, send_requests, wait_until_idle
+    from servers import ServerProcess
+
+    headers = {"Authorization": "Bearer sk-operator-1"}
+    try:
+        with ServerProcess(SERVER, folder / "server.log", PAGETIDE_ADMIN_KEY="sk-operator-1") as server:
+            statuses = send_requests(server.url, count, seed, headers)
+            wait_until_idle(server.url, headers)
+    except AssertionError as error:
+        return {}, [f"a server: {error}"]
+    return {f"requests answered with {status}": number for status, number in sorted(statuses.items())}, []
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--walks", type=int, default=5_000, help="walks at most")
+    parser.add_argument("--requests", type=int, default=10_000, help="to a server; 0 for none")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
@@ -211,6 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size = save_model(Path(folder), 128, 2, args.seed % 1000)
         figures, failures = loaded(folder, vocab_size, args.seed, until)
         walker.join()
+        if args.requests:
+            answered, misbehaved = requested(args.requests, args.seed, Path(folder))
+            figures |= answered
+            failures += misbehaved
         ended = told.read_text().splitlines() if told.exists() else []
     failed = [line for line in ended if line]
     if walker.exitcode:

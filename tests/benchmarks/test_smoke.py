@@ -35,7 +35,7 @@ COMMANDS = {
     "prefix_hits": "--data none --requests 10",
     "pressure": "--seeds 1 --requests 20",
     "replay": "--scaling --up-to 10",  # the replay itself: test_replay.py
-    "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1",
+    "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
     "swap": "--mib 2 --kib 128 --for-the-record 8 --repeats 1",
 }
 WITH_PROCESSES = {
