@@ -109,7 +109,7 @@ def _composed(
     if height is not None:
         room = max(height - len(lines) - len(foot) - 1, 0)
     rows = process_rows(len(uses), room)
-    start = max(min(view.scroll, len(uses) - rows), 0)
+    start = max(min(view.scroll, len(uses) - max(rows, 1)), 0)
     facts = process_facts(view.listing, len(uses), start, rows, hidden)
     lines.append(heading("processes", facts, inner, symbols))
     if uses:

@@ -295,9 +295,8 @@ def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent
     admission = RequestAdmission(lambda: 1, 1)
 
     async def run() -> bytes:
-        config = uvicorn.Config(
-            Guard(app, ApiKeys(), admission, GuardRules()), http=BoundedHttpProtocol, log_config=None, lifespan="off"
-        )
+        guarded = Guard(app, ApiKeys(), admission, GuardRules(), lambda *answer: None)
+        config = uvicorn.Config(guarded, http=BoundedHttpProtocol, log_config=None, lifespan="off")
         http = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             serving = asyncio.create_task(http.serve(sockets=[listening]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -73,13 +74,13 @@ def streamed(server: ServerProcess, number: int, begun: threading.Semaphore | No
 
 
 def metrics(server: ServerProcess) -> dict[str, float]:
-    """The samples of /metrics, with the state of blocks instead of other labels."""
+    """The samples of /metrics, with the state of blocks and the kind of memory instead of other labels."""
     samples = {}
     for line in httpx.get(f"{server.url}/metrics").text.splitlines():
         if line and not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
-            state = name.partition('state="')[2].partition('"')[0]
-            samples[name.partition("{")[0] + (f":{state}" if state else "")] = float(value)
+            part = re.search(r'(?:state|kind)="([^"]*)"', name)
+            samples[name.partition("{")[0] + (f":{part[1]}" if part else "")] = float(value)
     return samples
 
 
@@ -135,7 +136,7 @@ def test_a_recall_of_half_of_the_pool_under_64_streams(tmp_path: Path, wanted: l
                 for _ in range(16):
                     begun.acquire(timeout=FAR_S)
                 (lease,) = device.leases()
-                kv = metrics(server)["pagetide_kv_bytes"]
+                kv = metrics(server)["pagetide_memory_bytes:kv"]
                 device.client.recall(str(lease.pid), int(kv) // 2)
                 assert [one.result(FAR_S) for one in streams] == wanted
             samples = metrics(server)

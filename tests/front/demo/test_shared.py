@@ -128,12 +128,12 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
         return shown[-1]
 
     first = sample(0.0, 300, (8, 8), 10, (False, False))
+    assert watched._wanted(0.0) == 0, "the pools are small"
     assert first.contended_bytes == 390 * MIB and first.now == "Idle: pools give their memory back."
     engines[0].messages = [{"progress": {"running": 3, "waiting": 1, "preemptions": 0, "done": 2, "recalls": 0}}]
     busy = sample(0.3, 305, (40, 8), 10, (False, False))
     assert busy.now == "Engine A has requests: pools grow as these need memory."
     assert busy.holdings[-1].programs == 5 * MIB and busy.engines[0].done == 2
-    assert watched._wanted(0.3) == 0
     sample(0.4, 300, (40, 24), 10, (False, False))
     assert watched._wanted(0.4) == watched._wanted(0.4 + shared.VISIT_S - 0.1) == shared.VISIT_BYTES
     assert watched._wanted(0.5 + shared.VISIT_S) == 0
