@@ -120,9 +120,15 @@ class RuntimeDir:
 
 
 def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:
-    """The directory of this user's monitor. Creates nothing."""
+    """The directory of this user's monitor. Creates nothing. Raises ConfigInvalid for a relative one."""
     if named := environ.get(VARIABLE):
-        return RuntimeDir(Path(named).absolute())
+        if not os.path.isabs(named):
+            raise ConfigInvalid(
+                f"{VARIABLE} must be an absolute path, got {named!r:.200}, which is another directory for each working "
+                f"directory: processes that are to share memory would not meet; set it to {Path(named).absolute()}, or "
+                "unset it"
+            )
+        return RuntimeDir(Path(named))
     uid = _uid()
     for base in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{uid}"):
         if base and _is_own(base, uid):  # under sudo the variable may name another user's
@@ -145,7 +151,7 @@ def _is_own(folder: str, uid: int) -> bool:
 
 
 def readable_dirs(environ: Mapping[str, str] = os.environ, machine: Path = MACHINE_DIR) -> tuple[RuntimeDir, ...]:
-    """The directories to search for a running monitor, in order."""
+    """The directories to search for a running monitor, in order. Raises ConfigInvalid as `own_dir` does."""
     own = own_dir(environ)
     return (own,) if environ.get(VARIABLE) else (RuntimeDir(machine), own)
 

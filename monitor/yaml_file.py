@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ def read_yaml(file: Path) -> tuple[yaml.Node | None, Any]:
     """The document of a file as a tree of nodes with line numbers, and as plain values. (None, None) for an empty file.
 
     Raises:
-        InvalidYaml: larger than MOST_BYTES, invalid YAML, or more than MOST_VALUES values.
+        InvalidYaml: not a regular file, larger than MOST_BYTES, invalid YAML, or more than MOST_VALUES values.
         OSError: the file cannot be read.
     """
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=_without_waiting) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise InvalidYaml(f"{file}: not a regular file, and settings are read from nothing else; name another")
         raw = opened.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise InvalidYaml(f"{file}: more than {MOST_BYTES >> 20} MiB, which is too much for settings")
@@ -32,6 +36,11 @@ def read_yaml(file: Path) -> tuple[yaml.Node | None, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
         raise InvalidYaml(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; of a FIFO that nobody writes to, too, which would else be waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def parse_yaml(text: str) -> Any:

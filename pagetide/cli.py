@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import locale
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -20,18 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0, 1 if a request failed, 2 for bad input, 130 if interrupted, 141 if the reader closed the output pipe.
     """
+    verbose = 0
     try:
-        args = _parser().parse_args(argv)
-    except ModuleNotFoundError as error:
-        return _missing(error)
-    logging.basicConfig(
-        level=[logging.WARNING, logging.INFO, logging.DEBUG][min(args.verbose, 2)],
-        format="%(asctime)s %(name)s %(levelname)s: %(message)s",
-    )
-    run: Callable[[argparse.Namespace], int] = args.run
-    try:
+        args = _parser().parse_args(argv)  # its flags need numpy, which takes a while to load
+        verbose = args.verbose
+        logging.basicConfig(
+            level=[logging.WARNING, logging.INFO, logging.DEBUG][min(verbose, 2)],
+            format="%(asctime)s %(name)s %(levelname)s: %(message)s",
+        )
+        run: Callable[[argparse.Namespace], int] = args.run
         status = run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # stdout may be closed
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -42,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _missing(error)
     except Exception as error:
-        if not _is_ours(error) or args.verbose > 1:
+        if not _is_ours(error) or verbose > 1:
             raise
-        print(f"pagetide: {error}", file=sys.stderr)
+        print(f"pagetide: {error}{_of_the_locale(error)}", file=sys.stderr)
         return 2
 
 
@@ -63,6 +65,14 @@ def _is_ours(error: Exception) -> bool:
     from .scheduler.errors import SchedulerError
 
     return isinstance(error, EngineError | SchedulerError | ValueError | OSError)
+
+
+def _of_the_locale(error: Exception) -> str:
+    """What to do where text could not be encoded, as the locale of this process has no UTF-8; empty for other errors."""
+    encodings = {codecs.lookup(name).name for name in (sys.getfilesystemencoding(), locale.getpreferredencoding(False))}
+    if encodings == {"utf-8"} or not isinstance(error.__cause__ or error, UnicodeEncodeError):
+        return ""
+    return f"; the locale's encoding is {locale.getpreferredencoding(False)}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """What this machine offers an engine, as plain data, and what is wrong with it: the checks of `pagetide doctor`.
 
-Each function returns its section of the report and adds to `problems` what does not work as it should. Reads only.
+Each function returns its section of the report and adds to `problems` what does not work as it should. Changes nothing, but for
+a folder that is made and removed at once, where the runtime directory is or would be.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import platform
 import pwd
 import resource
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -55,7 +57,6 @@ def machine() -> dict[str, Any]:
     """Everything but torch and the CUDA devices. `problems` holds a list of `Problem`."""
     from .engine.self_check.cache import cache_dir
     from .engine.self_check.identity import versions
-    from .monitor.runtime_dir import own_dir, readable_dirs
 
     problems: list[Problem] = []
     return {
@@ -69,7 +70,7 @@ def machine() -> dict[str, Any]:
         "threads": threads(problems),
         "extras": {name: {"installed": is_installed(module), "for": what} for name, (module, what) in EXTRAS.items()},
         "models_files": models_files(problems),
-        "monitor": monitor(problems, readable_dirs(), own_dir()),
+        "monitor": monitor_of_here(problems),
         "self_checks": str(cache_dir()),
         "problems": problems,
     }
@@ -224,23 +225,57 @@ def _cpu_quota(file: Path) -> float | None:
 
 
 def models_files(problems: list[Problem]) -> list[dict[str, Any]]:
-    """The models files in the order in which they are read, with the names that each defines."""
-    from .engine.errors import ConfigError
+    """The models files in the order in which they are read, with the names that each defines.
+
+    A name whose model is not on this machine is a note: the others work.
+    """
+    from .engine.errors import ConfigError, EngineError
     from .engine.loading import models
 
     found: list[dict[str, Any]] = []
+    entries: dict[str, models.ModelEntry] = {}
     for role, file in models.models_files().items():
         names, error = [], None
         try:
-            names = sorted(models.read_models_file(role, file))
+            of_file = models.read_models_file(role, file)
+            names = sorted(of_file)
+            entries |= of_file
         except ConfigError as failure:
             error = str(failure)
             problems.append(Problem("models", error, f"correct {file}: until then no model is found by its name"))
         found.append({"role": role, "file": str(file), "names": names, "error": error})
+    for entry in entries.values():
+        try:
+            entry.resolve()
+        except EngineError as failure:
+            what, _, fix = str(failure).partition("; ")
+            fix = fix or f"correct the entry in {entry.file}, or take it out"
+            problems.append(Problem("models", f"not usable: {what}", fix, fails=False))
     return found
 
 
 # ---- the monitor --------------------------------------------------------------------------------
+
+
+def monitor_of_here(problems: list[Problem]) -> dict[str, Any]:
+    """The monitor of the usual directories; of none where PAGETIDE_RUNTIME_DIR names one that is refused."""
+    from .monitor.errors import ConfigInvalid
+    from .monitor.runtime_dir import VARIABLE, own_dir, readable_dirs
+
+    try:
+        own = own_dir()
+    except ConfigInvalid as error:
+        what, _, fix = str(error).partition("; ")
+        problems.append(Problem("monitor", what, fix))
+        return _nothing_runs(os.environ[VARIABLE], [])
+    return monitor(problems, readable_dirs(), own)
+
+
+def _nothing_runs(path: str, directories: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "directories": directories, "runtime_dir": path, "pid": None, "source": None, "socket": None, "protocol": None,
+        "leases": None,
+    }  # fmt: skip
 
 
 def monitor(problems: list[Problem], directories: Sequence[RuntimeDir], own: RuntimeDir) -> dict[str, Any]:
@@ -249,10 +284,7 @@ def monitor(problems: list[Problem], directories: Sequence[RuntimeDir], own: Run
     from .monitor.watching import find_running
 
     there = [_rights(directory, own, problems) for directory in directories]
-    report: dict[str, Any] = {
-        "directories": there, "runtime_dir": str(own.path), "pid": None, "source": None, "socket": None, "protocol": None,
-        "leases": None,
-    }  # fmt: skip
+    report = _nothing_runs(str(own.path), there)
     try:
         running = find_running(directories, timeout_s=_ANSWER_S)
     except MonitorError as error:
@@ -306,9 +338,9 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
         found = path.lstat()
     except FileNotFoundError:
         parent = next(parent for parent in path.parents if parent.exists())
-        if directory == own and not os.access(parent, os.W_OK | os.X_OK):
-            what = f"the runtime directory {path} is not there, and {_name_of_user(os.getuid())} may not make it in {parent}"
-            problems.append(Problem("monitor", what, elsewhere))
+        if directory == own and (why := _why_unusable(parent)) is not None:
+            what = f"the runtime directory {path} is not there, and {_name_of_user(os.getuid())} cannot make it in {parent}"
+            problems.append(Problem("monitor", f"{what}: {why}", elsewhere))
         return {"path": str(path), "exists": False}
     except OSError as error:
         problems.append(Problem("monitor", f"{path} cannot be examined: {error.strerror}", elsewhere))
@@ -320,6 +352,10 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
                 what = f"the runtime directory {path} may not be used by its owner"
                 problems.append(Problem("monitor", what, f"chmod u+rwx {path}, or {elsewhere}"))
+            elif (why := _why_unusable(path)) is not None:
+                problems.append(
+                    Problem("monitor", f"nothing can be made in the runtime directory {path}: {why}", elsewhere)
+                )
         elif not os.access(path, os.R_OK | os.X_OK):
             fix = f"usermod --append --groups {group} {user}, then log in again; until then {user} shares with no other user"
             problems.append(Problem("monitor", f"{path} belongs to the group {group}, and {user} is not in it", fix))
@@ -329,6 +365,15 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
         what, _, fix = str(error).partition("; ")
         problems.append(Problem("monitor", what, fix or elsewhere))
     return {"path": str(path), "exists": True, "owner": owner, "group": group, "mode": stat.filemode(found.st_mode)}
+
+
+def _why_unusable(folder: Path) -> str | None:
+    """Why nothing can be made in a folder; None if it can. Rights do not say it: root has them all, in /proc too."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".pagetide-", dir=folder))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _name_of_user(uid: int) -> str:

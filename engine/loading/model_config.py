@@ -41,7 +41,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}; fetch or save it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got a {type(content).__name__}; fetch or save it again")
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(content).__name__}; fetch or save it again")
     return content
 
 

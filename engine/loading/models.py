@@ -6,6 +6,7 @@ the user's file override built-in ones, and those of the file that PAGETIDE_CONF
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -173,11 +174,18 @@ def user_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 def _is_present(file: Path) -> bool:
     """Whether the user's file is there. A folder that this process may not search, as another user's home, has none."""
+    if not file.is_absolute():  # there is no home directory
+        return False
     try:
-        return file.is_absolute() and file.exists()  # relative: there is no home directory
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except OSError as error:
+        if error.errno == errno.ELOOP:  # a link that leads back to itself: reading it says so
+            return True
         log.debug("no models file is looked for at %s: %s", file, error)
         return False
+    return True
 
 
 def models_files(file: str | os.PathLike[str] | None = None) -> dict[str, Path]:
@@ -204,19 +212,19 @@ def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEn
 
 def read_models_file(role: str, file: Path) -> dict[str, ModelEntry]:
     """The models that one file names; `role` as in `models_files`. Raises ConfigError with file and line."""
-    if not file.exists():
-        said = f" {CONFIG_VARIABLE} names it:" if role == CONFIG_VARIABLE else ""
-        raise ConfigError(f"there is no models file {file};{said} correct the path, or unset it")
     try:
         document, content = read_yaml(file)
     except InvalidYaml as error:
         raise ConfigError(str(error)) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        said = f" {CONFIG_VARIABLE} names it:" if role == CONFIG_VARIABLE else ""
+        raise ConfigError(f"there is no models file {file};{said} correct the path, or unset it") from error
     except OSError as error:
         raise ConfigError(f"the models file {file} cannot be read: {error.strerror or error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
-        raise ConfigError(f"{file}: must hold `name: path` entries, got a {type(content).__name__}")
+        raise ConfigError(f"{file}: must hold `name: path` entries, got {type(content).__name__}")
     return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
 
 

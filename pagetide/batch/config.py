@@ -284,7 +284,7 @@ def _of_file(file: Path) -> Settings:
     if content is None:
         return {}
     if not isinstance(document, yaml.MappingNode):
-        raise ConfigError(f"{file}: must hold `key: value` lines, got a {type(content).__name__}")
+        raise ConfigError(f"{file}: must hold `key: value` lines, got {type(content).__name__}")
     settings: Settings = {}
     top = (*KEYS[""], *filter(None, KEYS))
     for key, where, node in _entries(file, document):

@@ -65,7 +65,7 @@ class InvalidLine(ValueError):
 class InputFile:
     """The open input file. Standard input is first copied to a temporary file, so that it can be read twice.
 
-    Raises ConfigError if the format is unknown.
+    Raises ConfigError if the format is unknown, OSError if the file cannot be opened.
     """
 
     def __init__(self, options: InputOptions) -> None:
@@ -77,6 +77,7 @@ class InputFile:
                 "(`input: {path: '-', format: text}` in the file)"
             )
         if form is None:
+            _opened(Path(options.path)).close()  # a name of no file needs no other name
             raise ConfigError(
                 f"the name of the input {options.path} does not say what is in it: name it .txt or .jsonl, or say "
                 "`format: text`, jsonl or openai (--input-format)"

@@ -93,9 +93,19 @@ def _pool(
     rows = next((rows for least, rows in _CHART_LINES if height >= least), 0)
     if rows:
         lines += history_lines(history, pool.num_blocks, min(width, _HISTORY_WIDTH), rows, symbols)
-        lines.append([])
+        lines.append([Segment(_caption(pool.num_blocks, symbols), DIM)])
     lines += map_lines(pool, width, max(int(height * _MOST_MAP) - rows, 1), symbols)
     return [*lines, legend(num_requests, width, symbols)]
+
+
+def _caption(num_blocks: int, symbols: Symbols) -> str:
+    """What the chart shows, in a line below it."""
+    rest, used = _rest(symbols), symbols.levels[-1]
+    return f"the run so far: {used} blocks held, {rest} with memory and free; full height {num_blocks}; below: the blocks now"
+
+
+def _rest(symbols: Symbols) -> str:
+    return "." if symbols.ascii_only else "░"
 
 
 def history_lines(
@@ -106,7 +116,7 @@ def history_lines(
         [None if value is None else value / num_blocks for value in chart_columns(values, width, len(values))]
         for values in ([sample[0] for sample in history], [sample[1] for sample in history])
     )
-    rest = "." if symbols.ascii_only else "░"
+    rest = _rest(symbols)
     lines = []
     for with_memory, in_use in zip(chart(mapped, rows, symbols), chart(held, rows, symbols), strict=True):
         cells = [

@@ -134,7 +134,7 @@ def test_empty_file_adds_nothing(tmp_path: Path) -> None:
     [
         ("a: [1\nb: 2", 2, "not valid YAML"),
         ("a: x\n\tb: y", 2, "not valid YAML"),
-        ("- a\n- b", None, "must hold `name: path` entries, got a list"),
+        ("- a\n- b", None, "must hold `name: path` entries, got list"),
         ("ok: x\na:\n  dtype: float32", 2, "needs a `path`"),
         (
             "a:\n  path: x\n  dytpe: float32",
@@ -219,7 +219,7 @@ def test_the_place_of_the_users_file(environ: dict[str, str], place: str, monkey
     assert user_file(environ) == Path(place)
 
 
-@pytest.mark.parametrize("kind", ["folder", "no YAML", "no permission"])
+@pytest.mark.parametrize("kind", ["folder", "no YAML", "no permission", "a link to itself"])
 def test_a_users_file_that_is_there_and_cannot_be_read_is_an_error_that_names_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +228,8 @@ def test_a_users_file_that_is_there_and_cannot_be_read_is_an_error_that_names_it
     file.parent.mkdir()
     if kind == "folder":
         file.mkdir()
+    elif kind == "a link to itself":
+        file.symlink_to(file)
     else:
         write(file, "a: [" if kind == "no YAML" else "a: x").chmod(0o600 if kind == "no YAML" else 0)
     if kind == "no permission" and os.access(file, os.R_OK):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -473,3 +474,27 @@ def test_a_library_that_is_missing_is_named_on_one_line(tmp_path: Path) -> None:
         said = f"pagetide: {library} is not installed, and this command needs it: pip install pagetide\n"
         assert (run.returncode, run.stdout, run.stderr) == (2, "", said)
         shutil.rmtree(tmp_path / library)
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_an_interrupt_while_libraries_are_loaded_is_no_traceback(module: str, tmp_path: Path) -> None:
+    """numpy is loaded for the flags, torch for the command itself."""
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = finished("plan", "demo", env={**os.environ, "PYTHONPATH": path})
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_closed_output_is_no_failure() -> None:
+    script = shlex.join(command("models")) + " >&-"
+    ended = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_text_beyond_the_locale_is_refused_with_what_to_set() -> None:
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    run = finished("generate", *DEMO, "--prompt", "Café ☃", env=environ)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("pagetide: a prompt must be text that UTF-8 can say: ") and run.stderr.count("\n") == 1
+    assert run.stderr.endswith(": set PYTHONUTF8=1, or LC_ALL=C.UTF-8\n")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import resource
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +147,9 @@ def test_a_broken_models_file_is_told_and_stops_neither_the_version_nor_the_doct
     assert [(file["role"], file["names"]) for file in found] == [
         ("built-in", ["demo"]), ("user", ["mine"]), ("PAGETIDE_CONFIG", []),
     ]  # fmt: skip
-    assert [problem.what.startswith(f"there is no models file {tmp_path / 'gone.yaml'}") for problem in problems] == [
-        True
+    assert [(problem.what.partition(";")[0], problem.fails) for problem in problems] == [
+        (f"there is no models file {tmp_path / 'gone.yaml'}", True),
+        (f"not usable: model 'mine' ({user_file()}:1): there is no folder /models/mine", False),
     ]
     user_file().write_text("mine: [\n")
     assert main(["models"]) == 2
@@ -154,6 +158,32 @@ def test_a_broken_models_file_is_told_and_stops_neither_the_version_nor_the_doct
         main(["--version"])
     assert main(["doctor"]) == 1
     assert f"problem: models: {user_file()}:2: not valid YAML" in capsys.readouterr().out
+
+
+def test_names_whose_models_are_not_here_are_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what to do; an entry that another one replaces is none."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    file = tmp_path / "named.yaml"
+    monkeypatch.setenv("PAGETIDE_CONFIG", str(file))
+    user_file().parent.mkdir()
+    user_file().write_text("a: /replaced\n")
+    demo = Path(machine_report.__file__).parent / "engine" / "demo_model"
+    file.write_text(f"a: nosuch/model\nb: /nosuch\nc: {demo}\n")
+    problems: list[Problem] = []
+    machine_report.models_files(problems)
+    assert told(problems) == [
+        (
+            f"models: not usable: model 'a' ({file}:1): there is no folder {tmp_path}/nosuch/model, and nosuch/model is not "
+            "in the local hub cache either",
+            False,
+        ),
+        (f"models: not usable: model 'b' ({file}:2): there is no folder /nosuch", False),
+    ]
+    assert [problem.fix for problem in problems] == [
+        "correct the path, or fetch it with: hf download nosuch/model",
+        f"correct the entry in {file}, or take it out",
+    ]
 
 
 # -- monitor
@@ -202,12 +232,56 @@ def test_the_machines_directory_of_a_group_that_the_user_is_not_in(
     assert problems[0].fix.startswith(f"usermod --append --groups {group} ")
 
 
+def refuse(**_: Any) -> str:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
 def test_a_directory_that_cannot_be_made(directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch) -> None:
     own = RuntimeDir(directory.path / "a" / "b")
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != directory.path)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     problems: list[Problem] = []
     machine_report.monitor(problems, [own], own)
-    assert f"{own.path} is not there" in problems[0].what and f"may not make it in {directory.path}" in problems[0].what
+    assert f"{own.path} is not there" in problems[0].what
+    assert problems[0].what.endswith(f"cannot make it in {directory.path}: Read-only file system")
+
+
+def test_a_directory_that_is_there_and_takes_no_files(directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    problems: list[Problem] = []
+    machine_report.monitor(problems, [directory], directory)
+    said = f"monitor: nothing can be made in the runtime directory {directory.path}: Read-only file system"
+    assert told(problems) == [(said, True)]
+
+
+def test_the_search_for_problems_leaves_nothing_behind(directory: RuntimeDir) -> None:
+    problems: list[Problem] = []
+    for own in (directory, RuntimeDir(directory.path / "a" / "b")):
+        machine_report.monitor(problems, [own], own)
+    assert problems == [] and list(directory.path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "what", "fix"),
+    [
+        ("/proc/nope", "the runtime directory /proc/nope is not there, and ", "name another directory"),
+        (
+            "run",
+            "PAGETIDE_RUNTIME_DIR must be an absolute path, got 'run'",
+            f"set it to {Path.cwd() / 'run'}, or unset",
+        ),
+    ],
+)
+def test_a_variable_that_names_no_usable_directory(
+    named: str, what: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", named)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (problem,) = (one for one in report["problems"] if one["fails"])
+    assert problem["part"] == "monitor" and problem["what"].startswith(what) and problem["fix"].startswith(fix)
+    assert (report["monitor"]["runtime_dir"], report["monitor"]["pid"]) == (named, None)
+    assert main(["doctor"]) == 1
+    assert "no problems" not in capsys.readouterr().out
 
 
 def test_a_record_of_no_monitor(directory: RuntimeDir) -> None:

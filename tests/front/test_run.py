@@ -639,7 +639,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("output: {path: a, prompt: 1}", "output.prompt must be true or false, got 1"),
         ("sampling: {top_p: 2}", "run.yaml:3: top_p must be in (0, 1], got 2"),
         ("5: 6", "run.yaml:1: a key must be text, got '5'"),
-        ("[1]", "run.yaml: must hold `key: value` lines, got a list"),
+        ("[1]", "run.yaml: must hold `key: value` lines, got list"),
         ("a: [", "run.yaml:1: not valid YAML"),
         ("a: \x00", "not valid YAML"),
         (f"sampling: [&a [{'x, ' * 99}], &b [{'*a, ' * 99}], &c [{'*b, ' * 99}]]", "more than 100,000 values"),
@@ -669,6 +669,7 @@ def test_every_field_is_a_key() -> None:
     [
         (("--config", "none.yaml"), "No such file or directory: 'none.yaml'"),
         (("--input", "none.txt"), "No such file or directory: 'none.txt'"),
+        (("--input", "none"), "No such file or directory: 'none'"),
         (("--output", "-"), "the output must be a file"),
         (("--output", "/none/out.jsonl"), "the output's folder /none is not there"),
         (("--model", "nosuch"), "'nosuch' is not a known name"),

@@ -20,6 +20,14 @@ def test_the_variable_goes_first_and_alone() -> None:
     assert readable_dirs(environ) == (RuntimeDir(Path("/x/y")),)
 
 
+@pytest.mark.parametrize("named", ["here", "./a/b", "~/run"])
+def test_a_relative_path_in_the_variable_is_refused(named: str) -> None:
+    for read in (own_dir, readable_dirs):
+        with pytest.raises(ConfigInvalid, match=r"^PAGETIDE_RUNTIME_DIR must be an absolute path, got ") as refused:
+            read({"PAGETIDE_RUNTIME_DIR": named})
+        assert str(refused.value).endswith(f"; set it to {Path(named).absolute()}, or unset it")
+
+
 def test_then_the_users_runtime_directory_after_the_machines(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     assert own_dir(environ).path == tmp_path / "pagetide"

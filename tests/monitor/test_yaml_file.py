@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_values_and_the_lines_of_their_keys(tmp_path: Path) -> None:
     assert [key.start_mark.line for key, _ in node.value] == [1, 2]
     assert read_yaml(written(tmp_path, "# nothing")) == (None, None)
     assert parse_yaml("[1, a]") == [1, "a"] and parse_yaml("") is None
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A FIFO without a writer would be waited for, and a device may have no end."""
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(InvalidYaml, match=f"^{file}: not a regular file"):
+            read_yaml(file)
+    with pytest.raises(IsADirectoryError):
+        read_yaml(tmp_path)
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -85,6 +96,9 @@ def test_what_is_no_yaml_is_told_with_its_line(tmp_path: Path, text: str, said: 
     assert said in str(refused.value)
 
 
-def test_a_file_without_an_end_is_not_read_to_it() -> None:
-    with pytest.raises(InvalidYaml, match="/dev/zero: more than 1 MiB, which is too much for settings"):
-        read_yaml(Path("/dev/zero"))
+def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.touch()
+    os.truncate(file, 1 << 40)  # more than there is memory
+    with pytest.raises(InvalidYaml, match=f"^{file}: more than 1 MiB, which is too much for settings"):
+        read_yaml(file)

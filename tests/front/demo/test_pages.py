@@ -69,6 +69,8 @@ def test_all_that_matters_is_on_the_page(width: int, height: int) -> None:
     assert "THE FIELDS LAY" in plain.replace("\n", " "), "the newest text"
     for letter in "ABCDEFGHIJKL":
         assert len(re.findall(rf"(?<![A-Za-z]){letter}(?![a-z])", plain)) >= 8, "its blocks in the map"
+    caption = "the run so far: █ blocks held, ░ with memory and free; full height 223"
+    assert (caption in plain) == (height >= 28), "the chart, where there is room for one, says what it is"
     text = "\n".join(drawn(shared_page, shared_state(), width, height, no_color=True))
     plain = ESCAPES.sub("", text)
     for said in (
