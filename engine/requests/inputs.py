@@ -60,6 +60,10 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
     if text is not None and not isinstance(text, str):
         raise RequestRejected(f"`prompt` of a mapping must be a text, got {type(text).__name__}")
+    if isinstance(ids, str):  # a text would be tokenized
+        raise RequestRejected(
+            "`prompt_token_ids` of a mapping must be a list of token ids, got str; a text is its `prompt`"
+        )
     check_cache_salt(salt)
     content: Any = text if ids is None else ids
     return ParsedPrompt(content, text, salt)
