@@ -12,6 +12,8 @@ from ..text.encoder import Encoder, PreparedParams
 from .handover import Handover
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text; token ids; vLLM's form of either; a tokenizer's result
+# One prompt, or several. A union of `Sequence[int]` and `Sequence[Prompt]` would leave type checkers without a type for lists.
+Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # largest absolute value
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of vLLM's prompts
@@ -76,7 +78,7 @@ def text_of(prompt: object) -> str | None:
 
 
 def pair_params(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Pair one or many prompts with their parameters. Raises RequestRejected."""
     many = _as_list(prompts)

@@ -147,6 +147,10 @@ def test_prompts_of_every_form(llm: LLM) -> None:
     assert not padded["attention_mask"].bool().all()
     assert llm.generate(padded, GREEDY)[0].prompt_token_ids == expected[0].prompt_token_ids
     assert tokens(llm.generate({"prompt": PROMPTS[0]}, GREEDY)) == tokens(expected[:1])
+    mixed = llm.generate([{"prompt": PROMPTS[0]}, {"prompt_token_ids": [5, 6]}], GREEDY)  # type checkers accept it
+    assert [output.prompt_token_ids for output in mixed] == [expected[0].prompt_token_ids, [5, 6]]
+    mixed = llm.generate([{"prompt": PROMPTS[0]}, PROMPTS[1], [5, 6]], GREEDY)
+    assert [output.prompt_token_ids for output in mixed] == [*(o.prompt_token_ids for o in expected), [5, 6]]
 
 
 def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
