@@ -171,7 +171,7 @@ def test_a_property_keeps_its_own_attribute_error() -> None:
         def text(self) -> str:
             raise AttributeError("its own words")
 
-    with pytest.raises(AttributeError, match="^its own words$"):
+    with pytest.raises(AttributeError, match=r"^its own words$"):
         _ = Named().text
 
 
