@@ -29,7 +29,7 @@ from ..scheduler.request import SamplingParams
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
 from .requests.engine_thread import EngineThread
-from .requests.inputs import Message, Prompt, PromptInput, check_count, paired, text_of
+from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
 from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_WAITING = 1024
 
-Prompts = Prompt | Sequence[Prompt]
 Pair = tuple[Prompt, SamplingParams | None]
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -35,6 +35,7 @@ __all__ = ["DTYPES", "EngineArguments", "EngineConfig", "ModelEntry", "ModelSpec
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_SEQS = 256
 DEFAULT_MAX_STEP_TOKENS = 2048
+MOST_SEQS = 1_048_576  # the scheduler's arrays for as many are still a few hundred MiB
 DEFAULT_IDLE_S = 10.0
 LEAST_SECRET_BYTES = 16  # shorter secrets can be guessed
 
@@ -162,6 +163,8 @@ class EngineConfig:
             ("block_size", 1), ("max_seqs", 1), ("max_step_tokens", 1), ("max_model_len", 2), ("max_chunk_tokens", 1),
         ):  # fmt: skip
             _check_integer(name, getattr(self, name), least)
+        if self.max_seqs > MOST_SEQS:
+            raise ConfigError(f"max_seqs must be at most {MOST_SEQS:,}, got {self.max_seqs:,}")
         idle: Any = self.idle_s
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")

@@ -16,7 +16,7 @@ from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .requests.inputs import Message, Prompt, check_count, joined_progress, paired, text_of
+from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
@@ -134,7 +134,7 @@ class LLM:
     @explains_arguments("LLM.generate")
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
@@ -203,7 +203,7 @@ class LLM:
     @explains_arguments("LLM.stream")
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream_interval: int = 1,

@@ -20,6 +20,8 @@ from .errors import UnknownArgument
 
 TABLE = Path(configs.__file__ or "").with_name("migrating.yaml")
 
+MOST_NAMED = 8  # arguments in an error about others
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -53,7 +55,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: an unknown keyword argument raises UnknownArgument. The signature stays as it is.
+    """A decorator: an unknown keyword argument, or too many by position, raise UnknownArgument. The signature stays as it is.
 
     A function with `**` arguments accepts the names `more` besides its parameters. If `more` is empty, it accepts all names
     except arguments of other calls, and names that the table answers for it or for SamplingParams.
@@ -61,6 +63,8 @@ def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Calla
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
         takes_others = not more and any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = frozenset((*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *more)) - {"self"}
         _parameters[call] = names
@@ -71,6 +75,8 @@ def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Calla
                 for name in kwargs:
                     if name not in names and not (takes_others and _is_free(call, name)):
                         raise unknown_argument(call, name, names)
+            if len(args) > most:
+                raise _too_many(call, positional, names)
             return function(*args, **kwargs)
 
         if inspect.iscoroutinefunction(function) and sys.version_info >= (3, 12):
@@ -81,10 +87,12 @@ def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Calla
 
 
 def explains_names(call: str) -> Callable[[type[T]], type[T]]:
-    """A class decorator: a missing attribute that the table lists as a method raises an AttributeError with its answer."""
+    """A class decorator: a missing attribute of kind `method` in the table raises an AttributeError with its answer."""
 
     def decorate(cls: type[T]) -> type[T]:
         def missing(self: T, name: str) -> Any:
+            if hasattr(cls, name):  # a property that raised AttributeError: its own error
+                return object.__getattribute__(self, name)
             found = None if name.startswith("_") else _row(name, call, "method")
             said = f": {found.answer}" if found is not None else ""
             raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{said}", name=name, obj=self)
@@ -120,6 +128,15 @@ def table_answer(name: str) -> str | None:
     """What to write instead of an argument of any call in the table; None for a name that is not in the table."""
     row = _row(name, None, "error")
     return None if row is None else f"as for {row.calls[0]}: {row.answer}"
+
+
+def _too_many(call: str, positional: Collection[str], names: Collection[str]) -> UnknownArgument:
+    """The error for more arguments by position than `call` has."""
+    given = [name for name in positional if name != "self"]
+    others = sorted(set(names).difference(given))
+    shown = [f"{name}=" for name in others[:MOST_NAMED]] + ["..."] * (len(others) > MOST_NAMED)
+    by_keyword = f"; write the others by keyword: {', '.join(shown)}" if others else ""
+    return UnknownArgument(f"{call} takes {', '.join(given[:MOST_NAMED]) or 'nothing'} by position{by_keyword}")
 
 
 def _is_free(call: str, name: str) -> bool:

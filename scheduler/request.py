@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields, replace
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import explains_arguments
+from .arguments import explains_arguments, explains_names
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_FORKS = 4096  # continuations of a prompt
@@ -52,13 +52,22 @@ class JsonSchemaModel(Protocol):
 
 
 def _sampling_class(cls: type[T]) -> type[T]:
-    """Make the aliases of a dataclass readable, and let unknown arguments raise UnknownArgument."""
+    """Make the aliases of a dataclass readable, and let unknown names and changes raise errors that say what to write."""
     for alias, name in ALIASES.items():
         # Not a field for `dataclasses.replace`, which would pass the old value on with a new one of `name`.
         del cls.__dict__["__dataclass_fields__"][alias]
         setattr(cls, alias, property(attrgetter(name), doc=f"`{name}`."))
     cls.__init__ = explains_arguments(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
-    return cls
+
+    # With slots, dataclass's own method fails with a TypeError for names that are not fields, such as the aliases.
+    def unchangeable(self: T, name: str, value: Any) -> None:
+        raise FrozenInstanceError(
+            f"{cls.__name__} does not change: make another with dataclasses.replace(params, "
+            f"{ALIASES.get(name, name)}={_shortened(repr(value))})"
+        )
+
+    cls.__setattr__ = unchangeable  # type: ignore[method-assign,assignment]
+    return explains_names(cls.__name__)(cls)
 
 
 @_sampling_class
@@ -349,7 +358,10 @@ def _apply_aliases(params: SamplingParams, given: Mapping[str, Any]) -> None:
         name = ALIASES[alias]
         if value is not None:
             if getattr(params, name) not in (None, value):
-                raise ValueError(f"{name} is {getattr(params, name)} and {alias} {value}: they mean the same")
+                raise ValueError(
+                    f"{name} is {getattr(params, name)} and {alias} {value}: they mean the same; give {name} alone, also to "
+                    "dataclasses.replace"
+                )
             object.__setattr__(params, name, value)
 
 

@@ -25,6 +25,15 @@ _API_NAMES = {
 }  # fmt: skip
 
 
+# Fields of other servers, and what to write here.
+_GUIDED = 'write "structured_outputs": {{{}: ...}}'
+_ANSWERS = {
+    "guided_json": _GUIDED.format('"json"') + ', or "response_format"', "guided_regex": _GUIDED.format('"regex"'),
+    "guided_grammar": _GUIDED.format('"grammar"'), "guided_choice": _GUIDED.format('"choice"'),
+    "do_sample": 'write "temperature": 0 for greedy output, or a "temperature" above 0',
+}  # fmt: skip
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
@@ -33,10 +42,10 @@ class _Body(BaseModel):
         unknown = [] if ignores_unknown else list(self.model_extra or {})
         if unknown:
             near = difflib.get_close_matches(unknown[0], type(self).model_fields, n=1)
-            raise invalid(
-                f"unknown field {unknown[0]!r:.200}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                unknown[0][:200],
-            )
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            if isinstance(self, _Sampling) and unknown[0] in _ANSWERS:
+                meant = f": {_ANSWERS[unknown[0]]}"
+            raise invalid(f"unknown field {unknown[0]!r:.200}{meant}", unknown[0][:200])
 
 
 class StreamOptions(BaseModel):

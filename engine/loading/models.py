@@ -6,6 +6,7 @@ the user's file override built-in ones, and those of the file that PAGETIDE_CONF
 
 from __future__ import annotations
 
+import difflib
 import errno
 import logging
 import os
@@ -19,7 +20,8 @@ import yaml
 
 from ... import configs
 from ...monitor.yaml_file import InvalidYaml, read_yaml
-from ...scheduler.request import SamplingParams
+from ...scheduler.arguments import answer
+from ...scheduler.request import ALIASES, SamplingParams
 from ..attention.backends import NAMES as ATTENTION
 from ..errors import CheckpointError, ConfigError, ModelNotFound
 from .weight_files import find_weights
@@ -43,9 +45,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}  # torch's and vLLM's
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
 # Not a model default: fields without an "unset" value, or that belong to one request.
-_SAMPLING_KEYS = tuple(
-    f.name for f in fields(SamplingParams) if f.name not in ("ignore_eos", "seed", "add_special_tokens")
-)
+_OF_A_REQUEST = ("ignore_eos", "seed", "add_special_tokens")
+_SAMPLING_KEYS = (*(f.name for f in fields(SamplingParams) if f.name not in _OF_A_REQUEST), *ALIASES)
+MOST_LISTED_KEYS = 8  # in an error about others
 _NOT_TOKENIZER_OPTIONS = ("local_files_only", "trust_remote_code", "force_download", "cache_dir", "token", "revision")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
@@ -390,7 +392,12 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
             f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's"
         )
     if not isinstance(sampling, dict):
-        raise ValueError(f"sampling must map {', '.join(_SAMPLING_KEYS)} to values, got {sampling!r:.80}")
+        raise ValueError(f"sampling must map arguments of SamplingParams to values, got {sampling!r:.80}")
+    for key in sampling:
+        if key in _OF_A_REQUEST:
+            raise ConfigError(f"sampling: unknown key {key!r}: it belongs to a request, not to a model")
+        if key not in _SAMPLING_KEYS and (said := answer("SamplingParams", str(key))) is not None:
+            raise ConfigError(f"sampling: unknown key {key!r:.80}: {said}")
     _refuse_unknown(sampling, _SAMPLING_KEYS, "sampling")
     given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in sampling.items()}
     return options | {"trust_remote_code": trust, "tokenizer": dict(tokenizer), "sampling": SamplingParams(**given)}
@@ -399,7 +406,10 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
 def _refuse_unknown(given: Mapping[Any, Any], known: tuple[str, ...], what: str) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ConfigError(f"{what}: unknown key {unknown[0]!r:.80}; the known ones are {', '.join(known)}")
+        near = difflib.get_close_matches(str(unknown[0]), known, n=1)
+        listed = f"; the known ones are {', '.join(known)}" if len(known) <= MOST_LISTED_KEYS else ""
+        meant = f"; did you mean {near[0]!r}?" if near else listed
+        raise ConfigError(f"{what}: unknown key {unknown[0]!r:.80}{meant}")
 
 
 def check_dtype(dtype: object) -> str:

@@ -12,6 +12,8 @@ from ..text.encoder import Encoder, PreparedParams
 from .handover import Handover
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text; token ids; vLLM's form of either; a tokenizer's result
+# One prompt, or several. A union of `Sequence[int]` and `Sequence[Prompt]` would leave type checkers without a type for lists.
+Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # largest absolute value
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of vLLM's prompts
@@ -60,6 +62,10 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
     if text is not None and not isinstance(text, str):
         raise RequestRejected(f"`prompt` of a mapping must be a text, got {type(text).__name__}")
+    if isinstance(ids, str):  # a text would be tokenized
+        raise RequestRejected(
+            "`prompt_token_ids` of a mapping must be a list of token ids, got str; a text is its `prompt`"
+        )
     check_cache_salt(salt)
     content: Any = text if ids is None else ids
     return ParsedPrompt(content, text, salt)
@@ -72,7 +78,7 @@ def text_of(prompt: object) -> str | None:
 
 
 def pair_params(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Pair one or many prompts with their parameters. Raises RequestRejected."""
     many = _as_list(prompts)

@@ -14,7 +14,16 @@ from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import Prompt, PromptInput, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
+from .inputs import (
+    Prompt,
+    PromptInput,
+    Prompts,
+    checked_priority,
+    conversations,
+    encode_pairs,
+    pair_params,
+    parse_prompt,
+)
 from .states import RequestGroup
 
 
@@ -31,9 +40,7 @@ class RequestIntake:
     engine: Engine
     numbers: Iterator[int]
 
-    def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[PromptInput]:
+    def encode(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None) -> list[PromptInput]:
         """Check and encode prompts and parameters as callers pass them in."""
         engine = self.engine
         return encode_pairs(pair_params(prompts, params), engine.encoder, engine.sampling, engine.eos_token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...scheduler.arguments import explains_names
 from ...scheduler.sequence import FinishReason
 
 
@@ -34,6 +35,7 @@ MOST_SHOWN_TOKENS = 8  # in a repr
 MOST_SHOWN_CHARACTERS = 60
 
 
+@explains_names("Completion")
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """One continuation of a prompt.
@@ -76,6 +78,7 @@ class Completion:
         return f"Completion(text={text}, token_ids={tokens}, finish_reason={self.finish_reason!r}{error})"
 
 
+@explains_names("RequestOutput")
 @dataclass(frozen=True, slots=True, repr=False)
 class RequestOutput:
     """The output of a finished request: its `n` continuations, with `best_of` the best first.

@@ -79,6 +79,10 @@ def test_exact_answers() -> None:
     assert complaint(LLM.stream, None, "a", progress=True) == (
         "LLM.stream has no argument 'progress': it is an argument of LLM.generate"
     )
+    assert complaint(LLM.generate, None, "a", GREEDY, True) == (
+        "LLM.generate takes prompts, sampling_params by position; write the others by keyword: cache_salt=, priority=, "
+        "progress=, use_tqdm="
+    )
     said = complaint(AsyncLLM.generate, None, "a", GREEDY, request_id="7")  # at the call, not at an await
     assert said.startswith("AsyncLLM.generate has no argument 'request_id': leave it out: stream(prompts, params)")
 
@@ -86,6 +90,15 @@ def test_exact_answers() -> None:
 def test_dtypes() -> None:
     given = ["half", "float", "bfloat16", torch.float16, torch.float32, torch.bfloat16]
     assert [check_dtype(one) for one in given] == ["float16", "float32", "bfloat16"] * 2
+
+
+@pytest.mark.parametrize("cls", [RequestOutput, Completion])
+def test_names_of_the_table_that_outputs_do_not_have(cls: type[Any]) -> None:
+    names = {name for row in rows_of(cls.__name__, "method") for name in row.names}
+    assert names == {"finished", "metrics", "stop_reason", "index"}
+    for name in names:
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': (write|not)"):
+            getattr(object.__new__(cls), name)
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
@@ -134,6 +147,10 @@ def test_prompts_of_every_form(llm: LLM) -> None:
     assert not padded["attention_mask"].bool().all()
     assert llm.generate(padded, GREEDY)[0].prompt_token_ids == expected[0].prompt_token_ids
     assert tokens(llm.generate({"prompt": PROMPTS[0]}, GREEDY)) == tokens(expected[:1])
+    mixed = llm.generate([{"prompt": PROMPTS[0]}, {"prompt_token_ids": [5, 6]}], GREEDY)  # type checkers accept it
+    assert [output.prompt_token_ids for output in mixed] == [expected[0].prompt_token_ids, [5, 6]]
+    mixed = llm.generate([{"prompt": PROMPTS[0]}, PROMPTS[1], [5, 6]], GREEDY)
+    assert [output.prompt_token_ids for output in mixed] == [*(o.prompt_token_ids for o in expected), [5, 6]]
 
 
 def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
@@ -153,6 +170,8 @@ def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
     [
         ({}, "needs `prompt` or `prompt_token_ids`"),
         ({"prompt": [1, 2]}, "`prompt` of a mapping must be a text, got list"),
+        ({"prompt_token_ids": "abc"}, "`prompt_token_ids` of a mapping must be a list of token ids, got str"),
+        ({"prompt": "a", "prompt_token_ids": "abc"}, "must be a list of token ids, got str; a text is its `prompt`"),
         ({"prompt": "a", "multi_modal_data": {}}, "cannot have the key 'multi_modal_data'; known are prompt,"),
         ({"prompt": "a", "cache_salt": 1}, "cache_salt must be a text"),
         ({"prompt": "a", "cache_salt": "b"}, "the prompt has another cache_salt than its call"),

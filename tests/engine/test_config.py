@@ -98,7 +98,7 @@ long:
   device: cuda:1
   tokenizer: {padding_side: left}
   trust_remote_code: true
-  sampling: {temperature: 0.7, top_k: 20, stop: [END], stop_token_ids: [3, 4]}
+  sampling: {temperature: 0.7, top_k: 20, stop: [END], stop_token_ids: [3, 4], max_tokens: 9}
 """,
     )
     monkeypatch.setenv(CONFIG_VARIABLE, str(file))
@@ -112,7 +112,7 @@ long:
         device="cuda:1",
         tokenizer={"padding_side": "left"},
         trust_remote_code=True,
-        sampling=SamplingParams(temperature=0.7, top_k=20, stop=("END",), stop_token_ids=(3, 4)),
+        sampling=SamplingParams(temperature=0.7, top_k=20, stop=("END",), stop_token_ids=(3, 4), max_new_tokens=9),
     )
     assert resolve_model("short").trust_remote_code is False
     assert list(read_models()) == ["demo", "short", "variable", "long"]  # laid over the built-in file
@@ -139,7 +139,7 @@ def test_empty_file_adds_nothing(tmp_path: Path) -> None:
         (
             "a:\n  path: x\n  dytpe: float32",
             1,
-            "unknown key 'dytpe'; the known ones are path, dtype, device, tokenizer",
+            "unknown key 'dytpe'; did you mean 'dtype'?",
         ),
         (
             "\n\na:\n  path: x\n  dtype: float8",
@@ -150,8 +150,15 @@ def test_empty_file_adds_nothing(tmp_path: Path) -> None:
         ("a: {path: x, trust_remote_code: 'yes'}", 1, "trust_remote_code must be true or false, got 'yes'"),
         ("a: {path: x, tokenizer: fast}", 1, "tokenizer must map options"),
         ("a: {path: x, tokenizer: {local_files_only: false}}", 1, "'local_files_only' is not free"),
-        ("a: {path: x, sampling: {temprature: 1}}", 1, "unknown key 'temprature'; the known ones are max_new_tokens"),
-        ("a: {path: x, sampling: {ignore_eos: true}}", 1, "unknown key 'ignore_eos'"),
+        ("a: {path: x, zzz: y}", 1, "unknown key 'zzz'; the known ones are path, dtype, device, tokenizer"),
+        (
+            "a: {path: x, sampling: {temprature: 1}}",
+            1,
+            "sampling: unknown key 'temprature'; did you mean 'temperature'?",
+        ),
+        ("a: {path: x, sampling: {ignore_eos: true}}", 1, "unknown key 'ignore_eos': it belongs to a request"),
+        ("a: {path: x, sampling: {do_sample: true}}", 1, "unknown key 'do_sample': write temperature=0, or a temp"),
+        ("a: {path: x, sampling: {max_tokens: 3, max_new_tokens: 4}}", 1, "max_new_tokens is 4 and max_tokens 3"),
         ("a: {path: x, sampling: {top_p: 2}}", 1, "top_p must be in"),
         ("a: {path: 7}", 1, "needs a `path`"),
         ("a: 7", 1, "must be a path, or a mapping of path"),
@@ -446,6 +453,7 @@ def test_models_file_gives_way_to_arguments(model: Path) -> None:
         ("block_size", 0, "block_size must be at least 1, got 0"),
         ("block_size", "big", "block_size must be an integer, got 'big'"),
         ("max_seqs", 0, "max_seqs must be at least 1, got 0"),
+        ("max_seqs", 1_048_577, "max_seqs must be at most 1,048,576, got 1,048,577"),
         ("max_seqs", "8", "max_seqs must be an integer"),
         ("max_seqs", True, "max_seqs must be an integer, got True"),
         ("max_step_tokens", 0, "max_step_tokens must be at least 1"),

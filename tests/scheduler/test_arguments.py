@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import asdict, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -55,10 +55,27 @@ def test_an_alias_is_its_parameter(alias: str, name: str) -> None:
     assert (getattr(params, alias), getattr(params, name)) == (3, 3)
     assert getattr(SamplingParams(), alias) is None
     assert getattr(replace(params, **{name: 4}), alias) == 4  # the alias does not hold the old value
-    with pytest.raises(ValueError, match=f"{name} is 4 and {alias} 3: they mean the same"):
+    said = f"{name} is 4 and {alias} 3: they mean the same; give {name} alone, also to dataclasses.replace"
+    with pytest.raises(ValueError, match=said):
         SamplingParams(**{name: 4, alias: 3})
+    with pytest.raises(ValueError, match=f"give {name} alone, also to dataclasses.replace"):
+        replace(params, **{alias: 4})  # the old value is passed as well: the two cannot be told from a contradiction
     with pytest.raises(ValueError, match=f"{name} must be at least"):
         SamplingParams(**{alias: -1})
+
+
+@pytest.mark.parametrize(("name", "own"), [("max_new_tokens",) * 2, ("top_k",) * 2, *ALIASES.items(), ("other",) * 2])
+def test_parameters_do_not_change(name: str, own: str) -> None:
+    params = SamplingParams()
+    said = f"^SamplingParams does not change: make another with dataclasses.replace\\(params, {own}=5\\)$"
+    with pytest.raises(FrozenInstanceError, match=said):
+        setattr(params, name, 5)
+    assert params == SamplingParams()
+
+
+def test_a_missing_method_of_parameters_is_answered() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'clone': write dataclasses\.replace\(params, seed=7\)"):
+        _ = SamplingParams().clone  # type: ignore[attr-defined]
 
 
 def test_parameters_copy_and_are_plain_data() -> None:
@@ -131,6 +148,31 @@ def test_a_decorated_function_keeps_its_signature_and_checks_names() -> None:
     assert list(inspect.signature(takes_some).parameters) == ["first", "others"]
     with pytest.raises(TypeError, match="missing 1 required"):
         takes_some()  # type: ignore[call-arg]
+
+
+def test_too_many_by_position() -> None:
+    @explains_arguments("tests.call")
+    def call(self: object, first: int = 0, *, second: int = 0, third: int = 0) -> int:
+        return first
+
+    @explains_arguments("tests.any")
+    def takes_any(*first: int) -> int:
+        return len(first)
+
+    assert (call(None, 1, second=2), takes_any(1, 2, 3)) == (1, 3)
+    with pytest.raises(UnknownArgument, match=r"^tests\.call takes first by position; .*by keyword: second=, third=$"):
+        call(None, 1, 2)  # type: ignore[call-arg]
+
+
+def test_a_property_keeps_its_own_attribute_error() -> None:
+    @explains_names("LLM")
+    class Named:
+        @property
+        def text(self) -> str:
+            raise AttributeError("its own words")
+
+    with pytest.raises(AttributeError, match=r"^its own words$"):
+        _ = Named().text
 
 
 def test_a_missing_method_is_answered() -> None:

@@ -15,6 +15,8 @@ from pagetide import LLM, SamplingParams
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")
+from pagetide.server.errors import ApiError  # noqa: E402
+from pagetide.server.requests import CompletionRequest  # noqa: E402
 
 ADMIN = {"Authorization": "Bearer sk-operator-1"}
 CONVERSATION: Any = [{"role": "user", "content": "Where is the whale?"}]
@@ -181,6 +183,26 @@ def test_structured_output_and_tool_calls(client: Any) -> None:
         for part in chunk.choices[0].delta.tool_calls or ():
             arguments += part.function.arguments
     assert json.loads(arguments)["depth"] <= 9
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("guided_json", ': write "structured_outputs": {"json": ...}, or "response_format"'),
+        ("guided_regex", ': write "structured_outputs": {"regex": ...}'),
+        ("guided_grammar", ': write "structured_outputs": {"grammar": ...}'),
+        ("guided_choice", ': write "structured_outputs": {"choice": ...}'),
+        ("do_sample", ': write "temperature": 0 for greedy output, or a "temperature" above 0'),
+        ("max_token", "; did you mean 'max_tokens'?"),
+        ("quux", ""),
+    ],
+)
+def test_unknown_fields_are_answered(field: str, said: str) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", field: 1})
+    with pytest.raises(ApiError) as caught:
+        body.check_fields(ignores_unknown=False)
+    assert str(caught.value) == f"unknown field {field!r}{said}"
+    body.check_fields(ignores_unknown=True)
 
 
 @pytest.mark.parametrize(
