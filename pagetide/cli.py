@@ -1,4 +1,7 @@
-"""The command `pagetide`: generate text, run batches and the demo, list models, plan memory, check the machine."""
+"""The command `pagetide`: generate text, run batches and the demo, list models, plan memory, check the machine.
+
+Imports here are few: an interrupt before `main` begins is a traceback.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import locale
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +371,8 @@ def _print_texts(texts: Sequence[str]) -> None:
 
 def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> list[Any]:
     """Print chunks as they come: JSON lines of all prompts mixed, or one text after another."""
+    from dataclasses import asdict
+
     outputs: dict[int, Any] = {}
     view = None if as_json else _InTurn(len(prompts), params.n or llm.config.sampling.n or 1)
     for chunk in llm.stream(list(prompts), params):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 # Second names of flags: those of `SamplingParams`, and the former name of --model.
@@ -34,6 +33,8 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _unknown(self, flag: str) -> str:
+        from difflib import get_close_matches
+
         known = [name for name in self._option_string_actions if name.startswith("--")]
         said = _as_flags(_answer(flag), known)
         if said is None:
