@@ -1,6 +1,6 @@
 """Two plain engines that nobody prepared anything for, again and again.
 
-PAGETIDE_STRESS_ROUNDS (default 100) is how often; PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
+PAGETIDE_STRESS_ROUNDS (default 100) is how often, in parts; PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from pagetide.monitor.record import RecordReader
 
 pytestmark = pytest.mark.stress
 ROUNDS = int(os.environ.get("PAGETIDE_STRESS_ROUNDS", "100"))
+PARTS = 4  # one test for all rounds may take longer than a test may
 SEED = int(os.environ.get("PAGETIDE_SEEDS", "").split(",")[0] or random.randrange(2**32))
 
 
-def test_two_plain_engines_without_a_daemon(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_two_plain_engines_without_a_daemon(part: int, tmp_path: Path) -> None:
     """They start at once, in two processes: one broker, and all requests finish."""
-    print("seed", SEED)
+    seed = SEED + part
+    print("seed", seed)
     with device_users() as start:
-        both = [start("llm", {"seed": SEED, "prompts": 2, "new": 16, "waits": True}) for _ in range(2)]
+        both = [start("llm", {"seed": seed, "prompts": 2, "new": 16, "waits": True}) for _ in range(2)]
         for user in both:
             user.read()
-        for i in range(ROUNDS):
+        for i in range(-(-ROUNDS // PARTS)):
             play_a_round(both, tmp_path / f"run{i}")
         for user in both:
             assert user.process.stdin is not None
