@@ -33,6 +33,8 @@ LONG = "x" * LONGEST_STRING
         {"regex": "a" * LONGEST_CONSTRAINT},
         {"grammar": "a" * LONGEST_CONSTRAINT},
         {"json_schema": {"a": "b" * (LONGEST_CONSTRAINT - len(json.dumps({"a": ""})))}},
+        {"seed": -(2**63)},
+        {"seed": 2**64 - 1},
     ],
 )
 def test_up_to_the_bound_it_is_taken(settings: dict[str, Any]) -> None:
@@ -54,6 +56,8 @@ def test_up_to_the_bound_it_is_taken(settings: dict[str, Any]) -> None:
         ({"regex": "a" * (LONGEST_CONSTRAINT + 1)}, "regex must have at most 131,072 characters, got 131,073"),
         ({"grammar": "a" * 10**6}, "grammar must have at most 131,072 characters, got 1,000,000"),
         ({"json_schema": {"a": "b" * LONGEST_CONSTRAINT}}, "json_schema must have at most 131,072 characters"),
+        ({"seed": -(2**63) - 1}, "seed must be at least -9223372036854775808"),
+        ({"seed": 2**64}, "seed must be at most 18446744073709551615"),
     ],
 )  # fmt: skip
 def test_beyond_it_is_refused(settings: dict[str, Any], message: str) -> None:
