@@ -28,7 +28,7 @@ def test_resident_memory_over_random_batches(dtype: str, tmp_path: Path) -> None
 
 def test_a_minute_of_soak(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "soak", "--seconds", "60", "--json", str(file)]
+    command = [sys.executable, "-m", "soak", "--seconds", "60", "--requests", "60", "--json", str(file)]
     environ = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
