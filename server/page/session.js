@@ -1,0 +1,57 @@
+/** Signing in: an API key is exchanged for a cookie that ends after an hour. The key itself is not kept. */
+
+import { byId, setText } from "./dom.js";
+
+export class Session {
+  /** @param {() => void} signedIn */
+  constructor(signedIn) {
+    this.signedIn = signedIn;
+    this.isAdmin = false;
+    byId("sign-in").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#submit();
+    });
+    byId("sign-out").addEventListener("click", () => this.#end());
+  }
+
+  /** What the server says of this page: mode, whether a key is needed, whether a session is open. */
+  async info() {
+    const response = await fetch("info", { cache: "no-store" });
+    if (!response.ok) throw new Error(`the server answered ${response.status}`);
+    const info = await response.json();
+    this.isAdmin = Boolean(info.admin);
+    byId("sign-out").hidden = !info.signed_in;
+    return info;
+  }
+
+  /** Shows the form. */
+  ask() {
+    byId("sign-in-place").hidden = false;
+    byId("content").hidden = true;
+    byId("api-key").focus();
+  }
+
+  async #submit() {
+    const field = byId("api-key");
+    const said = byId("sign-in-error");
+    setText(said, "");
+    try {
+      const response = await fetch("session", { method: "POST", headers: { authorization: `Bearer ${field.value.trim()}` } });
+      if (!response.ok) return setText(said, response.status === 401 ? "This key is not known here." : `The server answered ${response.status}.`);
+      this.isAdmin = Boolean((await response.json()).admin);
+    } catch {
+      return setText(said, "The server does not answer.");
+    } finally {
+      field.value = "";
+    }
+    byId("sign-in-place").hidden = true;
+    byId("content").hidden = false;
+    byId("sign-out").hidden = false;
+    this.signedIn();
+  }
+
+  async #end() {
+    await fetch("session", { method: "DELETE" }).catch(() => {});
+    location.reload();
+  }
+}
