@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,6 +27,7 @@ from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
+from .page import Page
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -53,7 +54,7 @@ class AppOptions:
 
 
 class Server:
-    """The state behind the endpoints: models, keys, admission."""
+    """The state behind the endpoints: models, keys, admission, the page."""
 
     def __init__(self, models: ModelRegistry, keys: ApiKeys, options: AppOptions) -> None:
         self.models = models
@@ -61,6 +62,7 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
+        self.page = Page(models, keys)
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""
@@ -95,11 +97,13 @@ def make_app(server: Server) -> ASGIApp:
     _add_tokens(app, server)
     _add_health(app, server)
     _add_admin(app, server)
+    server.page.add_to(app)
     origins = list(server.options.rules.origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
-    return Guard(app, server.keys, server.admission, server.options.rules, server.metrics.answered)
+    rules = replace(server.options.rules, open_paths=server.page.files.paths)
+    return Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -142,6 +142,7 @@ class _Drainer:
             self._http.should_exit = self._http.force_exit = True
             return
         self._server.admission.draining = True
+        self._server.page.feed.stop()
         notify("STOPPING=1")
         self._draining = asyncio.create_task(self._drain())
 
