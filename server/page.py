@@ -104,8 +104,8 @@ class Page:
             key = RequestContext.of(request.scope).key
             return _json(
                 {
-                    "mode": "live", "needs_key": self._keys.has_users, "signed_in": key is not None,
-                    "admin": key is not None and key.admin, "version": __version__,
+                    "mode": "live", "needs_key": self._keys.has_users, "has_keys": bool(self._keys),
+                    "signed_in": key is not None, "admin": key is not None and key.admin, "version": __version__,
                 }
             )  # fmt: skip
 
