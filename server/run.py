@@ -86,7 +86,7 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drainer.signalled)
-    for one in config.models:
+    for one in config.recorded_models:
         models.add(one)
     loading = asyncio.create_task(_load(server, http, config))
     await http.serve(sockets=[listening])
