@@ -174,6 +174,7 @@ async def _run(
     """Serve a generating request to its end."""
     context = RequestContext.of(request.scope)
     context.facts["model"] = model.name
+    work.batch.request_id = context.request_id
     async with AsyncExitStack() as stack:
 
         def end() -> None:
