@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,18 @@ from .extents import DRAINING, ExtentIds, Extents
 
 NULL_BLOCK = 0
 _FIXED_EXTENT = 1024  # blocks per extent by default: a free one in an extent is found in 2 us
+
+
+class BlockState(IntEnum):
+    """The state of a block, as `PoolView.states` gives it; the states are those of `BlockAllocator`."""
+
+    UNMAPPED = 0
+    FREE = 1
+    DRAINING = 2
+    CACHED = 3
+    IN_FLIGHT = 4
+    NULL = 5  # the null block
+    LIVE = 6
 
 
 class BlockCounts(NamedTuple):
@@ -31,8 +44,8 @@ class PoolView:
     """The state of a pool of `num_blocks` blocks. Read-only: `BlockAllocator` adds the methods that change it.
 
     Block b lies in extent `b // blocks_per_extent`. A query costs a few array operations at most, whatever the pool's
-    size. `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do `pending_free_blocks` and
-    `drainable_extents` while blocks are pinned.
+    size. `states`, `shared_blocks`, `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do
+    `pending_free_blocks` and `drainable_extents` while blocks are pinned.
     """
 
     def __init__(self, num_blocks: int, blocks_per_extent: int | None, mapped: Iterable[int] | None) -> None:
@@ -128,6 +141,28 @@ class PoolView:
         """Blocks by state."""
         live = self._mapped - self._num_free - self._num_draining - self._num_cached - self._in_flight
         return BlockCounts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The `BlockState` of every block [num_blocks]: a new array, made by a few vector operations."""
+        states = self._free.astype(np.uint8)  # FREE is 1
+        if self._extents.num_draining:
+            states.reshape(self._by_extent.shape)[self._extents.draining] *= np.uint8(BlockState.DRAINING)
+        states = states[: self.num_blocks]
+        live = self._references > 0
+        if self._num_cached:
+            states[self._findable & ~live] = BlockState.CACHED  # those with pins are overwritten below
+        np.multiply(live, np.uint8(BlockState.LIVE), out=states, where=live)
+        if self._in_flight:
+            pinned = np.flatnonzero(self._pins)
+            states[pinned[~live[pinned]]] = BlockState.IN_FLIGHT
+        states[NULL_BLOCK] = BlockState.NULL
+        return states
+
+    @property
+    def shared_blocks(self) -> npt.NDArray[np.bool_]:
+        """A mask over all blocks [num_blocks]: those that several block tables hold. A new array."""
+        shared: npt.NDArray[np.bool_] = self._references > 1
+        return shared
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """The number of block tables that hold each of `ids`."""

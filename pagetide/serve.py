@@ -14,6 +14,7 @@ _LIBRARIES = ("fastapi", "uvicorn", "msgspec")
 _HTTP_OPTIONS = (
     "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host", "max_queue",
     "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log", "ssl_certfile", "ssl_keyfile",
+    "record", "record_text",
 )  # fmt: skip
 
 
@@ -60,6 +61,8 @@ def add_parser(
     )
     http.add_argument("--open-metrics", action="store_const", const=True, help="serve /metrics without an API key")
     http.add_argument("--no-access-log", dest="access_log", action="store_const", const=False, help="log no requests")
+    http.add_argument("--record", metavar="FILE", help="record what the cache does, for pagetide replay")
+    http.add_argument("--record-text", action="store_const", const=True, help="prompts and outputs too")
     http.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate chain")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="TLS private key")
     add_serving(add_engine(parser))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,6 +27,7 @@ from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
+from .page import Page
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -53,7 +54,7 @@ class AppOptions:
 
 
 class Server:
-    """The state behind the endpoints: models, keys, admission."""
+    """The state behind the endpoints: models, keys, admission, the page."""
 
     def __init__(self, models: ModelRegistry, keys: ApiKeys, options: AppOptions) -> None:
         self.models = models
@@ -61,6 +62,7 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
+        self.page = Page(models, keys)
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""
@@ -95,11 +97,13 @@ def make_app(server: Server) -> ASGIApp:
     _add_tokens(app, server)
     _add_health(app, server)
     _add_admin(app, server)
+    server.page.add_to(app)
     origins = list(server.options.rules.origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
-    return Guard(app, server.keys, server.admission, server.options.rules, server.metrics.answered)
+    rules = replace(server.options.rules, open_paths=server.page.files.paths)
+    return Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -170,6 +174,7 @@ async def _run(
     """Serve a generating request to its end."""
     context = RequestContext.of(request.scope)
     context.facts["model"] = model.name
+    work.batch.request_id = context.request_id
     async with AsyncExitStack() as stack:
 
         def end() -> None:
@@ -285,6 +290,8 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/admin/models/load")
     async def load(body: LoadRequest) -> Response:
         began = time.monotonic()
+        if "record" in body.options:
+            raise ApiError(400, "a recording is a file of this machine: set it at the start, by --record", param="options")
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class ServeConfig:
         access_log: Write a JSON line for each request.
         ssl_certfile: TLS certificate chain.
         ssl_keyfile: TLS private key.
+        record: File of a recording for `pagetide replay`; of several models each has its name before the suffix.
+        record_text: Put prompts and outputs into it.
     """
 
     host: str = "127.0.0.1"
@@ -61,6 +63,8 @@ class ServeConfig:
     access_log: bool = True
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    record: Path | None = None
+    record_text: bool = False
     models: tuple[ModelOptions, ...] = ()
 
     @property
@@ -73,6 +77,24 @@ class ServeConfig:
         """The server's address, for people."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+
+    @property
+    def recorded_models(self) -> tuple[ModelOptions, ...]:
+        """The models, each with the file of its recording among its engine's arguments. One with a `record` of its own keeps it."""
+        if self.record is None:
+            return self.models
+        return tuple(
+            replace(one, engine={"record": self._recording_of(one), "record_text": self.record_text, **one.engine})
+            for one in self.models
+        )
+
+    def _recording_of(self, model: ModelOptions) -> str:
+        assert self.record is not None
+        if len(self.models) == 1:
+            return str(self.record)
+        suffix = "".join(self.record.suffixes[-2:]) if self.record.suffix == ".gz" else self.record.suffix
+        name = re.sub(r"[^\w.-]+", "_", model.name)  # a hub id has a slash
+        return str(self.record.with_name(f"{self.record.name.removesuffix(suffix)}.{name}{suffix}"))
 
     @classmethod
     def resolve(
@@ -124,6 +146,11 @@ class ServeConfig:
             raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
         if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
             raise ServeConfigInvalid("max_queue and drain_timeout must be at least 0, max_body at least 1")
+        if self.record_text and self.record is None:
+            raise ServeConfigInvalid("record_text needs a file to record to: --record FILE")
+        files = [model.engine.get("record") for model in self.recorded_models]
+        if twice := {file for file in files if file is not None and files.count(file) > 1}:
+            raise ServeConfigInvalid(f"two models record to {twice.pop()}: name one of them otherwise")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -127,6 +127,9 @@ class _Extras(_Accepted):
     cache_salt: Name | None = None
     return_token_ids: bool = False
     request_id: Name | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class _Sampling(_Extras):
@@ -163,12 +166,23 @@ class _Sampling(_Extras):
             "bad_words": self.bad_words or None,
             "min_new_tokens": self.min_tokens,
             "prompt_logprobs": self.prompt_logprobs,
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping,
             **self._constraint(),
             **others,
         }
+        if self.use_beam_search:
+            given |= self._beams(given)
         params = {name: value for name, value in given.items() if value is not None} | {"ignore_eos": self.ignore_eos}
         checked(params)
         return params
+
+    def _beams(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a beam search as wide as `n`. Raises ApiError for what the engine cannot do with beams."""
+        for name in ("best_of", "stop", "logprobs", "prompt_logprobs"):
+            if given.get(name) is not None and (self.n or 1) > 1:
+                raise invalid(f"{name} cannot be given with use_beam_search: leave one of them out", name)
+        return {"num_beams": self.n or 1, "temperature": self.temperature or 0.0}  # the most likely, unless asked to draw
 
     def _constraint(self) -> dict[str, Any]:
         form = self.response_format

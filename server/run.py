@@ -86,7 +86,7 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drainer.signalled)
-    for one in config.models:
+    for one in config.recorded_models:
         models.add(one)
     loading = asyncio.create_task(_load(server, http, config))
     await http.serve(sockets=[listening])
@@ -142,6 +142,7 @@ class _Drainer:
             self._http.should_exit = self._http.force_exit = True
             return
         self._server.admission.draining = True
+        self._server.page.feed.stop()
         notify("STOPPING=1")
         self._draining = asyncio.create_task(self._drain())
 

@@ -14,10 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...allocator.errors import LeaseClosed
 from ...monitor.units import format_bytes
@@ -25,6 +25,7 @@ from ...scheduler.errors import RequestRejected
 from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed
+from ..frames.engine_watch import EngineWatch
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
@@ -35,6 +36,7 @@ from .outputs import StreamChunk
 from .states import RequestGroup, RequestState, ready_chunk
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
@@ -60,6 +62,7 @@ class RequestManager:
         self._numbers = itertools.count()
         self._stepped_at = -math.inf  # end of the last step run for a caller
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
+        self.watch: EngineWatch | None = EngineWatch(self.engine)  # while it is open; used under the lock
         self._stats, self._stats_at = self._collect_stats(self.engine), self.engine.core.clock()
         self._keeper.start()
 
@@ -88,6 +91,7 @@ class RequestManager:
             engine, self.engine = self.engine, None
             if engine is None:
                 return
+            self.watch = None
             try:
                 self._end_all(engine, cause)
             finally:
@@ -130,6 +134,13 @@ class RequestManager:
     def last_stats(self) -> dict[str, Any]:
         """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
+
+    def look(self, function: Callable[[EngineWatch], T]) -> T:
+        """The result of `function` with the watched side of the engine, between two steps. Raises EngineClosed."""
+        with self.lock:
+            self.open()
+            assert self.watch is not None
+            return function(self.watch)
 
     def describe(self) -> str:
         """Device, dtype, size of the pool and requests, for a repr; "closed" for a closed engine."""
