@@ -372,14 +372,16 @@ class PageRig:
         key: The API key that is asked for.
         recording: Frames by model: the server is a replay of them.
         answer: The text of the prompt box's requests, in tokens.
+        hold: The requests of the prompt box never end.
     """
 
     def __init__(
         self, simulations: Sequence[Simulation], *, pause_s: float | None = None, key: str | None = None, port: int = 0,
         recording: dict[str, list[dict[str, Any]]] | None = None, answer: Sequence[str] = ("Call", " me", " Ishmael", "."),
+        hold: bool = False,
     ) -> None:  # fmt: skip
         self.simulations = {one.name: one for one in simulations}
-        self.pause_s, self.key, self.recording, self.answer = pause_s, key, recording, answer
+        self.pause_s, self.key, self.recording, self.answer, self.hold = pause_s, key, recording, answer, hold
         self.bodies: list[tuple[str, dict[str, Any], str]] = []  # path, body, x-request-id
         self.changed = threading.Condition()
         self.version = 0
@@ -417,6 +419,18 @@ class PageRig:
                     simulation.step()
             self.version += 1
             self.changed.notify_all()
+
+    def wait_for_request(self) -> tuple[str, dict[str, Any], str]:
+        """The first request of the prompt box: its path, its body, its x-request-id."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.bodies)
+            return self.bodies[0]
+
+    def held(self, events: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The first of `events`, and no end before the server's."""
+        yield next(events)
+        with self.changed:
+            self.changed.wait_for(lambda: self.ending)
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """What one viewer gets, until the server ends."""
@@ -530,8 +544,11 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             if not self.signed_in():
                 return self.json(401, {"error": {"message": "there is no API key"}})
             body = json.loads(content)
-            rig.bodies.append((path, body, self.headers.get("x-request-id", "")))
-            self.stream(answer_events(rig.answer, path.endswith("/chat/completions")))
+            with rig.changed:
+                rig.bodies.append((path, body, self.headers.get("x-request-id", "")))
+                rig.changed.notify_all()
+            events = answer_events(rig.answer, path.endswith("/chat/completions"))
+            self.stream(rig.held(events) if rig.hold else events)
 
     return Handler
 

@@ -6,11 +6,12 @@
  */
 
 import { CACHED, DRAINING, FIRST_ROW, FREE, IN_FLIGHT, NULL_BLOCK, SHARED, UNMAPPED, isShared, kindOf, rowOf } from "./frames.js";
-import { GAP, fit } from "./layout.js";
+import { fit } from "./layout.js";
 import { channels, css, mix } from "./palette.js";
 
 const DETAIL = 4; // device pixels
 const LARGEST_CELL = 22; // CSS pixels, not zoomed
+const WIDEST_GAP = 9; // between extents, CSS pixels
 const LARGEST_ZOOM = 40; // CSS pixels
 const FLASH_MS = 520;
 const PULSE_MS = 1100;
@@ -62,16 +63,17 @@ export class BlockMap {
     if (!pool || width < 20) return;
     const ratio = Math.max(1, window.devicePixelRatio || 1);
     const [wide, high] = [Math.floor(width * ratio), Math.floor(height * ratio)];
-    const { layout, scale } = fit(pool.num_blocks, pool.blocks_per_extent, wide, high, LARGEST_CELL * ratio);
+    const { layout, scale } = fit(pool.num_blocks, pool.blocks_per_extent, wide, high, LARGEST_CELL * ratio, WIDEST_GAP * ratio);
     this.ratio = ratio;
     this.layout = layout;
-    const used = Math.max(Math.ceil(layout.height * scale), Math.round(40 * ratio));
+    const margin = Math.floor(Math.max(0, layout.gap * scale - 5 * ratio)); // frames begin where the text above does
+    const used = Math.max(Math.ceil(layout.height * scale) - 2 * margin, Math.round(40 * ratio));
     if (this.canvas.width !== wide || this.canvas.height !== used) {
       this.canvas.width = wide;
       this.canvas.height = used;
     }
     this.canvas.style.setProperty("height", `${used / ratio}px`);
-    this.fitted = { scale, x: Math.floor((wide - layout.width * scale) / 2), y: 0 };
+    this.fitted = { scale, x: -margin, y: -margin };
     this.view = { ...this.fitted };
     this.extents = new Uint8Array(this.model.numExtents);
     this.#restart();
@@ -126,7 +128,7 @@ export class BlockMap {
   /** The rectangle of a block's cell in CSS pixels of the canvas. */
   cellRect(block) {
     const { scale, x, y } = this.view;
-    const place = [x + this.layout.x(block) * scale, y + this.layout.y(block) * scale, scale, scale];
+    const place = [Math.round(x + this.layout.x(block) * scale), Math.round(y + this.layout.y(block) * scale), scale, scale];
     return place.map((value) => value / this.ratio);
   }
 
@@ -175,8 +177,8 @@ export class BlockMap {
   }
 
   #look(scale, x, y) {
-    const { canvas, layout } = this;
-    const clamp = (value, size, place) => (size <= place ? (place - size) / 2 : Math.min(0, Math.max(place - size, value)));
+    const { canvas, layout, fitted } = this;
+    const clamp = (value, size, place) => (size <= place ? fitted.x : Math.min(0, Math.max(place - size, value)));
     const next = {
       scale,
       x: Math.round(clamp(x, layout.width * scale, canvas.width)),
@@ -230,8 +232,8 @@ export class BlockMap {
 
   *#visibleExtents() {
     const { layout, canvas, view } = this;
-    const tall = (layout.rows + GAP) * view.scale;
-    const wide = (layout.columns + GAP) * view.scale;
+    const tall = (layout.rows + layout.gap) * view.scale;
+    const wide = (layout.columns + layout.gap) * view.scale;
     const lines = [Math.max(0, Math.floor(-view.y / tall)), Math.ceil((canvas.height - view.y) / tall)];
     const columns = [Math.max(0, Math.floor(-view.x / wide)), Math.min(layout.across, Math.ceil((canvas.width - view.x) / wide))];
     for (let line = lines[0]; line <= lines[1]; line += 1) {
@@ -252,9 +254,9 @@ export class BlockMap {
     const { context, layout, view } = this;
     const theme = this.host.theme();
     const state = (this.extents[extent] = this.#stateOf(extent));
-    const [x, y, wide, high] = layout.extent(extent).map((value, at) => value * view.scale + [view.x, view.y, 0, 0][at]);
-    const reach = Math.max(1.5, Math.min(view.scale * 0.3, 3 * this.ratio));
-    const outer = Math.floor(view.scale / 2);
+    const [x, y, wide, high] = layout.extent(extent).map((value, at) => Math.round(value * view.scale + [view.x, view.y, 0, 0][at]));
+    const reach = Math.max(1.5, Math.min(layout.gap * view.scale * 0.3, 3 * this.ratio));
+    const outer = Math.floor((layout.gap * view.scale) / 2);
     context.clearRect(x - outer, y - outer, wide + 2 * outer, high + 2 * outer);
     context.lineWidth = Math.max(1, Math.round(this.ratio * (state === 2 ? 1.5 : 1)));
     context.strokeStyle = state === 2 ? theme.alarm : state === 1 ? theme.frame : theme.unmapped;
@@ -270,8 +272,8 @@ export class BlockMap {
 
   #drawCell(block, flash, now) {
     const { context, layout, view } = this;
-    const x = view.x + layout.x(block) * view.scale;
-    const y = view.y + layout.y(block) * view.scale;
+    const x = Math.round(view.x + layout.x(block) * view.scale);
+    const y = Math.round(view.y + layout.y(block) * view.scale);
     if (x + view.scale < 0 || y + view.scale < 0 || x > this.canvas.width || y > this.canvas.height) return;
     const cell = this.model.cells[block];
     context.clearRect(x, y, view.scale, view.scale);

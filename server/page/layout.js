@@ -1,40 +1,44 @@
 /**
  * Where each block lies on the map. Pure.
  *
- * The unit is a cell. An extent is a rectangle of `columns` x `rows` cells, and extents lie in lines with one unit between
+ * The unit is a cell. An extent is a rectangle of `columns` x `rows` cells, and extents lie in lines with `gap` units between
  * them. Block b is cell `b % perExtent` of extent `floor(b / perExtent)`, line by line in both.
  */
 
-export const GAP = 1;
-
 export class Layout {
-  /** @param {number} numBlocks @param {number} perExtent @param {number} columns of an extent @param {number} across extents in a line */
-  constructor(numBlocks, perExtent, columns, across) {
-    Object.assign(this, { numBlocks, perExtent, columns, across });
+  /**
+   * @param {number} numBlocks
+   * @param {number} perExtent
+   * @param {number} columns of an extent
+   * @param {number} across extents in a line
+   * @param {number} [gap]
+   */
+  constructor(numBlocks, perExtent, columns, across, gap = 1) {
+    Object.assign(this, { numBlocks, perExtent, columns, across, gap });
     this.rows = Math.ceil(perExtent / columns);
     this.numExtents = Math.ceil(numBlocks / perExtent);
-    this.width = Math.min(across, this.numExtents) * (columns + GAP) + GAP;
-    this.height = Math.ceil(this.numExtents / across) * (this.rows + GAP) + GAP;
+    this.width = Math.min(across, this.numExtents) * (columns + this.gap) + this.gap;
+    this.height = Math.ceil(this.numExtents / across) * (this.rows + this.gap) + this.gap;
   }
 
   /** The left edge of a block's cell. @param {number} block */
   x(block) {
     const extent = Math.floor(block / this.perExtent);
-    return GAP + (extent % this.across) * (this.columns + GAP) + ((block % this.perExtent) % this.columns);
+    return this.gap + (extent % this.across) * (this.columns + this.gap) + ((block % this.perExtent) % this.columns);
   }
 
   /** The upper edge of a block's cell. @param {number} block */
   y(block) {
     const extent = Math.floor(block / this.perExtent);
-    return GAP + Math.floor(extent / this.across) * (this.rows + GAP) + Math.floor((block % this.perExtent) / this.columns);
+    return this.gap + Math.floor(extent / this.across) * (this.rows + this.gap) + Math.floor((block % this.perExtent) / this.columns);
   }
 
   /** The block at a place, or -1. */
   blockAt(x, y) {
-    const column = Math.floor((x - GAP) / (this.columns + GAP));
-    const line = Math.floor((y - GAP) / (this.rows + GAP));
-    const inX = Math.floor(x - GAP - column * (this.columns + GAP));
-    const inY = Math.floor(y - GAP - line * (this.rows + GAP));
+    const column = Math.floor((x - this.gap) / (this.columns + this.gap));
+    const line = Math.floor((y - this.gap) / (this.rows + this.gap));
+    const inX = Math.floor(x - this.gap - column * (this.columns + this.gap));
+    const inY = Math.floor(y - this.gap - line * (this.rows + this.gap));
     if (column < 0 || column >= this.across || line < 0 || inX < 0 || inX >= this.columns || inY < 0 || inY >= this.rows) {
       return -1;
     }
@@ -45,24 +49,26 @@ export class Layout {
 
   /** The rectangle of an extent: [x, y, width, height]. */
   extent(index) {
-    const x = GAP + (index % this.across) * (this.columns + GAP);
-    const y = GAP + Math.floor(index / this.across) * (this.rows + GAP);
+    const x = this.gap + (index % this.across) * (this.columns + this.gap);
+    const y = this.gap + Math.floor(index / this.across) * (this.rows + this.gap);
     return [x, y, this.columns, this.rows];
   }
 }
 
 /**
  * The layout with the largest cells for a place of `width` x `height` pixels. Cells of a pixel and more have whole pixels.
+ * `largest` and `widestGap` are in pixels.
  * @returns {{layout: Layout, scale: number}} the scale is the size of a cell in pixels
  */
-export function fit(numBlocks, perExtent, width, height, largest) {
+export function fit(numBlocks, perExtent, width, height, largest, widestGap = Infinity) {
   const numExtents = Math.ceil(numBlocks / perExtent);
   for (let scale = Math.max(1, Math.floor(largest)); scale >= 1; scale -= 1) {
+    const gap = Math.min(1, Math.round(widestGap) / scale);
     let best = null;
     for (const columns of widths(perExtent)) {
-      const across = Math.min(numExtents, Math.floor((width / scale - GAP) / (columns + GAP)));
+      const across = Math.min(numExtents, Math.floor((width / scale - gap) / (columns + gap)));
       if (across < 1) continue;
-      const layout = new Layout(numBlocks, perExtent, columns, across);
+      const layout = new Layout(numBlocks, perExtent, columns, across, gap);
       if (layout.height * scale > height) continue;
       const unused = 1 - (layout.width * scale) / width;
       const ragged = (across - (numExtents % across || across)) / numExtents;
@@ -80,7 +86,7 @@ function fitSmaller(numBlocks, perExtent, numExtents, width, height) {
   let best = null;
   for (const columns of widths(perExtent)) {
     const rows = Math.ceil(perExtent / columns);
-    const guess = Math.sqrt((numExtents * (rows + GAP) * width) / (height * (columns + GAP)));
+    const guess = Math.sqrt((numExtents * (rows + 1) * width) / (height * (columns + 1)));
     for (const across of [Math.floor(guess), Math.ceil(guess)]) {
       const layout = new Layout(numBlocks, perExtent, columns, Math.min(numExtents, Math.max(1, across)));
       const scale = Math.min(width / layout.width, height / layout.height, 1);

@@ -91,7 +91,7 @@ export class LeaseChart {
     show("cached", "cached", (counts.cached + counts.inflight) * pool.block_bytes);
     show("free", "free", (counts.free + counts.draining) * pool.block_bytes);
     show("granted", "granted", lease?.granted);
-    show("held", "held", lease?.held);
+    show("held", "held", lease && lease.held !== lease.granted ? lease.held : null);
     show("at least", "bound", lease?.min);
     show("at most", "bound", lease?.max);
     show("recall to", "recall", lease?.recall_target ?? null);
@@ -112,7 +112,7 @@ function recalls(samples, until, seconds) {
 export class DeviceChart {
   /** @param {HTMLElement} place @param {() => Object} theme */
   constructor(place, theme) {
-    this.theme = theme;
+    Object.assign(this, { place, theme });
     this.whole = false;
     this.title = element("h2", { text: "Device memory", id: "device-title" });
     this.button = element("button", { type: "button", class: "quiet", "aria-pressed": "false", text: "Whole device" });
@@ -133,6 +133,7 @@ export class DeviceChart {
   draw(models) {
     this.models = models;
     const shown = models.filter((model) => model.samples.length && model.memory);
+    this.place.classList.toggle("empty", !shown.length);
     if (!shown.length) return;
     const theme = this.theme();
     const until = Math.max(...shown.map((model) => model.time));
@@ -159,8 +160,8 @@ export class DeviceChart {
     models.forEach((model, at) => {
       const { kv, weights, base, prepared } = model.memory;
       const named = models.length > 1 ? `${model.name}: ` : "";
-      this.legend.show(`${named}KV cache`, `model-${at % 4}`, size(kv));
-      this.legend.show(`${named}weights and buffers`, `model-${at % 4} pale`, size(weights + base + (prepared ?? 0)));
+      this.legend.show(`${named}KV`, `model-${at % 4}`, size(kv));
+      this.legend.show(`${named}weights`, `model-${at % 4} pale`, size(weights + base + (prepared ?? 0)));
     });
     this.legend.show("other processes", "others", device ? size(device.others ?? 0) : null);
     this.legend.show("whole device", "bound", device ? size(device.total) : null);

@@ -17,6 +17,11 @@ export const STATES = [
   ["unmapped", "unmapped", "an address without memory"],
 ];
 const STATE_NAMES = Object.fromEntries([...STATES.map(([kind, name]) => [kind, name]), ["null", "the null block"]]);
+const EMPTY = {
+  loading: "The model is loading: its blocks appear when it is ready.",
+  asleep: "The model sleeps: it holds no memory.",
+  failed: "The model could not be loaded: the server's log has the reason.",
+};
 let numPanels = 0; // for the ids of elements: names of models may have any characters
 const LARGE_POOL_CELL = 6; // CSS pixels: below, the wheel zooms
 
@@ -101,7 +106,8 @@ export class ModelPanel {
     const { model } = this;
     setText(this.statePill, model.state);
     this.statePill.dataset.state = model.state;
-    if (!model.pool) return setText(this.summary, "No frame has come yet.");
+    this.node.classList.toggle("empty", !model.pool);
+    if (!model.pool) return setText(this.summary, EMPTY[model.state] ?? "The first frame has not come yet.");
     const { counts, pool } = model;
     const shown = { ...counts, unmapped: pool.num_blocks - 1 - counts.mapped, shared: countShared(model.cells) };
     for (const [kind, { number }] of this.chips) setText(number, count(shown[kind]));

@@ -103,7 +103,7 @@ export class RequestLists {
 
   #reason(one) {
     const decision = one.model.decisionAbout(one.id);
-    if (decision) return `${kindInWords(decision)}: ${inWords(decision)}`;
+    if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
     if (one.status && one.status !== "waiting") return one.status;
     return one.at === 0 ? "is next: its blocks are looked for at the next step" : `behind ${several(one.at, "request")} that came first`;
   }

@@ -12,6 +12,8 @@ export class Session {
       this.#submit();
     });
     byId("sign-out").addEventListener("click", () => this.#end());
+    byId("sign-in-open").addEventListener("click", () => this.ask(true));
+    byId("sign-in-cancel").addEventListener("click", () => this.#close());
   }
 
   /** What the server says of this page: mode, whether a key is needed, whether a session is open. */
@@ -21,14 +23,21 @@ export class Session {
     const info = await response.json();
     this.isAdmin = Boolean(info.admin);
     byId("sign-out").hidden = !info.signed_in;
+    byId("sign-in-open").hidden = info.signed_in || info.needs_key || !info.has_keys;
     return info;
   }
 
-  /** Shows the form. */
-  ask() {
+  /** Shows the form. @param {boolean} [freely] whether the page is of use without a key */
+  ask(freely = false) {
     byId("sign-in-place").hidden = false;
     byId("content").hidden = true;
+    byId("sign-in-cancel").hidden = !freely;
     byId("api-key").focus();
+  }
+
+  #close() {
+    byId("sign-in-place").hidden = true;
+    byId("content").hidden = false;
   }
 
   async #submit() {
@@ -44,9 +53,9 @@ export class Session {
     } finally {
       field.value = "";
     }
-    byId("sign-in-place").hidden = true;
-    byId("content").hidden = false;
+    this.#close();
     byId("sign-out").hidden = false;
+    byId("sign-in-open").hidden = true;
     this.signedIn();
   }
 
