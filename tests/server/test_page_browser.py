@@ -231,7 +231,7 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
                              "Max tokens": "32", "Continuations (n)": "2", "Stop, one a line": "###\nEND"}.items():  # fmt: skip
             page.get_by_label(label).fill(value)
         page.get_by_role("button", name="Run").click()
-        page.get_by_text("4 tokens in").wait_for()
+        page.locator("#prompt-status", has_text="4 tokens in").wait_for()
         path, body, request_id = rig.bodies[0]
         assert path == "/v1/completions" and request_id.startswith("page-")
         assert body == {
@@ -306,7 +306,7 @@ def test_markup_stays_text(open_page: Open) -> None:
         wait_for_step(page, pool)
         page.get_by_role("textbox", name="Prompt").fill(MARKUP)
         page.get_by_role("button", name="Run").click()
-        page.get_by_text("3 tokens in").wait_for()
+        page.locator("#prompt-status", has_text="3 tokens in").wait_for()
         assert page.locator("#output").text_content() == f"{MARKUP}<b></p>"
         page.locator("#output .token").first.hover()
         page.locator("#waiting button").first.click()
