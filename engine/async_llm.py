@@ -237,6 +237,12 @@ class AsyncLLM:
         """The next frame of the engine's blocks and requests, a line of JSON: see `LLM.frame`."""
         return encode(await _send(self._engine_thread.look, lambda watch: watch.frame(full)))
 
+    @property
+    def frame_s(self) -> float:
+        """CPU seconds that `frame` has taken of the engine's thread so far; 0 once the engine is stopped."""
+        watch = self._manager.watch
+        return 0.0 if watch is None else watch.frame_s
+
     async def block(self, block: int, text: bool = False) -> dict[str, Any]:
         """The details of a block: see `LLM.block`."""
         details = await _send(self._engine_thread.look, lambda watch: watch.block(block))

@@ -73,6 +73,9 @@ class LLM:
         cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at startup, if model and attention support it.
         self_check: On CUDA, test the elastic pool, each attention kernel, CUDA graphs and swaps, once for each combination of
             device, driver and versions. Parts that fail are switched off with a warning. The result is stored. False: use all.
+        record: A file to record the engine into: its blocks, requests and decisions, without prompts and outputs.
+            `pagetide replay` shows it. A recording that exists is continued. It ends at 256 MiB, and with an error of the file.
+        record_text: Record the token ids of prompts and outputs too.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -107,6 +110,8 @@ class LLM:
         overlap: bool | None = None,
         cuda_graphs: bool = True,
         self_check: bool = True,
+        record: str | os.PathLike[str] | None = None,
+        record_text: bool = False,
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
@@ -130,6 +135,8 @@ class LLM:
             overlap=overlap,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            record=record,
+            record_text=record_text,
         )
         self._manager = RequestManager(self.config)
 

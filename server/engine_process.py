@@ -78,7 +78,7 @@ class EngineServer:
             "detokenize": self._detokenize,
             "stats": lambda: self._awake().stats(),
             "explain": lambda request=None: self._awake().explain(request),
-            "frame": lambda full=False: self._awake().frame(full),
+            "frame": self._frame,
             "block": lambda block, text=False: self._awake().block(block, text),
             "reset_prefix_cache": lambda: self._awake().reset_prefix_cache(),
             "sleep": self._sleep,
@@ -239,6 +239,12 @@ class EngineServer:
         if any(not 0 <= i < _info(llm).vocab_size for i in tokens):
             raise RequestRejected(f"token ids must be from 0 to {_info(llm).vocab_size - 1:,}")
         return str(await asyncio.to_thread(llm.tokenizer.decode, tokens, clean_up_tokenization_spaces=False))
+
+    async def _frame(self, full: bool = False) -> tuple[bytes, float]:
+        """A frame for the page, and the CPU seconds that it took of the engine's thread."""
+        llm = self._awake()
+        before_s = llm.frame_s
+        return await llm.frame(full), max(llm.frame_s - before_s, 0.0)
 
     async def _sleep(self, drain_s: float | None = None) -> None:
         """End all requests within `drain_s`, and free all memory of the model."""

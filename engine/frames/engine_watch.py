@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,25 @@ _DEVICE_S = 0.25  # interval of looks into the monitor's record
 
 
 class EngineWatch:
-    """The watched side of one engine. It keeps a frame source for the live feed from the first frame on."""
+    """The watched side of one engine. It keeps a frame source for the live feed from the first frame on.
+
+    Attributes:
+        frame_s: CPU seconds that the frames have taken so far.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.frame_s = 0.0
         self._engine = engine
         self._source: FrameSource | None = None
 
     def frame(self, full: bool) -> Frame:
         """The next frame of the live feed: the difference to the one before, unless `full`."""
+        began = time.thread_time()
         if self._source is None:
             self._source = frame_source(self._engine)
-        return self._source.take(full)
+        frame = self._source.take(full)
+        self.frame_s += time.thread_time() - began
+        return frame
 
     def block(self, block: int) -> dict[str, Any]:
         """The details of a block: see `AsyncLLM.block`; "text" is a list of token ids. Raises RequestRejected."""

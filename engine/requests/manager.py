@@ -22,10 +22,13 @@ from typing import Any, TypeVar
 from ...allocator.errors import LeaseClosed
 from ...monitor.units import format_bytes
 from ...scheduler.errors import RequestRejected
+from ...scheduler.frames.source import Frame
+from ...version import __version__
 from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed
-from ..frames.engine_watch import EngineWatch
+from ..frames.engine_watch import EngineWatch, frame_source
+from ..frames.recorder import INTERVAL_S, Recorder
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
@@ -55,6 +58,11 @@ class RequestManager:
     def __init__(self, config: EngineConfig) -> None:
         self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
+        try:
+            self._recorder = None if config.record is None else _recorder(self.engine, config)
+        except BaseException:
+            self.engine.close()
+            raise
         self.lock = FairLock()
         self.paused = False  # no steps, not even for memory work
         self.delivery = OutputDelivery()
@@ -65,6 +73,9 @@ class RequestManager:
         self.watch: EngineWatch | None = EngineWatch(self.engine)  # while it is open; used under the lock
         self._stats, self._stats_at = self._collect_stats(self.engine), self.engine.core.clock()
         self._keeper.start()
+        if self._recorder is not None:
+            record = partial(_record, weakref.ref(self), self._recorder.stopped)
+            BackgroundThread("pagetide-record", record, KEEPER_WAIT_S).start()
 
     def open(self) -> Engine:
         """Return the engine. Raises EngineClosed once it is closed, and in a forked child."""
@@ -91,11 +102,15 @@ class RequestManager:
             engine, self.engine = self.engine, None
             if engine is None:
                 return
-            self.watch = None
+            self.watch = last = None
             try:
                 self._end_all(engine, cause)
+                last = None if self._recorder is None else self._recorder.last()
             finally:
                 engine.close()
+        if self._recorder is not None:
+            self._recorder.close(last)
+            self._recorder = None  # its source refers to the engine
         self._keeper.join()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
@@ -141,6 +156,16 @@ class RequestManager:
             self.open()
             assert self.watch is not None
             return function(self.watch)
+
+    def record(self) -> bool:
+        """Record a frame if one is due. Returns whether the recording goes on."""
+
+        def take(make: Callable[[], Frame]) -> Frame | None:
+            with self.lock:
+                return None if self.engine is None else make()
+
+        recorder = self._recorder
+        return recorder is not None and recorder.turn(take)
 
     def describe(self) -> str:
         """Device, dtype, size of the pool and requests, for a repr; "closed" for a closed engine."""
@@ -358,6 +383,24 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     except LeaseClosed:
         return False
     return True
+
+
+def _recorder(engine: Engine, config: EngineConfig) -> Recorder:
+    """The recorder of an engine. Raises ConfigError."""
+    assert config.record is not None
+    header = {
+        "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
+        "interval_s": INTERVAL_S,
+    }  # fmt: skip
+    return Recorder(config.record, frame_source(engine, text=config.record_text), header)
+
+
+def _record(reference: weakref.ref[RequestManager], stopped: threading.Event) -> bool:
+    """Record a frame after the interval. False once the engine is closed or garbage-collected, or the recording has ended."""
+    if stopped.wait(INTERVAL_S):
+        return False
+    manager = reference()
+    return manager is not None and manager.record()
 
 
 def _abort(engine: Engine, group: RequestGroup) -> None:

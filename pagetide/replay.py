@@ -1,0 +1,63 @@
+"""`pagetide replay`: a recorded run, as a trace for Perfetto or as the page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .scheduler.frames.perfetto import write_trace
+from .scheduler.frames.recording import Recording, RecordingError
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the subcommand `replay` to `commands`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay", help="show a recorded run",
+        description="Show a run that was recorded with LLM(record=FILE) or `pagetide serve --record FILE`.",
+    )  # fmt: skip
+    parser.add_argument("recording", type=Path, metavar="FILE", help="the recording")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="OUT", help="write a trace that ui.perfetto.dev opens, and end"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns its exit status."""
+    try:
+        recording = Recording(args.recording)
+    except (OSError, RecordingError) as error:
+        print(f"pagetide replay: {error}", file=sys.stderr)
+        return 2
+    with recording:
+        if args.perfetto is not None:
+            return export(recording, args.perfetto)
+        return serve_recording(recording, args)
+
+
+def export(recording: Recording, out: Path) -> int:
+    """Write the trace of `recording` to `out`, which is replaced once it is complete. Returns the exit status."""
+    part = out.with_name(f"{out.name}.part-{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            lines = (frame.line for frame in recording.frames())
+            number = write_trace(lines, recording.began, recording.header, file)
+        part.replace(out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        print(f"pagetide replay: {out} cannot be written: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {number:,} events of {recording.ended - recording.began:,.1f} s")
+    return 0
+
+
+def serve_recording(recording: Recording, args: argparse.Namespace) -> int:
+    """Serve the page over `recording`. Returns the exit status."""
+    print("pagetide replay: name what to write: --perfetto OUT", file=sys.stderr)
+    return 2
