@@ -175,8 +175,10 @@ class Simulation:
         self.others = int(max(1 << 30, self.others + self.random.gauss(0, 12 << 20)))
         self.state[[block for at, block in self.in_flight if at <= self.step_number]] = FREE
         self.in_flight = [(at, block) for at, block in self.in_flight if at > self.step_number]
-        while len(self.running) + len(self.waiting) < self.load and self.random.random() < 0.5:
-            self.arrive()
+        missing = self.load - len(self.running) - len(self.waiting)
+        for _ in range(missing):
+            if self.random.random() < 0.5:
+                self.arrive()
         self.shrink()
         self.admit()
         for job in list(self.running):
@@ -312,9 +314,13 @@ class Simulation:
     def memory(self) -> dict[str, Any]:
         kv = len(self.mapped_extents) * self.per_extent * self.block_bytes
         most = self.num_extents * self.per_extent * self.block_bytes
+        beside = (290 << 20) + (42 << 20)
+        target = None if self.recall_target is None else beside + self.recall_target
         return {
             "weights": 290 << 20, "base": 42 << 20, "kv": kv, "prepared": 0,
-            "lease": {"granted": kv, "held": kv, "min": most // 5, "max": most, "recall_target": self.recall_target},
+            "lease": {
+                "granted": beside + kv, "held": beside + kv, "min": beside + most // 5, "max": beside + most, "recall_target": target,
+            },
             "device": {"name": "Test device", "total": 16 << 30, "used": self.others + kv, "others": self.others},
         }  # fmt: skip
 
@@ -329,6 +335,10 @@ class Frames:
         self.rows: dict[int, str] = {}
         self.num_ended = len(simulation.ended)
         self.seen_step = -1
+
+    def new(self) -> list[dict[str, Any]]:
+        """The next frame; the first one is full."""
+        return [self.frame(full=self.seq == 0)]
 
     def frame(self, full: bool) -> dict[str, Any]:
         """The next frame."""
@@ -364,6 +374,30 @@ class Frames:
         return frame
 
 
+class Pushed:
+    """Frames that a test makes itself, the first one full: they go to the viewers in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.frames: list[dict[str, Any]] = []
+
+    def step(self) -> None:
+        """Nothing happens by itself."""
+
+
+class PushedFrames:
+    """The frames of a `Pushed` for one viewer."""
+
+    def __init__(self, pushed: Pushed) -> None:
+        self._pushed, self._next = pushed, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Those that came since."""
+        found = self._pushed.frames[self._next :]
+        self._next += len(found)
+        return found
+
+
 class PageRig:
     """The server. Use it as a context manager; `url` is its address.
 
@@ -376,7 +410,7 @@ class PageRig:
     """
 
     def __init__(
-        self, simulations: Sequence[Simulation], *, pause_s: float | None = None, key: str | None = None, port: int = 0,
+        self, simulations: Sequence[Simulation | Pushed], *, pause_s: float | None = None, key: str | None = None, port: int = 0,
         recording: dict[str, list[dict[str, Any]]] | None = None, answer: Sequence[str] = ("Call", " me", " Ishmael", "."),
         hold: bool = False,
     ) -> None:  # fmt: skip
@@ -420,6 +454,13 @@ class PageRig:
             self.version += 1
             self.changed.notify_all()
 
+    def push(self, model: Pushed, frame: dict[str, Any]) -> None:
+        """Send a frame of this model to all viewers."""
+        with self.changed:
+            model.frames.append(frame)
+            self.version += 1
+            self.changed.notify_all()
+
     def wait_for_request(self) -> tuple[str, dict[str, Any], str]:
         """The first request of the prompt box: its path, its body, its x-request-id."""
         with self.changed:
@@ -435,18 +476,22 @@ class PageRig:
     def events(self) -> Iterator[tuple[str, Any]]:
         """What one viewer gets, until the server ends."""
         yield "models", [{"name": name, "state": "ready"} for name in self.simulations]
-        sources = {name: Frames(one) for name, one in self.simulations.items()}
-        seen, full = -1, True
+        sources = {name: viewer_of(one) for name, one in self.simulations.items()}
+        seen = -1
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.version != seen or self.ending, 1.0)
                 if self.ending:
                     return
                 seen = self.version
-                frames = [(name, source.frame(full)) for name, source in sources.items()]
-            full = False
+                frames = [(name, frame) for name, source in sources.items() for frame in source.new()]
             for name, frame in frames:
                 yield "frame", {"model": name, "frame": frame}
+
+
+def viewer_of(simulation: Simulation | Pushed) -> Frames | PushedFrames:
+    """The frames of one viewer."""
+    return PushedFrames(simulation) if isinstance(simulation, Pushed) else Frames(simulation)
 
 
 def record(simulations: Sequence[Simulation], steps: int, full_every: int = 50) -> dict[str, list[dict[str, Any]]]:
@@ -495,9 +540,9 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
                 return self.stream(rig.events())
             if path == "/page/frames" and rig.recording is not None:
                 return self.frames(query)
-            if path == "/page/block" and model is not None:
+            if path == "/page/block" and isinstance(model, Simulation):
                 return self.json(200, block_details(model, int(query["block"][0])))
-            if path == "/page/explain" and model is not None:
+            if path == "/page/explain" and isinstance(model, Simulation):
                 return self.json(200, [d for d in model.decisions if query["request"][0] in (d.get("request_id"), d["label"])])
             self.json(404, {"error": {"message": f"there is no {path}"}})
 

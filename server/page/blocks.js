@@ -342,6 +342,15 @@ export class BlockMap {
     context.beginPath();
     context.roundRect(...box);
     if (look === "unmapped") {
+      if (size >= 9 * this.ratio) {
+        context.strokeStyle = theme.unmapped;
+        context.lineWidth = this.ratio;
+        context.globalAlpha *= 0.45;
+        context.beginPath();
+        context.roundRect(inset + this.ratio / 2, inset + this.ratio / 2, box[2] - this.ratio, box[3] - this.ratio, this.#radius());
+        context.stroke();
+        return sprite;
+      }
       const reach = Math.max(1, Math.round(size * 0.18));
       context.fillStyle = theme.unmapped;
       context.fillRect(Math.floor((size - reach) / 2), Math.floor((size - reach) / 2), reach, reach);

@@ -72,7 +72,7 @@ export function fit(numBlocks, perExtent, width, height, largest, widestGap = In
       if (layout.height * scale > height) continue;
       const unused = 1 - (layout.width * scale) / width;
       const ragged = (across - (numExtents % across || across)) / numExtents;
-      const stretched = Math.abs(Math.log2(columns / layout.rows / 1.5)) / 20;
+      const stretched = Math.abs(Math.log2(columns / layout.rows / 1.3)) / 9;
       const cost = unused + ragged / 2 + stretched;
       if (!best || cost < best.cost) best = { layout, scale, cost };
     }

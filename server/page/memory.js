@@ -25,6 +25,11 @@ function binned(samples, until, seconds, value) {
   return values;
 }
 
+/** What is left for the cache of bytes of a lease, which pays for the weights and the process too. */
+function forCache({ weights, base, prepared }, bytes) {
+  return bytes === null || bytes === undefined ? undefined : Math.max(0, bytes - besideCache({ weights, base, prepared }));
+}
+
 /** A legend of names with values, as a description list beside a chart. */
 class Legend {
   constructor() {
@@ -65,7 +70,7 @@ export class LeaseChart {
     const bytes = (states) => (sample) => states.reduce((sum, state) => sum + sample.counts[state], 0) * sample.blockBytes;
     const seconds = secondsOf(samples, model.time);
     const of = (value) => binned(samples, model.time, seconds, value);
-    const lease = (name) => of((sample) => sample.lease?.[name]);
+    const lease = (name) => of((sample) => forCache(sample, sample.lease?.[name]));
     drawChart(this.canvas, {
       theme, seconds, least: 1024,
       layers: [
@@ -85,16 +90,16 @@ export class LeaseChart {
   }
 
   #describe({ counts, memory, pool }) {
-    const { lease } = memory;
+    const lease = Object.fromEntries(Object.entries(memory.lease ?? {}).map(([name, bytes]) => [name, forCache(memory, bytes)]));
     const show = (name, mark, bytes) => this.legend.show(name, mark, bytes === null || bytes === undefined ? null : size(bytes));
     show("live", "live", counts.live * pool.block_bytes);
     show("cached", "cached", (counts.cached + counts.inflight) * pool.block_bytes);
     show("free", "free", (counts.free + counts.draining) * pool.block_bytes);
-    show("granted", "granted", lease?.granted);
-    show("held", "held", lease && lease.held !== lease.granted ? lease.held : null);
-    show("at least", "bound", lease?.min);
-    show("at most", "bound", lease?.max);
-    show("recall to", "recall", lease?.recall_target ?? null);
+    show("granted", "granted", lease.granted);
+    show("held", "held", lease.held !== lease.granted ? lease.held : null);
+    show("at least", "bound", lease.min);
+    show("at most", "bound", lease.max);
+    show("recall to", "recall", lease.recall_target);
   }
 }
 
@@ -108,25 +113,32 @@ function recalls(samples, until, seconds) {
   return found;
 }
 
+const VIEWS = { cache: "KV caches", engines: "Engines", device: "Whole device" };
+
 /** The device: the memory of all models on it, and that of other processes. */
 export class DeviceChart {
   /** @param {HTMLElement} place @param {() => Object} theme */
   constructor(place, theme) {
     Object.assign(this, { place, theme });
-    this.whole = false;
-    this.title = element("h2", { text: "Device memory", id: "device-title" });
-    this.button = element("button", { type: "button", class: "quiet", "aria-pressed": "false", text: "Whole device" });
-    this.button.addEventListener("click", () => {
-      this.whole = !this.whole;
-      this.button.setAttribute("aria-pressed", String(this.whole));
-      this.draw(this.models ?? []);
-    });
+    this.chosen = null; // a key of VIEWS; null: by the number of models
+    this.name = element("span", { class: "pill" });
+    this.switch = element("fieldset", { class: "switch" }, element("legend", { class: "unseen", text: "What the chart shows" }));
+    for (const [view, name] of Object.entries(VIEWS)) this.#addView(view, name);
     this.canvas = element("canvas", { class: "chart", role: "img", "aria-label": "Memory of the device over time" });
     this.legend = new Legend();
     place.append(
-      element("div", { class: "card-head" }, this.title, this.button),
+      element("div", { class: "card-head" }, element("h2", { text: "Device memory", id: "device-title" }), this.name, this.switch),
       element("div", { class: "chart-box" }, this.canvas, this.legend.node),
     );
+  }
+
+  #addView(view, name) {
+    const input = element("input", { type: "radio", name: "device-view", value: view });
+    input.addEventListener("change", () => {
+      this.chosen = view;
+      this.draw(this.models ?? []);
+    });
+    this.switch.append(element("label", {}, input, element("span", { text: name })));
   }
 
   /** @param {import("./frames.js").Model[]} models */
@@ -135,35 +147,48 @@ export class DeviceChart {
     const shown = models.filter((model) => model.samples.length && model.memory);
     this.place.classList.toggle("empty", !shown.length);
     if (!shown.length) return;
-    const theme = this.theme();
-    const until = Math.max(...shown.map((model) => model.time));
-    const device = shown.map((model) => model.memory.device).find(Boolean) ?? null;
-    const seconds = Math.max(...shown.map((model) => secondsOf(model.samples, until)));
-    setText(this.title, device?.name ? `Memory of ${device.name}` : "Memory of the engines");
-    this.button.hidden = !device;
-    const layers = shown.map((model, at) => ({
-      values: binned(model.samples, until, seconds, (sample) => sample.kv), colour: theme.models[at % theme.models.length],
-    }));
-    shown.forEach((model, at) => {
-      const values = binned(model.samples, until, seconds, (sample) => sample.weights + sample.base + sample.prepared);
-      layers.push({ values, colour: theme.models[at % theme.models.length], alpha: 0.35 });
-    });
-    const whole = this.whole && device;
-    const first = shown.find((model) => model.memory.device) ?? shown[0];
-    if (whole) layers.push({ values: binned(first.samples, until, seconds, (sample) => sample.device?.others), colour: theme.others });
-    const total = whole ? [{ values: new Float64Array(BINS).fill(device.total), colour: theme.muted, dash: [2, 3] }] : [];
-    drawChart(this.canvas, { theme, seconds, least: 1024, layers, lines: total, marks: [] });
-    this.#describe(shown, device);
+    const known = shown.find((model) => model.memory.device) ?? shown[0];
+    const view = this.chosen ?? (shown.length > 1 ? "cache" : "engines");
+    this.switch.querySelector(`[value=${view}]`).checked = true;
+    this.#drawView(view, shown, known);
+    this.#describe(view, shown, known.memory.device);
   }
 
-  #describe(models, device) {
-    models.forEach((model, at) => {
-      const { kv, weights, base, prepared } = model.memory;
-      const named = models.length > 1 ? `${model.name}: ` : "";
-      this.legend.show(`${named}KV`, `model-${at % 4}`, size(kv));
-      this.legend.show(`${named}weights`, `model-${at % 4} pale`, size(weights + base + (prepared ?? 0)));
-    });
-    this.legend.show("other processes", "others", device ? size(device.others ?? 0) : null);
-    this.legend.show("whole device", "bound", device ? size(device.total) : null);
+  #drawView(view, models, known) {
+    const theme = this.theme();
+    const until = Math.max(...models.map((model) => model.time));
+    const seconds = Math.max(...models.map((model) => secondsOf(model.samples, until)));
+    const colour = (at) => theme.models[at % theme.models.length];
+    const layer = (model, value, look) => ({ values: binned(model.samples, until, seconds, value), ...look });
+    const layers = models.map((model, at) => layer(model, (sample) => sample.kv, { colour: colour(at) }));
+    if (view !== "cache") {
+      models.forEach((model, at) => layers.push(layer(model, besideCache, { colour: colour(at), alpha: 0.35 })));
+    }
+    const { device } = known.memory;
+    const lines = [];
+    if (view === "device" && device) {
+      layers.push(layer(known, (sample) => sample.device?.others, { colour: theme.others }));
+      lines.push({ values: new Float64Array(BINS).fill(device.total), colour: theme.muted, dash: [2, 3], width: 1 });
+    }
+    drawChart(this.canvas, { theme, seconds, least: 1024, layers, lines, marks: recalls(known.samples, until, seconds) });
   }
+
+  #describe(view, models, device) {
+    setText(this.name, device?.name ?? "");
+    this.name.hidden = !device?.name;
+    models.forEach((model, at) => {
+      const name = models.length > 1 ? model.name : null;
+      this.legend.show(name ? `${name}, KV` : "KV cache", `model-${at % 4}`, size(model.memory.kv));
+      const beside = view === "cache" ? null : size(besideCache(model.memory));
+      this.legend.show(name ? `${name}, rest` : "weights, process", `model-${at % 4} pale`, beside);
+    });
+    const whole = view === "device" && device;
+    this.legend.show("other processes", "others", whole ? size(device.others ?? 0) : null);
+    this.legend.show("whole device", "bound", whole ? size(device.total) : null);
+  }
+}
+
+/** An engine's memory beside its KV cache. */
+function besideCache({ weights = 0, base = 0, prepared = 0 }) {
+  return weights + base + prepared;
 }

@@ -53,7 +53,7 @@ export class RequestLists {
     button.addEventListener("click", () => this.app.openRequest(current.model, current.id, button));
     const update = (one) => {
       current = one;
-      setText(name, short(one.label || one.id, 26));
+      setText(name, short(one.label || one.id, 18));
       button.title = one.label ? `${one.label} (${one.id})` : one.id;
       setText(tag, one.named ? one.model.name : "");
       tag.hidden = !one.named;
@@ -105,6 +105,8 @@ export class RequestLists {
     const decision = one.model.decisionAbout(one.id);
     if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
     if (one.status && one.status !== "waiting") return one.status;
-    return one.at === 0 ? "is next: its blocks are looked for at the next step" : `behind ${several(one.at, "request")} that came first`;
+    if (one.at > 0) return `behind ${several(one.at, "request")} that came first`;
+    const { free, cached } = one.model.counts;
+    return one.needed <= free + cached ? `its blocks are there; it waits for one of the ${one.model.rows.size} that run to end` : "is next";
   }
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cell_oracle import naive_cells, seated
 from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,41 +34,6 @@ def source_of(world: World, **more: Any) -> FrameSource:
     facts, memory = PoolFacts("demo", 4096, 64), MemoryFigures({"kv": 7}, 3, 5)
     more = {"clock": lambda: NOW, "wall": lambda: 5000.0, **more}
     return FrameSource(lambda: world.scheduler, facts, lambda: memory, **more)
-
-
-def seated(scheduler: Scheduler) -> dict[int, Any]:
-    """The sequence of each row that has one."""
-    return {**scheduler._running.by_row, **scheduler._running.finishing}
-
-
-def naive_cells(scheduler: Scheduler) -> list[int]:
-    """The cell of every block, by loops."""
-    pool, tables = scheduler.cache.pool, scheduler.cache.tables
-    held: dict[int, list[int]] = {}
-    for row in seated(scheduler):
-        for table in tables:
-            for slot in range(int(table.lengths[row])):
-                held.setdefault(int(table.blocks[row, slot]), []).append(row)
-    cells = []
-    for block in range(pool.num_blocks):
-        extent = block // pool.blocks_per_extent
-        if block == 0:
-            cell = 5
-        elif pool._extents._states[extent] == 0:
-            cell = 0
-        elif pool._references[block]:
-            rows = held[block]
-            assert len(rows) == pool._references[block]
-            first = min(rows, key=lambda row: seated(scheduler)[row].key)
-            cell = 16 + first + (0x8000 if len(rows) > 1 else 0)
-        elif pool._pins[block]:
-            cell = 4
-        elif pool._findable[block]:
-            cell = 3
-        else:
-            cell = 2 if pool._extents._states[extent] == 2 else 1
-        cells.append(cell)
-    return cells
 
 
 def naive_running(scheduler: Scheduler) -> list[list[int]]:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
-from page_pools import PageRig, Simulation, record
+from cell_oracle import naive_cells
+from fakes import World
+from page_pools import PageRig, Pushed, Simulation, record
+from random_walk import VARIANTS, walk
+from servers import WITH_EVERYTHING, ServerProcess
+
+from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
+from pagetide.scheduler.frames.state import FrameState
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the tests of the page need playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -20,6 +29,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 MARKUP = '<img src=x onerror="globalThis.hacked = 1"><script>globalThis.hacked = 2</script>'
 WAIT_MS = 20_000
+MOST_LOOKS = 50  # at one random life
 
 Open = Callable[..., Any]
 
@@ -30,6 +40,14 @@ def browser() -> Iterator[Any]:
         chromium = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real server with a real engine."""
+    log = tmp_path_factory.mktemp("served") / "log"
+    with ServerProcess([*WITH_EVERYTHING, "--no-access-log"], log, OMP_NUM_THREADS="1") as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -67,13 +85,29 @@ def seen(page: Any, model: str = "demo") -> list[int]:
     return list(page.evaluate("(name) => [...pagetide.shown.get(name).model.cells]", model))
 
 
+DRAWN = """([name, number, value]) => {
+    const one = globalThis.pagetide?.shown.get(name);
+    return one?.model[number] === value && one.panel.map.layout && !one.panel.map.pending && !one.panel.map.flashes.size;
+}"""
+
+
 def wait_for_step(page: Any, simulation: Simulation) -> None:
     """Until the page has the newest step, and has drawn it."""
-    page.wait_for_function(
-        "([name, step]) => { const one = globalThis.pagetide?.shown.get(name); return one && one.model.step === step"
-        " && one.panel.map.layout && !one.panel.map.pending && !one.panel.map.flashes.size; }",
-        arg=[simulation.name, simulation.step_number],
-    )
+    page.wait_for_function(DRAWN, arg=[simulation.name, "step", simulation.step_number])
+
+
+def check_colours(page: Any, cells: list[int]) -> None:
+    """Some 400 cells have the colour of their state; of those with a pattern only that they are neither empty nor another's."""
+    expected = colours(page)
+    chosen = [block for block in range(0, len(cells), max(1, len(cells) // 400)) if cells[block] not in (0, 5)]
+    plain = list(expected.values())
+    for block, pixel in zip(chosen, pixels(page, chosen), strict=True):
+        cell = cells[block]
+        if cell in (2, 4):
+            assert pixel[3] == 255 and pixel[:3] not in plain, (block, cell)
+        else:
+            state = str((cell & 0x7FFF) - 16) if cell >= 16 else {1: "free", 3: "cached"}[cell]
+            assert pixel == [*expected[state], 255], (block, cell)
 
 
 def pixels(page: Any, blocks: list[int], model: str = "demo") -> list[list[int]]:
@@ -108,23 +142,43 @@ def colours(page: Any, model: str = "demo") -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(("num_blocks", "per_extent", "seed"), [(512, 8, 1), (4096, 64, 2), (10_000, 16, 3)])
 def test_the_page_has_the_cells_of_the_pool_at_every_step(open_page: Open, num_blocks: int, per_extent: int, seed: int) -> None:
-    pool = Simulation("demo", num_blocks, per_extent, seed=seed, lengths=(num_blocks // 2, num_blocks // 2), rows=12)
+    pool = Simulation("demo", num_blocks, per_extent, seed=seed, lengths=(num_blocks * 3 // 4, num_blocks // 2), rows=12)
     with PageRig([pool]) as rig:
         page = open_page(rig.url)
         wait_for_step(page, pool)
-        for number in range(14):
-            rig.step(7, act=(lambda: pool.recall(0.6)) if number == 8 else None)
+        for number in range(10):
+            rig.step(10, act=(lambda: pool.recall(0.6)) if number == 6 else None)
             wait_for_step(page, pool)
             assert seen(page) == pool.cells().tolist()
-            expected = colours(page)
-            cells = pool.cells()
-            checked = [block for block in range(0, num_blocks, max(1, num_blocks // 400)) if cells[block] not in (0, 2, 4)]
-            for block, pixel in zip(checked, pixels(page, checked), strict=True):
-                cell = int(cells[block])
-                state = str((cell & 0x7FFF) - 16) if cell >= 16 else {1: "free", 3: "cached", 5: "null"}[cell]
-                if state != "null":  # a dot lies on its colour
-                    assert pixel == [*expected[state], 255], (block, cell)
+            check_colours(page, pool.cells().tolist())
         assert pool.stats["preemptions"] > 0 and np.any(pool.cells() >= 0x8000) and np.any(pool.cells() == 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_page_draws_what_the_books_of_a_scheduler_say(open_page: Open, seed: int) -> None:
+    """At step borders of a random life: the data feed's cells equal an oracle's, and the canvas has their colours."""
+    model, checked = Pushed("demo"), 0
+    sources: list[FrameSource] = []
+    with PageRig([model]) as rig:
+        page = open_page(rig.url)
+
+        def look(world: World) -> None:
+            nonlocal checked
+            if checked == MOST_LOOKS:
+                return
+            if not sources:
+                facts = PoolFacts("demo", 4096, 64)
+                sources.append(FrameSource(lambda: world.scheduler, facts, lambda: MemoryFigures({"kv": 7}, 3, 5)))
+            frame = json.loads(encode(sources[0].take()))
+            rig.push(model, frame)
+            page.wait_for_function(DRAWN, arg=["demo", "seq", frame["seq"]])
+            expected = naive_cells(world.scheduler)
+            assert seen(page) == expected
+            check_colours(page, expected)
+            checked += 1
+
+        walk(seed, VARIANTS[seed * 5 % len(VARIANTS)], 40, check_every=3, look=look)
+        assert checked > 10
 
 
 def test_a_million_blocks_are_drawn_and_can_be_zoomed_into(open_page: Open) -> None:
@@ -213,7 +267,7 @@ def test_two_models_have_a_panel_each(open_page: Open) -> None:
             assert seen(page, pool.name) == pool.cells().tolist()
         assert page.locator(".panel h2").all_text_contents() == ["one", "two"]
         assert page.locator("#prompt-model option").all_text_contents() == ["one", "two"]
-        page.get_by_text("two: KV").wait_for()
+        page.get_by_text("two, KV").wait_for()
 
 
 # ---- the prompt box
@@ -242,8 +296,8 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
         assert page.locator("#output .token").all_text_contents() == ["Call", " me", " Ishmael", "."]
         page.locator("#output .token").nth(1).hover()
         assert "78 %" in page.locator("#tooltip").text_content() and "␣other" in page.locator("#tooltip").text_content()
-        page.get_by_text("Beams", exact=True).click()
-        page.get_by_text("Chat", exact=True).click()
+        page.get_by_role("radio", name="Beams").check()
+        page.get_by_role("radio", name="Chat").check()
         page.get_by_role("button", name="Run").click()
         page.wait_for_function("() => document.getElementById('run').disabled === false")
         path, body, _ = rig.bodies[1]
@@ -292,6 +346,69 @@ def test_tokens_are_divided_without_a_loss(open_page: Open, seed: int) -> None:
             assert "".join(part for part, _ in parts) == text
             placed = [token for _, own in parts for token in own]
             assert placed == tokens[: len(placed)]
+
+
+# ---- with a real engine
+
+
+def test_the_page_agrees_with_a_real_engine_after_random_load(open_page: Open, served: str) -> None:
+    chance = np.random.default_rng(5)
+    prompts = [" ".join(["The sea was calm."] * int(n)) for n in chance.integers(1, 40, 8)]
+
+    def ask(prompt: str) -> None:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "ignore_eos": True}
+        assert httpx2.post(f"{served}/v1/completions", json=body, timeout=60.0).status_code == 200
+
+    page = open_page(f"{served}/page/")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, prompts))
+    page.wait_for_function("() => pagetide.shown.get('demo')?.model.rows.size === 0")
+    with httpx2.stream("GET", f"{served}/page/events", timeout=60.0) as stream:
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith('data: {"model"'))
+        frame = json.loads(next(lines))["frame"]
+    assert frame["full"] and frame["stats"]["generated_tokens"] == 8 * 24
+    state = FrameState()
+    state.apply(json.dumps(frame).encode())
+    assert seen(page) == state.cells.tolist()
+    check_colours(page, seen(page))
+    free, draining, live, cached, inflight, mapped, _ = frame["blocks"]
+    assert [seen(page).count(cell) for cell in (1, 2, 3, 4)] == [free, draining, cached, inflight]
+    assert live == 0 and sum(cell > 0 for cell in seen(page)) == mapped + 1 and cached > 0
+    named = {1: "free", 2: "draining", 3: "cached", 0: "unmapped"}
+    for block in range(1, len(state.cells), 7):
+        found = httpx2.get(f"{served}/page/block", params={"model": "demo", "block": block}).json()
+        assert found["state"] == named[int(state.cells[block])], (block, found)
+
+
+def test_the_prompt_box_streams_and_its_blocks_light_up(open_page: Open, served: str) -> None:
+    page = open_page(f"{served}/page/")
+    page.wait_for_function("() => pagetide.shown.get('demo')?.model.pool")
+    page.evaluate("""() => { globalThis.ringed = new Set();
+        const { map } = pagetide.shown.get("demo").panel;
+        const follow = map.follow.bind(map);
+        map.follow = (rows) => { for (const row of rows) globalThis.ringed.add(row); follow(rows); };
+        globalThis.lengths = new Set();
+        new MutationObserver(() => globalThis.lengths.add(document.getElementById("output").textContent.length))
+            .observe(document.getElementById("output"), { childList: true, subtree: true }); }""")
+    page.get_by_text("Sampling").first.click()
+    page.get_by_role("radio", name="Greedy").check()
+    page.get_by_label("Max tokens").fill("40")
+    page.get_by_role("textbox", name="Prompt").fill("The whale")
+    page.get_by_role("button", name="Run").click()
+    page.locator("#prompt-status", has_text="40 tokens in").wait_for()
+    body = {"model": "demo", "prompt": "The whale", "max_tokens": 40, "temperature": 0, "logprobs": 4}
+    whole = httpx2.post(f"{served}/v1/completions", json=body, timeout=60.0).json()["choices"][0]
+    assert page.locator("#output").text_content() == whole["text"]
+    assert page.evaluate("globalThis.ringed.size") == 1  # the row that it had
+    assert page.evaluate("globalThis.lengths.size") > 5  # the text came in pieces
+    first = page.locator("#output .token").first
+    first.hover()
+    most = max(whole["logprobs"]["top_logprobs"][0].values())
+    page.locator("#tooltip .chosen", has_text=f"{most:.2f}").wait_for()
+    assert page.locator("#tooltip tr").count() == 4
+    page.locator("#output").focus()
+    page.keyboard.press("ArrowRight")
+    assert first.evaluate("(node) => node === document.activeElement")
 
 
 # ---- what a stranger sends
