@@ -284,7 +284,7 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
         for label, value in {"Temperature": "0.7", "Top-p": "0.9", "Top-k": "40", "Min-p": "0.05", "Seed": "7", "Min tokens": "2",
                              "Max tokens": "32", "Continuations (n)": "2", "Stop, one a line": "###\nEND"}.items():  # fmt: skip
             page.get_by_label(label).fill(value)
-        page.get_by_role("button", name="Run").click()
+        page.get_by_role("button", name="Run", exact=True).click()
         page.locator("#prompt-status", has_text="4 tokens in").wait_for()
         path, body, request_id = rig.bodies[0]
         assert path == "/v1/completions" and request_id.startswith("page-")
@@ -298,7 +298,7 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
         assert "78 %" in page.locator("#tooltip").text_content() and "␣other" in page.locator("#tooltip").text_content()
         page.get_by_role("radio", name="Beams").check()
         page.get_by_role("radio", name="Chat").check()
-        page.get_by_role("button", name="Run").click()
+        page.get_by_role("button", name="Run", exact=True).click()
         page.wait_for_function("() => document.getElementById('run').disabled === false")
         path, body, _ = rig.bodies[1]
         assert path == "/v1/chat/completions" and body["use_beam_search"] is True and body["n"] == 2
@@ -310,7 +310,7 @@ def test_the_request_of_the_prompt_box_is_followed(open_page: Open) -> None:
     with PageRig([pool], answer=["a"] * 4, hold=True) as rig:
         page = open_page(rig.url)
         rig.step()
-        page.get_by_role("button", name="Run").click()
+        page.get_by_role("button", name="Run", exact=True).click()
         page.wait_for_function("() => pagetide.followedId !== null")
         label = rig.wait_for_request()[2]
         pool.name_of = lambda n: (f"mine-{n}", label)
@@ -394,7 +394,7 @@ def test_the_prompt_box_streams_and_its_blocks_light_up(open_page: Open, served:
     page.get_by_role("radio", name="Greedy").check()
     page.get_by_label("Max tokens").fill("40")
     page.get_by_role("textbox", name="Prompt").fill("The whale")
-    page.get_by_role("button", name="Run").click()
+    page.get_by_role("button", name="Run", exact=True).click()
     page.locator("#prompt-status", has_text="40 tokens in").wait_for()
     body = {"model": "demo", "prompt": "The whale", "max_tokens": 40, "temperature": 0, "logprobs": 4}
     whole = httpx2.post(f"{served}/v1/completions", json=body, timeout=60.0).json()["choices"][0]
@@ -422,7 +422,7 @@ def test_markup_stays_text(open_page: Open) -> None:
         rig.step(60)
         wait_for_step(page, pool)
         page.get_by_role("textbox", name="Prompt").fill(MARKUP)
-        page.get_by_role("button", name="Run").click()
+        page.get_by_role("button", name="Run", exact=True).click()
         page.locator("#prompt-status", has_text="3 tokens in").wait_for()
         assert page.locator("#output").text_content() == f"{MARKUP}<b></p>"
         page.locator("#output .token").first.hover()
