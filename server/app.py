@@ -91,7 +91,7 @@ def make_app(server: Server) -> ASGIApp:
         title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
     )
     app.state.server = server
-    _add_errors(app)
+    add_errors(app)
     _add_generation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
@@ -110,7 +110,9 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
     return Response(json_encode(data), status, headers, "application/json")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer errors in OpenAI's form."""
+
     async def api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return _json(error.body, error.status, error.headers)
