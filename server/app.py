@@ -293,7 +293,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     async def load(body: LoadRequest) -> Response:
         began = time.monotonic()
         if "record" in body.options:
-            raise ApiError(400, "a recording is a file of this machine: set it at the start, by --record", param="options")
+            raise ApiError(
+                400, "a recording is a file of this machine: set it at the start, by --record", param="options"
+            )
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

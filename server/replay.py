@@ -66,7 +66,9 @@ def replay_app(recording: Recording, files: PageFiles, host: str = LOOPBACK[0]) 
         since: float = Query(0.0, alias="from"), until: float = math.inf, model: str | None = None
     ) -> Response:  # on a thread: it unpacks
         if model is not None and model not in recording.models:
-            raise ApiError(404, f"the recording is of {', '.join(recording.models)}, not of {model!r:.200}", param="model")
+            raise ApiError(
+                404, f"the recording is of {', '.join(recording.models)}, not of {model!r:.200}", param="model"
+            )
         if math.isnan(since) or math.isnan(until):
             raise ApiError(400, "from and until must be seconds since 1970", param="from")
         return Response(recorded_lines(recording, since, until), 200, _NO_STORE, "application/jsonl")

@@ -156,6 +156,11 @@ class EventReader:
                     return json.loads(value)
         raise EOFError
 
+    async def to_the_end(self) -> None:
+        """Read all that comes. Raises EOFError at the end."""
+        while True:
+            await self.next()
+
     async def frame(self, model: str = "one") -> Any:
         """The next frame of a model."""
         while (data := await self.next("frame"))["model"] != model:

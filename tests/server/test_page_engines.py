@@ -55,13 +55,12 @@ def recordings(server: ServerProcess, folder: Path) -> list[Path]:
     """The files of the server's recordings. It has ended, while a viewer looked."""
 
     async def end() -> None:
-        async with httpx.AsyncClient(base_url=server.url, headers=ALICE, timeout=FAR_S) as client:
-            async with looking(client) as reader:
-                await reader.frame()
-                server.process.send_signal(signal.SIGTERM)
-                with pytest.raises(EOFError):
-                    while True:
-                        await reader.next()
+        client = httpx.AsyncClient(base_url=server.url, headers=ALICE, timeout=FAR_S)
+        async with client, looking(client) as reader:
+            await reader.frame()
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(EOFError):
+                await reader.to_the_end()
 
     asyncio.run(end())
     assert server.process.wait(FAR_S) == 0 and "Traceback" not in server.said
@@ -75,7 +74,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def counts(state: FrameState) -> dict[str, int]:
     """The blocks of each state by the cells."""
     cells = state.cells
-    each = {"free": cells == 1, "draining": cells == 2, "cached": cells == 3, "in_flight": cells == 4, "live": cells >= 16}
+    each = {
+        "free": cells == 1,
+        "draining": cells == 2,
+        "cached": cells == 3,
+        "in_flight": cells == 4,
+        "live": cells >= 16,
+    }
     return {name: int(np.count_nonzero(found)) for name, found in each.items()}
 
 
@@ -227,7 +232,7 @@ def test_a_replay_serves_the_recording_to_this_machine(recordings: list[Path]) -
             assert client.get(path).status_code == 404
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 404
     process.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=FAR_S)
+    _, errors = process.communicate(timeout=FAR_S)
     assert process.returncode == 0 and "Traceback" not in errors
 
 
