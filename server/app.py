@@ -27,7 +27,7 @@ from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
-from .page import Page
+from .page import PageEndpoints
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -62,7 +62,7 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
-        self.page = Page(models, keys)
+        self.page = PageEndpoints(models, keys)
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""

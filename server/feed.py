@@ -1,4 +1,4 @@
-"""The feed of the page: an engine is asked for one snapshot at a time however many look, and for none when nobody does."""
+"""The feed of the page: an engine is asked for one snapshot for all viewers, and for none while there are none."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class PageFeed:
             )  # fmt: skip
 
     def _rest(self) -> None:
-        """Ask nobody anything."""
+        """Ask no engine any more."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
