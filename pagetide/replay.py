@@ -11,6 +11,7 @@ from typing import Any
 
 from .scheduler.frames.perfetto import write_trace
 from .scheduler.frames.recording import Recording, RecordingError
+from .serve import check_libraries
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -23,6 +24,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--perfetto", type=Path, metavar="OUT", help="write a trace that ui.perfetto.dev opens, and end"
     )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="of this machine alone (default 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default 8000)")
     parser.set_defaults(run=run)
     return parser
 
@@ -37,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     with recording:
         if args.perfetto is not None:
             return export(recording, args.perfetto)
-        return serve_recording(recording, args)
+        return show(recording, args.host, args.port)
 
 
 def export(recording: Recording, out: Path) -> int:
@@ -57,7 +62,14 @@ def export(recording: Recording, out: Path) -> int:
     return 0
 
 
-def serve_recording(recording: Recording, args: argparse.Namespace) -> int:
+def show(recording: Recording, host: str, port: int) -> int:
     """Serve the page over `recording`. Returns the exit status."""
-    print("pagetide replay: name what to write: --perfetto OUT", file=sys.stderr)
-    return 2
+    check_libraries("pagetide replay")
+    from .server.replay import serve_recording
+    from .server.run import CannotServe
+
+    try:
+        return serve_recording(recording, host, port)
+    except CannotServe as error:
+        print(f"pagetide replay: {error}", file=sys.stderr)
+        return 2

@@ -70,12 +70,15 @@ def add_parser(
     return parser
 
 
-def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+def check_libraries(command: str) -> None:
+    """Raise ValueError if the libraries of the server are missing."""
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"pagetide serve needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'"
-        )
+        raise ValueError(f"{command} needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'")
+
+
+def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    check_libraries("pagetide serve")
     from .server.config import ServeConfig
     from .server.models import ModelOptions
     from .server.run import CannotServe, serve

@@ -27,7 +27,7 @@ from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
-from .page import Page
+from .page import PageEndpoints
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -62,7 +62,7 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
-        self.page = Page(models, keys)
+        self.page = PageEndpoints(models, keys)
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""
@@ -91,7 +91,7 @@ def make_app(server: Server) -> ASGIApp:
         title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
     )
     app.state.server = server
-    _add_errors(app)
+    add_errors(app)
     _add_generation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
@@ -110,7 +110,9 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
     return Response(json_encode(data), status, headers, "application/json")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer errors in OpenAI's form."""
+
     async def api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return _json(error.body, error.status, error.headers)
@@ -291,7 +293,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     async def load(body: LoadRequest) -> Response:
         began = time.monotonic()
         if "record" in body.options:
-            raise ApiError(400, "a recording is a file of this machine: set it at the start, by --record", param="options")
+            raise ApiError(
+                400, "a recording is a file of this machine: set it at the start, by --record", param="options"
+            )
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

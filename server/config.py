@@ -80,7 +80,7 @@ class ServeConfig:
 
     @property
     def recorded_models(self) -> tuple[ModelOptions, ...]:
-        """The models, each with the file of its recording among its engine's arguments. One with a `record` of its own keeps it."""
+        """The models, each with the file of its recording among its engine's arguments, unless it has one of its own."""
         if self.record is None:
             return self.models
         return tuple(

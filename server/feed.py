@@ -1,4 +1,4 @@
-"""The feed of the page: an engine is asked for one snapshot at a time however many look, and for none when nobody does."""
+"""The feed of the page: an engine is asked for one snapshot for all viewers, and for none while there are none."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class PageFeed:
             )  # fmt: skip
 
     def _rest(self) -> None:
-        """Ask nobody anything."""
+        """Ask no engine any more."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -254,7 +254,9 @@ class FollowedEngine:
                 continue
             pause_s = self.pause_s
             await asyncio.sleep(max(began + pause_s - time.monotonic(), 0))
-            while not changed and not engine.num_unfinished and time.monotonic() - began < IDLE_S and not self._is_lacked:
+            while (
+                not changed and not engine.num_unfinished and time.monotonic() - began < IDLE_S and not self._is_lacked
+            ):
                 await asyncio.sleep(pause_s)
 
     async def _ask(self, engine: RemoteEngine) -> bool:
@@ -283,7 +285,9 @@ class FollowedEngine:
         """Whether a viewer needs a whole frame now. One that is behind waits until it reads again, and for its turn."""
         lacking = [viewer for viewer in self._feed.viewers if viewer.lacks(self)]
         now = time.monotonic()
-        if not any(not viewer.has_skipped or (viewer.has_read and now - self._whole_at >= BEHIND_S) for viewer in lacking):
+        if not any(
+            not viewer.has_skipped or (viewer.has_read and now - self._whole_at >= BEHIND_S) for viewer in lacking
+        ):
             return False
         self._whole_at = now
         return True

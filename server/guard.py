@@ -90,7 +90,7 @@ class Guard:
 
     Args:
         answered: Called after each request with its method, path, status and seconds.
-        sessions: Those of the page, whose cookies count as keys.
+        sessions: Those of the page; their cookies count as keys.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class Guard:
 def is_same_origin(scope: Scope) -> bool:
     """Whether a page of this server sent the request, and no other site in its name (CSRF).
 
-    Browsers say where a request comes from; over plain HTTP from another machine they say nothing for GET, whose answer no
-    other site can read.
+    Browsers say where a request comes from; over plain HTTP from another machine they say nothing for GET, and no other
+    site can read its answer.
     """
     headers = scope["headers"]
     if (site := header_value(headers, b"sec-fetch-site")) is not None:

@@ -78,7 +78,7 @@ def _read(path: Path) -> _File:
     return _File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-class Page:
+class PageEndpoints:
     """The page of a server.
 
     Args:

@@ -43,7 +43,7 @@ def serve(config: ServeConfig) -> int:
             f"{config.host} is reachable from other machines, and there is no API key: set PAGETIDE_API_KEY or "
             "--api-key-file, or listen on 127.0.0.1"
         )
-    listening = _listen(config)
+    listening = listen(config)
     config = replace(config, port=listening.getsockname()[1])
     with suppress(ImportError):  # where uvloop installs
         import uvloop
@@ -52,7 +52,8 @@ def serve(config: ServeConfig) -> int:
     return asyncio.run(_serve(config, keys, listening))
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
+    """The listening socket. Raises CannotServe."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -73,7 +74,7 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
     models = ModelRegistry()
     server = Server(models, keys, options)
-    http = _HttpServer(
+    http = HttpServer(
         uvicorn.Config(
             make_app(server), http=BoundedHttpProtocol, log_config=None,
             access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S,
@@ -118,7 +119,7 @@ async def _load(server: Server, http: uvicorn.Server, config: ServeConfig) -> bo
     return True
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Leaves the signals to `_Drainer`."""
 
     def capture_signals(self):  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from pagetide.server.http_protocol import BoundedHttpProtocol
 from pagetide.server.keys import ApiKeys
 from pagetide.server.messages import ModelInfo
 from pagetide.server.models import ModelOptions, ModelRegistry
-from pagetide.server.page import Page, PageFiles
+from pagetide.server.page import PageEndpoints, PageFiles
 
 FAR_S = 60.0
 INFO = ModelInfo("made up", 1024, 8, 16, 256, True, None, "cpu", "none", "0")
@@ -89,7 +89,7 @@ class PageServer:
         self.models = ModelRegistry(self._start)
         self.server = Server(self.models, ApiKeys() if keys is None else keys, AppOptions())
         if files is not None:
-            self.server.page = Page(self.models, self.server.keys, PageFiles(files))
+            self.server.page = PageEndpoints(self.models, self.server.keys, PageFiles(files))
         self._names = names
         self.http = uvicorn.Server(
             uvicorn.Config(make_app(self.server), port=0, http=BoundedHttpProtocol, log_config=None, lifespan="on",
@@ -155,6 +155,11 @@ class EventReader:
                 elif name == "data" and wanted in (None, kind):
                     return json.loads(value)
         raise EOFError
+
+    async def to_the_end(self) -> None:
+        """Read all that comes. Raises EOFError at the end."""
+        while True:
+            await self.next()
 
     async def frame(self, model: str = "one") -> Any:
         """The next frame of a model."""

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-from page_rig import FAR_S, EventReader, PageServer, eventually, looking  # noqa: E402
+from page_rig import FAR_S, EventReader, PageServer, eventually, looking
 
-from pagetide.server import feed as feed_module  # noqa: E402
-from pagetide.server import streams  # noqa: E402
-from pagetide.server.engine_client import RequestFailed  # noqa: E402
-from pagetide.server.errors import ApiError  # noqa: E402
-from pagetide.server.keys import ApiKey, ApiKeys, digest_of  # noqa: E402
-from pagetide.server.models import ModelOptions  # noqa: E402
+from pagetide.server import feed as feed_module
+from pagetide.server import streams
+from pagetide.server.engine_client import RequestFailed
+from pagetide.server.errors import ApiError
+from pagetide.server.keys import ApiKey, ApiKeys, digest_of
+from pagetide.server.models import ModelOptions
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -271,8 +271,7 @@ def test_a_drain_ends_the_streams_at_once() -> None:
             await reader.frame()
             server.server.page.feed.stop()
             with pytest.raises(EOFError):
-                while True:
-                    await reader.next()
+                await reader.to_the_end()
             assert (await client.get("/page/events")).status_code == 503
             with pytest.raises(ApiError), server.server.page.feed.viewer(10.0, None, lambda: True):
                 pass

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-from page_rig import FAR_S, PageServer, eventually, looking  # noqa: E402
+from page_rig import FAR_S, PageServer, eventually, looking
 
-from pagetide.server import page_sessions  # noqa: E402
-from pagetide.server.keys import ApiKey, ApiKeys, digest_of  # noqa: E402
-from pagetide.server.page_sessions import PageSessions, set_cookie  # noqa: E402
-from pagetide.version import __version__  # noqa: E402
+from pagetide.server import page_sessions
+from pagetide.server.keys import ApiKey, ApiKeys, digest_of
+from pagetide.server.page_sessions import PageSessions, set_cookie
+from pagetide.version import __version__
 
 ALICE = {"Authorization": "Bearer sk-alice-1234"}
 OPS = {"Authorization": "Bearer sk-operator-1"}
@@ -201,7 +201,10 @@ def test_sessions_begin_with_a_key_of_this_server_and_from_its_page(files: Path)
             assert foreign.status_code == 403 and len(server.server.page.sessions) == 1
             gone = {"Cookie": "pagetide_session=" + "A" * 43, **HERE}
             assert (await client.get("/page/events", headers=gone)).status_code == 401
-        async with PageServer(files=files) as server, server.client() as client:  # without keys: open to all who reach it
+        async with (
+            PageServer(files=files) as server,
+            server.client() as client,
+        ):  # without keys: open to all who reach it
             assert not (await client.get("/page/info")).json()["needs_key"]
             assert (await client.get("/page/block?block=1")).json() == {"asked": {"block": 1, "text": False}}
             assert (await client.post("/page/session", headers=ALICE)).status_code == 401
