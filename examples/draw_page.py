@@ -38,6 +38,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 PICTURES = ("light", "recall", "phone", "dark", "million")
 WIDE = {"width": 1440, "height": 900}
+HIGH = {"width": 1440, "height": 1240}
 PHONE = {"width": 390, "height": 844}
 MOST_BYTES = 300_000
 COMMON = (  # beginnings that several requests share, as system prompts are
@@ -46,7 +47,22 @@ COMMON = (  # beginnings that several requests share, as system prompts are
     "The old house stood at the end of a long road, and its windows looked out over the fields towards the sea. "
     "In the evening the children sat on the stairs and listened to the stories of their grandfather, who had been a sailor. ",
 )
-WORDS = "the sea was calm and a whale rose near the ship while men sang of home winter light and a long voyage north".split()
+WORDS = (
+    "sea",
+    "calm",
+    "whale",
+    "ship",
+    "men",
+    "song",
+    "home",
+    "winter",
+    "light",
+    "voyage",
+    "north",
+    "wind",
+    "old",
+    "far",
+)
 NAMES = ("chat", "search", "summary", "agent", "draft")
 
 
@@ -128,17 +144,18 @@ def browser() -> Iterator[Any]:
 
 
 def picture(page: Any, file: Path) -> None:
-    """Write what `page` shows as a PNG of at most 256 colours, with fewer if it would be too large."""
+    """Write what `page` shows as a PNG, with fewer colours if it would be too large."""
     page.mouse.move(0, 0)
     raw = file.with_suffix(".raw.png")
     page.screenshot(path=str(raw))
     with Image.open(raw) as taken:
         image = taken.convert("RGB")
     raw.unlink()
+    image.save(file, optimize=True)
     for colours in (256, 128, 64):
-        image.quantize(colours, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, optimize=True)
         if file.stat().st_size < MOST_BYTES:
             break
+        image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
     print(f"{file.name}: {image.width} x {image.height}, {file.stat().st_size:,} bytes", flush=True)
 
 
@@ -176,10 +193,12 @@ def draw_one_model(chromium: Any, folder: Path, wanted: Sequence[str], seconds: 
         if "light" in wanted:
             picture(page, folder / "page-light.png")
         if "recall" in wanted:
-            kv = page.evaluate("pagetide.models[0].memory.kv")
-            recall(0.5, kv)
+            page.set_viewport_size(HIGH)
+            page.get_by_role("button", name="Abort").click()
+            page.evaluate("document.getElementById('output').hidden = true")
+            recall(0.5, page.evaluate("pagetide.models[0].memory.kv"))
             page.locator(".event.recall").first.wait_for(timeout=60_000)
-            page.wait_for_timeout(1500)
+            page.wait_for_timeout(1200)
             picture(page, folder / "page-recall.png")
         if "phone" in wanted:
             phone = opened(chromium, url, viewport=PHONE, device_scale_factor=2, has_touch=True, is_mobile=True)
@@ -209,9 +228,9 @@ def draw_made_up(chromium: Any, folder: Path, num_blocks: int) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from page_pools import PageRig, Simulation
 
-    lengths = (num_blocks // 12, num_blocks // 30)
-    pool = Simulation("llama-3.3-70b", num_blocks, 64, seed=3, mapped=0.82, load=260, rows=200, lengths=lengths)
-    for _ in range(25):
+    lengths = (num_blocks // 16, 90)
+    pool = Simulation("made-up-70b", num_blocks, 64, seed=3, mapped=0.86, load=190, rows=170, lengths=lengths)
+    for _ in range(90):
         pool.step()
     with PageRig([pool]) as rig:
         page = opened(chromium, rig.url, color_scheme="light", device_scale_factor=2)
@@ -226,13 +245,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures."""
     parser = argparse.ArgumentParser(description="Draw the pictures of the server's page, from real runs in a browser.")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the pictures (default: the repository's)")
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument(
+        "--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="NAME", help=", ".join(PICTURES)
+    )
     parser.add_argument("--seconds", type=float, default=25.0, help="of load before a picture (default 25)")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of the made-up pool (default 1,000,000)")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     with browser() as chromium, tempfile.TemporaryDirectory() as runtime:
-        os.environ["PAGETIDE_RUNTIME_DIR"] = runtime  # a broker of its own: other engines of this machine are left alone
+        os.environ["PAGETIDE_RUNTIME_DIR"] = (
+            runtime  # a broker of its own: other engines of this machine are left alone
+        )
         steps: list[tuple[set[str], Callable[[], None]]] = [
             ({"light", "recall", "phone"}, lambda: draw_one_model(chromium, args.folder, args.only, args.seconds)),
             ({"dark"}, lambda: draw_two_models(chromium, args.folder, args.seconds)),

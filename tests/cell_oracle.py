@@ -1,4 +1,4 @@
-"""The cells of a frame by loops over tables, references and pins: what frames, and the page that draws them, are compared with."""
+"""The cells of a frame by loops over tables, references and pins: what frames and the page are compared with."""
 
 from __future__ import annotations
 

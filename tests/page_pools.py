@@ -90,7 +90,13 @@ class Simulation:
         rows: int = 16, lengths: tuple[int, int] = (400, 500), block_bytes: int = 131_072,
         name_of: Callable[[int], tuple[str, str]] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.per_extent, self.block_bytes, self.load, self.lengths = name, per_extent, block_bytes, load, lengths
+        self.name, self.per_extent, self.block_bytes, self.load, self.lengths = (
+            name,
+            per_extent,
+            block_bytes,
+            load,
+            lengths,
+        )
         self.random = random.Random(seed)
         self.num_extents = -(-num_blocks // per_extent)
         self.state = np.zeros(num_blocks, np.uint16)
@@ -162,7 +168,11 @@ class Simulation:
         last = self.decisions[-1] if self.decisions else None
         entry = {"step": self.step_number, "n": len(self.decisions), "label": "", **decision}
         if last and last["what"] == "give up" == entry["what"]:
-            last |= {"evicted": last["evicted"] + entry["evicted"], "step": self.step_number, "changed": self.step_number}
+            last |= {
+                "evicted": last["evicted"] + entry["evicted"],
+                "step": self.step_number,
+                "changed": self.step_number,
+            }
             return
         self.decisions.append(entry | {"changed": self.step_number})
 
@@ -196,7 +206,9 @@ class Simulation:
     def admit(self) -> None:
         while self.waiting and self.free_rows:
             job = self.waiting[0]
-            found = [b for b in self.prefixes.get(job.prefix, []) if self.state[b] in (CACHED, FIRST_ROW)][: job.known // 32]
+            found = [b for b in self.prefixes.get(job.prefix, []) if self.state[b] in (CACHED, FIRST_ROW)][
+                : job.known // 32
+            ]
             needed = -(-job.known // 16) - len(found)
             room = int(np.count_nonzero((self.state == FREE) | (self.state == CACHED)))
             blocks = self.take(needed) if needed <= room - len(found) - 8 else None
@@ -212,7 +224,9 @@ class Simulation:
             job.table, job.row, job.computed = found + blocks, self.free_rows.pop(), len(found) * 16
             if job.preemptions:
                 had = job.known - 1
-                self.decide({"what": "return", "request_id": job.id, "label": job.label, "had": had, "found": job.computed})
+                self.decide(
+                    {"what": "return", "request_id": job.id, "label": job.label, "had": had, "found": job.computed}
+                )
             else:
                 self.stats["prompt_tokens"] += job.prompt
                 self.stats["cached_prompt_tokens"] += job.computed
@@ -246,8 +260,14 @@ class Simulation:
 
     def preempt(self, job: Job) -> None:
         won = len(job.table)
-        self.decide({"what": "preempt", "request_id": job.id, "label": job.label, "priority": 0, "blocks_won": won,
-                     "tokens": job.computed, "swap_s": None, "compute_s": job.computed * 0.0004, "chosen": "compute"})  # fmt: skip
+        told = {
+            "priority": 0,
+            "blocks_won": won,
+            "tokens": job.computed,
+            "swap_s": None,
+            "compute_s": job.computed * 0.0004,
+        }
+        self.decide({"what": "preempt", "request_id": job.id, "label": job.label, "chosen": "compute", **told})
         self.stats["preemptions"] += 1
         job.preemptions += 1
         self.release(job, keeps=False)
@@ -319,7 +339,8 @@ class Simulation:
         return {
             "weights": 290 << 20, "base": 42 << 20, "kv": kv, "prepared": 0,
             "lease": {
-                "granted": beside + kv, "held": beside + kv, "min": beside + most // 5, "max": beside + most, "recall_target": target,
+                "granted": beside + kv, "held": beside + kv, "min": beside + most // 5, "max": beside + most,
+                "recall_target": target,
             },
             "device": {"name": "Test device", "total": 16 << 30, "used": self.others + kv, "others": self.others},
         }  # fmt: skip
@@ -360,8 +381,8 @@ class Frames:
             "running": [[job.row, int(job.computed >= job.prompt), job.known, job.computed, len(job.table), job.preemptions]
                         for job in pool.running],
             "waiting": [len(pool.waiting), [
-                [job.id, job.label, job.known, -(-job.known // 16), 0, round(pool.now - job.arrival, 1), job.preemptions, "waiting"]
-                for job in pool.waiting[:200]]],
+                [job.id, job.label, job.known, -(-job.known // 16), 0, round(pool.now - job.arrival, 1), job.preemptions,
+                 "waiting"] for job in pool.waiting[:200]]],
             "ended": pool.ended[self.num_ended:],
             "decisions": [d for d in pool.decisions[-64:] if d["changed"] > self.seen_step],
             "stats": dict(pool.stats), "host": None, "memory": pool.memory(),
@@ -410,9 +431,9 @@ class PageRig:
     """
 
     def __init__(
-        self, simulations: Sequence[Simulation | Pushed], *, pause_s: float | None = None, key: str | None = None, port: int = 0,
-        recording: dict[str, list[dict[str, Any]]] | None = None, answer: Sequence[str] = ("Call", " me", " Ishmael", "."),
-        hold: bool = False,
+        self, simulations: Sequence[Simulation | Pushed], *, pause_s: float | None = None, key: str | None = None,
+        port: int = 0, recording: dict[str, list[dict[str, Any]]] | None = None,
+        answer: Sequence[str] = ("Call", " me", " Ishmael", "."), hold: bool = False,
     ) -> None:  # fmt: skip
         self.simulations = {one.name: one for one in simulations}
         self.pause_s, self.key, self.recording, self.answer, self.hold = pause_s, key, recording, answer, hold
@@ -480,7 +501,7 @@ class PageRig:
         seen = -1
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.version != seen or self.ending, 1.0)
+                self.changed.wait_for(lambda seen=seen: self.version != seen or self.ending, 1.0)
                 if self.ending:
                     return
                 seen = self.version
@@ -513,8 +534,7 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
 
         def reply(self, status: int, content: bytes, media: str = "application/json", **headers: str) -> None:
             self.send_response(status)
-            given = {"content-type": media, "content-length": str(len(content)), "content-security-policy": POLICY,
-                     "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}  # fmt: skip
+            given = {"content-type": media, "content-length": str(len(content)), "content-security-policy": POLICY}
             for name, value in (given | headers).items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
@@ -543,12 +563,16 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             if path == "/page/block" and isinstance(model, Simulation):
                 return self.json(200, block_details(model, int(query["block"][0])))
             if path == "/page/explain" and isinstance(model, Simulation):
-                return self.json(200, [d for d in model.decisions if query["request"][0] in (d.get("request_id"), d["label"])])
+                return self.json(
+                    200, [d for d in model.decisions if query["request"][0] in (d.get("request_id"), d["label"])]
+                )
             self.json(404, {"error": {"message": f"there is no {path}"}})
 
         def info(self) -> None:
-            info: dict[str, Any] = {"mode": "live", "needs_key": rig.key is not None, "signed_in": rig.key is not None and self.signed_in(),
-                                    "admin": rig.key is not None and self.signed_in(), "version": "0.1.0"}  # fmt: skip
+            has_key = rig.key is not None
+            is_in = has_key and self.signed_in()
+            info: dict[str, Any] = {"mode": "live", "needs_key": has_key, "has_keys": has_key, "signed_in": is_in}
+            info |= {"admin": is_in, "version": "0.1.0"}
             if rig.recording is not None:
                 times = [frame["time"] for frames in rig.recording.values() for frame in frames]
                 info |= {"mode": "replay", "began": min(times), "ended": max(times), "models": list(rig.recording)}
@@ -560,12 +584,16 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             begin, until = float(query["from"][0]), float(query["until"][0])
             first = max((at for at, one in enumerate(frames) if one["full"] and one["time"] <= begin), default=0)
             chosen = [one for one in frames[first:] if one["time"] <= until]
-            lines = [json.dumps(one) for one in chosen] + [json.dumps({"more": False})]
+            lines = [json.dumps(one) for one in chosen] + [json.dumps({"more": False, "until": until})]
             self.reply(200, "\n".join(lines).encode(), "application/x-ndjson")
 
         def stream(self, events: Iterator[tuple[str, Any]]) -> None:
             self.send_response(200)
-            for name, value in (("content-type", "text/event-stream"), ("connection", "close"), ("cache-control", "no-store")):
+            for name, value in (
+                ("content-type", "text/event-stream"),
+                ("connection", "close"),
+                ("cache-control", "no-store"),
+            ):
                 self.send_header(name, value)
             self.end_headers()
             self.close_connection = True
@@ -624,11 +652,11 @@ def block_details(model: Simulation, block: int) -> dict[str, Any]:
     ]  # fmt: skip
     names = {UNMAPPED: "unmapped", FREE: "free", DRAINING: "draining", CACHED: "cached", NULL: "null"}
     first = rows[0]["position"] * 16 if rows else 0
-    return {
-        "state": "live" if rows else names.get(int(model.state[block]), "in flight"), "rows": rows, "hash": "9f2c41d07a" if rows else None,
-        "hits": 2 if rows else 0, "tokens": [first, first + 16] if rows else None,
-        "text": "<img src=x onerror=alert(1)> the sea was calm, and the ship" if rows else None,
-    }  # fmt: skip
+    text = "<img src=x onerror=alert(1)> the sea was calm, and the ship"
+    known = {"hash": "9f2c41d07a", "hits": 2, "tokens": [first, first + 16], "text": text}
+    if not rows:
+        known = {"hash": None, "hits": 0, "tokens": None, "text": None}
+    return {"state": "live" if rows else names.get(int(model.state[block]), "in flight"), "rows": rows, **known}
 
 
 def main() -> None:
@@ -640,7 +668,9 @@ def main() -> None:
     parser.add_argument("--key")
     parser.add_argument("--replay", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
-    models = [Simulation(f"model-{number}" if number else "demo", args.blocks, seed=number) for number in range(args.models)]
+    models = [
+        Simulation(f"model-{number}" if number else "demo", args.blocks, seed=number) for number in range(args.models)
+    ]
     recording = record(models, args.replay) if args.replay else None
     for model in models:
         for _ in range(300):

@@ -217,7 +217,7 @@ function token(text, scores) {
   span.scores = scores.filter((one) => one.logprob !== null);
   const least = Math.min(0, ...span.scores.map((one) => one.logprob));
   const share = Math.exp(least);
-  if (span.scores.length) span.dataset.likely = share > 0.5 ? "3" : share > 0.15 ? "2" : share > 0.03 ? "1" : "0";
+  if (span.scores.length) span.dataset.likely = share > 0.25 ? "3" : share > 0.05 ? "2" : share > 0.01 ? "1" : "0";
   return span;
 }
 

@@ -139,9 +139,9 @@ export class Replay {
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     const lines = (await response.text()).split("\n").filter((line) => line !== "").map((line) => JSON.parse(line));
     const frames = lines.filter((line) => line.cells !== undefined);
-    const more = lines.some((line) => line.cells === undefined && line.more);
+    const end = lines.find((line) => line.cells === undefined); // the last line: up to when all frames are here
     setText(byId("replay-status"), "");
-    return { frames, until: more && frames.length ? Math.max(from + 0.01, frames[frames.length - 1].time) : until };
+    return { frames, until: Math.min(until, end?.until ?? until) };
   }
 
   #showTime() {

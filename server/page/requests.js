@@ -18,7 +18,11 @@ export class RequestLists {
   /** @param {import("./frames.js").Model[]} models */
   show(models) {
     const named = models.length > 1;
-    const running = models.flatMap((model) => model.running.map((one) => ({ ...one, model, named })));
+    const running = models.flatMap((model) => {
+      const rows = model.running;
+      const labels = rows.map((one) => one.label);
+      return rows.map((one) => ({ ...one, model, named, twin: one.label !== "" && labels.filter((label) => label === one.label).length > 1 }));
+    });
     const waiting = models.flatMap((model) => model.waiting.map((one, at) => ({ ...one, model, named, at })));
     const numWaiting = models.reduce((sum, model) => sum + model.numWaiting, 0);
     this.running.show(running.slice(0, MOST_SHOWN), (one) => `${one.model.name} ${one.row} ${one.id}`);
@@ -55,8 +59,8 @@ export class RequestLists {
       current = one;
       setText(name, short(one.label || one.id, 18));
       button.title = one.label ? `${one.label} (${one.id})` : one.id;
-      setText(tag, one.named ? one.model.name : "");
-      tag.hidden = !one.named;
+      setText(tag, [one.named ? one.model.name : "", one.twin ? one.id : ""].filter(Boolean).join(" · ")); // twins: continuations of a prompt
+      tag.hidden = !one.named && !one.twin;
       button.classList.toggle("found", this.app.isSought(one));
     };
     return { node, facts, update };

@@ -31,6 +31,44 @@ MARKUP = '<img src=x onerror="globalThis.hacked = 1"><script>globalThis.hacked =
 WAIT_MS = 20_000
 MOST_LOOKS = 50  # at one random life
 
+# JavaScript that the tests run in the page.
+SAME_CELLS = """(expected) => {
+    const { cells } = pagetide.shown.get("demo").model;
+    return expected.every(([block, cell]) => cells[block] === cell);
+}"""
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, canvas, [role=dialog]")].filter((node) => {
+    if (node.hidden || node.closest("[hidden]")) return false;
+    const labels = [...(node.labels ?? [])].map((one) => one.textContent).join("");
+    const ids = (node.getAttribute("aria-labelledby") ?? "").split(" ");
+    const by = ids.map((id) => document.getElementById(id)?.textContent ?? "").join("");
+    return !(labels || by || node.getAttribute("aria-label") || node.textContent).trim();
+}).map((node) => node.outerHTML)"""
+SAME_IDS = """() => {
+    const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+    return ids.length - new Set(ids).size;
+}"""
+CONTROLS = "button:not(:disabled), select, textarea, summary, canvas.map, input:not([type=radio])"
+NUM_CONTROLS = """(controls) => [...document.querySelectorAll(controls)].filter(
+    (node) => node.checkVisibility() && node.tabIndex >= 0).length"""
+FOCUSED = """(controls) => {
+    const node = document.activeElement;
+    if (node === document.body) return null;
+    globalThis.numbers ??= new Map();
+    if (!numbers.has(node)) numbers.set(node, numbers.size);
+    return [numbers.get(node), node.matches(controls)];
+}"""
+STORED = "() => document.cookie + JSON.stringify([localStorage, sessionStorage]) + document.body.innerHTML"
+CONTRAST = """() => {
+    const part = (value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+    const light = (colour) => {
+        const [red, green, blue] = colour.match(/[\\d.]+/g).map((value) => part(Number(value)));
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const text = light(getComputedStyle(document.querySelector(".summary")).color);
+    const card = light(getComputedStyle(document.querySelector(".card")).backgroundColor);
+    return (Math.max(text, card) + 0.05) / (Math.min(text, card) + 0.05);
+}"""
+
 Open = Callable[..., Any]
 
 
@@ -56,7 +94,9 @@ def open_page(browser: Any) -> Iterator[Open]:
     contexts, said = [], []
 
     def open_one(url: str, may_fail: str | None = None, **options: Any) -> Any:
-        context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options))
+        context = browser.new_context(
+            **({"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options)
+        )
         context.set_default_timeout(WAIT_MS)
         contexts.append(context)
         page = context.new_page()
@@ -141,8 +181,12 @@ def colours(page: Any, model: str = "demo") -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("num_blocks", "per_extent", "seed"), [(512, 8, 1), (4096, 64, 2), (10_000, 16, 3)])
-def test_the_page_has_the_cells_of_the_pool_at_every_step(open_page: Open, num_blocks: int, per_extent: int, seed: int) -> None:
-    pool = Simulation("demo", num_blocks, per_extent, seed=seed, lengths=(num_blocks * 3 // 4, num_blocks // 2), rows=12)
+def test_the_page_has_the_cells_of_the_pool_at_every_step(
+    open_page: Open, num_blocks: int, per_extent: int, seed: int
+) -> None:
+    pool = Simulation(
+        "demo", num_blocks, per_extent, seed=seed, lengths=(num_blocks * 3 // 4, num_blocks // 2), rows=12
+    )
     with PageRig([pool]) as rig:
         page = open_page(rig.url)
         wait_for_step(page, pool)
@@ -188,9 +232,8 @@ def test_a_million_blocks_are_drawn_and_can_be_zoomed_into(open_page: Open) -> N
         page = open_page(rig.url)
         rig.step(3)
         wait_for_step(page, pool)
-        same = "(runs) => { const { cells } = pagetide.shown.get('demo').model; return runs.every(([at, cell]) => cells[at] === cell); }"
         cells = pool.cells()
-        assert page.evaluate(same, [[at, int(cells[at])] for at in range(0, 1_000_000, 997)])
+        assert page.evaluate(SAME_CELLS, [[at, int(cells[at])] for at in range(0, 1_000_000, 997)])
         assert page.evaluate("pagetide.shown.get('demo').panel.map.fitted.scale") < 4
         page.get_by_role("button", name="Zoom in").focus()
         for _ in range(12):
@@ -209,9 +252,13 @@ def test_hovering_and_clicking_a_block_says_what_it_is(open_page: Open) -> None:
         rig.step(20)
         wait_for_step(page, pool)
         job = pool.running[0]
-        left, top, edge = page.evaluate("(block) => pagetide.shown.get('demo').panel.map.cellRect(block)", job.table[2])[:3]
+        left, top, edge = page.evaluate(
+            "(block) => pagetide.shown.get('demo').panel.map.cellRect(block)", job.table[2]
+        )[:3]
         page.locator("canvas.map").hover(position={"x": left + edge / 2, "y": top + edge / 2})
-        assert page.locator("#tooltip").text_content().startswith(f"block {job.table[2]} · live · {job.label or job.id}")
+        assert (
+            page.locator("#tooltip").text_content().startswith(f"block {job.table[2]} · live · {job.label or job.id}")
+        )
         page.locator("canvas.map").click(position={"x": left + edge / 2, "y": top + edge / 2})
         details = page.get_by_role("dialog")
         details.get_by_text("its block 2").first.wait_for()
@@ -244,7 +291,9 @@ def test_the_lists_say_what_runs_what_waits_and_why(open_page: Open) -> None:
         page = open_page(rig.url)
         rig.step(60)
         wait_for_step(page, pool)
-        page.wait_for_function("(n) => document.getElementById('num-waiting').textContent === String(n)", arg=len(pool.waiting))
+        page.wait_for_function(
+            "(n) => document.getElementById('num-waiting').textContent === String(n)", arg=len(pool.waiting)
+        )
         assert page.locator("#num-running").text_content() == str(len(pool.running))
         names = [job.label or job.id for job in pool.waiting]
         assert page.locator("#waiting .name").all_text_contents() == names
@@ -281,8 +330,11 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
         wait_for_step(page, pool)
         page.get_by_role("textbox", name="Prompt").fill("The sea")
         page.get_by_text("Sampling").first.click()
-        for label, value in {"Temperature": "0.7", "Top-p": "0.9", "Top-k": "40", "Min-p": "0.05", "Seed": "7", "Min tokens": "2",
-                             "Max tokens": "32", "Continuations (n)": "2", "Stop, one a line": "###\nEND"}.items():  # fmt: skip
+        chosen = {
+            "Temperature": "0.7", "Top-p": "0.9", "Top-k": "40", "Min-p": "0.05", "Seed": "7", "Min tokens": "2",
+            "Max tokens": "32", "Continuations (n)": "2", "Stop, one a line": "###\nEND",
+        }  # fmt: skip
+        for label, value in chosen.items():
             page.get_by_label(label).fill(value)
         page.get_by_role("button", name="Run", exact=True).click()
         page.locator("#prompt-status", has_text="4 tokens in").wait_for()
@@ -415,7 +467,9 @@ def test_the_prompt_box_streams_and_its_blocks_light_up(open_page: Open, served:
 
 
 def test_markup_stays_text(open_page: Open) -> None:
-    pool = Simulation("demo", 512, 8, lengths=(400, 400), load=24, seed=3, name_of=lambda n: (f"{MARKUP}{n}", f"{n}{MARKUP}"))
+    pool = Simulation(
+        "demo", 512, 8, lengths=(400, 400), load=24, seed=3, name_of=lambda n: (f"{MARKUP}{n}", f"{n}{MARKUP}")
+    )
     other = Simulation(MARKUP, 512, 8)
     with PageRig([pool, other], answer=[MARKUP, "<b>", "</p>"]) as rig:
         page = open_page(rig.url)
@@ -474,7 +528,7 @@ def test_signing_in(open_page: Open) -> None:
         rig.step()
         wait_for_step(page, pool)
         assert page.locator("#sign-in-place").is_hidden()
-        assert page.evaluate("document.cookie + JSON.stringify([localStorage, sessionStorage]) + document.body.innerHTML").count("sk-1") == 0
+        assert "sk-1" not in page.evaluate(STORED)
         page.reload()
         wait_for_step(page, pool)
 
@@ -489,31 +543,18 @@ def test_all_controls_have_names_and_can_be_reached_by_keyboard(open_page: Open)
         rig.step(40)
         wait_for_step(page, pool)
         page.wait_for_function("() => document.querySelectorAll('#running button').length > 0")
-        named = """() => [...document.querySelectorAll("button, input, select, textarea, canvas, [role=dialog]")].filter((node) => {
-            if (node.hidden || node.closest("[hidden]")) return false;
-            const labels = [...(node.labels ?? [])].map((one) => one.textContent).join("");
-            const by = (node.getAttribute("aria-labelledby") ?? "").split(" ").map((id) => document.getElementById(id)?.textContent ?? "").join("");
-            return !(labels || by || node.getAttribute("aria-label") || node.textContent).trim();
-        }).map((node) => node.outerHTML)"""
-        assert page.evaluate(named) == []
-        duplicates = "() => { const ids = [...document.querySelectorAll('[id]')].map((n) => n.id); return ids.length - new Set(ids).size; }"
-        assert page.evaluate(duplicates) == 0
-        visible = """() => [...document.querySelectorAll("button:not(:disabled), select, textarea, summary, canvas.map, input:not([type=radio])")]
-            .filter((node) => node.checkVisibility() && node.tabIndex >= 0).length"""
+        assert page.evaluate(NAMELESS) == []
+        assert page.evaluate(SAME_IDS) == 0
         page.evaluate("document.activeElement.blur?.()")
-        reached = set()
-        for _ in range(page.evaluate(visible) + 40):
+        expected, reached = page.evaluate(NUM_CONTROLS, CONTROLS), set()
+        for _ in range(expected + 40):
             page.keyboard.press("Tab")
-            node = page.evaluate(
-                """() => { const node = document.activeElement; if (node === document.body) return null;
-                globalThis.numbers ??= new Map(); numbers.has(node) || numbers.set(node, numbers.size);
-                return [numbers.get(node), node.matches("button:not(:disabled), select, textarea, summary, canvas.map, input:not([type=radio])")]; }"""
-            )
-            if node is None:
+            focused = page.evaluate(FOCUSED, CONTROLS)
+            if focused is None:
                 break
-            if node[1]:
-                reached.add(node[0])
-        assert len(reached) == page.evaluate(visible)
+            if focused[1]:
+                reached.add(focused[0])
+        assert len(reached) == expected > 20
 
 
 def test_the_map_has_a_cursor(open_page: Open) -> None:
@@ -537,17 +578,15 @@ def test_a_phone_scrolls_in_one_direction_only(open_page: Open, scheme: str) -> 
     pools = [Simulation("demo", 1024, 32, load=20), Simulation("a-model-with-a-long-name", 10_000, 64)]
     size = {"width": 360, "height": 740}
     with PageRig(pools) as rig:
-        page = open_page(rig.url, viewport=size, device_scale_factor=3, has_touch=True, is_mobile=True, color_scheme=scheme)
+        page = open_page(
+            rig.url, viewport=size, device_scale_factor=3, has_touch=True, is_mobile=True, color_scheme=scheme
+        )
         rig.step(40)
         wait_for_step(page, pools[1])
         page.get_by_text("What am I seeing?").click()
         page.get_by_text("Sampling").first.click()
         assert page.evaluate("document.documentElement.scrollWidth") == 360
-        contrast = """() => { const l = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map((v) => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-            const style = getComputedStyle(document.querySelector(".summary")); const card = getComputedStyle(document.querySelector(".card"));
-            const [a, b] = [l(style.color), l(card.backgroundColor)].sort(); return (b + 0.05) / (a + 0.05); }"""
-        assert page.evaluate(contrast) > 4.5
+        assert page.evaluate(CONTRAST) > 4.5
 
 
 # ---- replay
