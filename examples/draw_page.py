@@ -66,7 +66,7 @@ WORDS = (
 NAMES = ("chat", "search", "summary", "agent", "draft")
 
 
-class Load:
+class PageLoad:
     """Requests from several threads until it is closed.
 
     Args:
@@ -173,7 +173,7 @@ def run_prompt(page: Any, tokens: int) -> None:
     page.get_by_label("Max tokens").fill("400")
     page.get_by_text("Sampling").first.click()
     page.get_by_role("button", name="Run", exact=True).click()
-    page.locator("#output .token").nth(tokens).wait_for(timeout=120_000)
+    page.locator("#output .token").nth(tokens).wait_for(state="attached", timeout=240_000)
 
 
 def recall(share: float, kv_bytes: int) -> None:
@@ -186,9 +186,10 @@ def recall(share: float, kv_bytes: int) -> None:
 def draw_one_model(chromium: Any, folder: Path, wanted: Sequence[str], seconds: float) -> None:
     """The pictures of one model: light, under a recall, on a phone."""
     with served("demo", "--device", "cpu", "--kv-memory", "min=16MiB,max=96MiB", "--max-seqs", "20") as url:
-        load = Load(url, ["demo"], 30)
+        load = PageLoad(url, ["demo"], 13)
         page = opened(chromium, url, color_scheme="light")
         page.wait_for_timeout(seconds * 1000)
+        more = PageLoad(url, ["demo", "demo"], 14)  # now there are more than may run
         run_prompt(page, 30 if seconds > 5 else 1)
         if "light" in wanted:
             picture(page, folder / "page-light.png")
@@ -205,6 +206,7 @@ def draw_one_model(chromium: Any, folder: Path, wanted: Sequence[str], seconds: 
             phone.wait_for_timeout(min(seconds, 8) * 1000)
             picture(phone, folder / "page-phone.png")
         load.close()
+        more.close()
 
 
 def draw_two_models(chromium: Any, folder: Path, seconds: float) -> None:
@@ -213,10 +215,10 @@ def draw_two_models(chromium: Any, folder: Path, seconds: float) -> None:
     arguments = [*(f"--model=demo --served-model-name={name}" for name in names)]
     flat = [part for pair in arguments for part in pair.split()]
     with served(*flat, "--device", "cpu", "--kv-memory", "min=8MiB,max=64MiB", "--max-seqs", "12") as url:
-        first = Load(url, names[:1], 14)
+        first = PageLoad(url, names[:1], 14)
         page = opened(chromium, url, color_scheme="dark", viewport={"width": 1680, "height": 960})
         page.wait_for_timeout(seconds * 600)
-        second = Load(url, names[1:], 14)
+        second = PageLoad(url, names[1:], 14)
         page.wait_for_timeout(seconds * 600)
         picture(page, folder / "page-dark.png")
         first.close()

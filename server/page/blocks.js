@@ -33,7 +33,8 @@ export class BlockMap {
     this.layout = null;
     this.view = { scale: 1, x: 0, y: 0 }; // device pixels a cell, and the place of the map's corner
     this.fitted = { ...this.view };
-    this.sprites = new Map();
+    this.sprites = new Map(); // by look
+    this.spriteOf = new Map(); // the same by cell, while no row changes its request
     this.lookup = new Uint32Array(0x10000);
     this.flashes = new Map(); // block -> when it changed
     this.pulsing = new Set();
@@ -103,12 +104,23 @@ export class BlockMap {
   /** A frame came. @param {import("./frames.js").Change} change */
   changed(change) {
     if (!this.layout || this.layout.numBlocks !== this.model.pool.num_blocks) return;
-    const rows = change.admitted.length > 0; // a row's cells may stay while it gets another request, and another hue
     const total = change.runs.reduce((sum, value, at) => sum + (at % 2 ? value : 0), 0);
-    if (change.full || rows || total > MOST_FLASHES) this.whole = this.recolour = true;
+    if (change.full || total > MOST_FLASHES) this.whole = this.recolour = true;
+    if (change.admitted.length) this.#assigned(change.admitted);
     if (change.full) this.flashes.clear();
     else if (total <= MOST_FLASHES) this.#flash(change.runs, this.still.matches ? -Infinity : performance.now());
     this.invalidate();
+  }
+
+  /** These rows have other requests now: their cells may stay as they are, and change their hue. */
+  #assigned(admitted) {
+    this.recolour = true;
+    this.spriteOf.clear();
+    const values = new Set(admitted.flatMap(({ row }) => [FIRST_ROW + row, (FIRST_ROW + row) | SHARED]));
+    if (!this.isDetailed || this.whole) return;
+    this.model.cells.forEach((cell, block) => {
+      if (cell >= FIRST_ROW && values.has(cell)) this.flashes.set(block, -Infinity);
+    });
   }
 
   #flash(runs, now) {
@@ -184,15 +196,20 @@ export class BlockMap {
       x: Math.round(clamp(x, layout.width * scale, canvas.width)),
       y: Math.round(clamp(y, layout.height * scale, canvas.height)),
     };
-    if (scale !== this.view.scale) this.sprites.clear();
+    if (scale !== this.view.scale) this.#forgetSprites();
     this.view = next;
     this.whole = this.recolour = true;
     this.host.viewChanged();
     this.invalidate();
   }
 
-  #restart() {
+  #forgetSprites() {
     this.sprites.clear();
+    this.spriteOf.clear();
+  }
+
+  #restart() {
+    this.#forgetSprites();
     this.flashes.clear();
     this.whole = this.recolour = true;
     this.invalidate();
@@ -213,9 +230,10 @@ export class BlockMap {
     const { context, model } = this;
     if (this.whole || this.isZoomed) {
       this.pulsing.clear();
-      this.recolour = true;
+      this.whole = this.recolour = true;
       context.clearRect(0, 0, this.canvas.width, this.canvas.height);
       for (const extent of this.#visibleExtents()) this.#drawExtent(extent);
+      this.whole = false; // from here on a cell is drawn over what is there
     } else {
       const touched = new Set();
       for (const block of this.flashes.keys()) touched.add(Math.floor(block / model.pool.blocks_per_extent));
@@ -257,7 +275,7 @@ export class BlockMap {
     const [x, y, wide, high] = layout.extent(extent).map((value, at) => Math.round(value * view.scale + [view.x, view.y, 0, 0][at]));
     const reach = Math.max(1.5, Math.min(layout.gap * view.scale * 0.3, 3 * this.ratio));
     const outer = Math.floor((layout.gap * view.scale) / 2);
-    context.clearRect(x - outer, y - outer, wide + 2 * outer, high + 2 * outer);
+    if (!this.whole) context.clearRect(x - outer, y - outer, wide + 2 * outer, high + 2 * outer);
     context.lineWidth = Math.max(1, Math.round(this.ratio * (state === 2 ? 1.5 : 1)));
     context.strokeStyle = state === 2 ? theme.alarm : state === 1 ? theme.frame : theme.unmapped;
     context.setLineDash(state === 0 ? [2 * this.ratio, 2 * this.ratio] : []);
@@ -267,7 +285,28 @@ export class BlockMap {
     context.setLineDash([]);
     const per = layout.perExtent;
     const last = Math.min((extent + 1) * per, layout.numBlocks);
-    for (let block = extent * per; block < last; block += 1) this.#drawCell(block, 0, 0);
+    const cells = this.model.cells.subarray(extent * per, last);
+    if (cells[0] !== IN_FLIGHT && cells.length === per && cells.every((cell) => cell === cells[0])) {
+      context.drawImage(this.#spriteOfExtent(cells[0]), x, y);
+      for (let block = extent * per; block < last; block += 1) this.pulsing.delete(block);
+    } else for (let block = extent * per; block < last; block += 1) this.#drawCell(block, 0, 0);
+  }
+
+  /** An extent whose cells are all alike, as one picture: most are, in a large pool. */
+  #spriteOfExtent(cell) {
+    const sprite = this.#sprite(cell);
+    const key = `extent ${this.view.scale}`;
+    if (!sprite[key]) {
+      const { layout, view } = this;
+      const whole = document.createElement("canvas");
+      Object.assign(whole, { width: Math.ceil(layout.columns * view.scale), height: Math.ceil(layout.rows * view.scale) });
+      const context = whole.getContext("2d");
+      for (let at = 0; at < layout.perExtent; at += 1) {
+        context.drawImage(sprite, (at % layout.columns) * view.scale, Math.floor(at / layout.columns) * view.scale);
+      }
+      sprite[key] = whole;
+    }
+    return sprite[key];
   }
 
   #drawCell(block, flash, now) {
@@ -276,7 +315,7 @@ export class BlockMap {
     const y = Math.round(view.y + layout.y(block) * view.scale);
     if (x + view.scale < 0 || y + view.scale < 0 || x > this.canvas.width || y > this.canvas.height) return;
     const cell = this.model.cells[block];
-    context.clearRect(x, y, view.scale, view.scale);
+    if (!this.whole) context.clearRect(x, y, view.scale, view.scale);
     if (cell === IN_FLIGHT) this.pulsing.add(block);
     else this.pulsing.delete(block);
     if (cell === IN_FLIGHT && now && !this.still.matches) {
@@ -321,6 +360,12 @@ export class BlockMap {
 
   /** The picture of one cell, made once for each look. */
   #sprite(cell) {
+    let sprite = this.spriteOf.get(cell);
+    if (!sprite) this.spriteOf.set(cell, (sprite = this.#spriteOfLook(cell)));
+    return sprite;
+  }
+
+  #spriteOfLook(cell) {
     const row = rowOf(cell);
     const ring = row >= 0 && this.followed.has(row);
     const look = row >= 0 ? `hue ${this.host.hueOf(row)}` : kindOf(cell);

@@ -50,7 +50,7 @@ function waits({ needed, room, expected, usable, in_steps: inSteps }) {
 }
 
 function preempted({ blocks_won: won, tokens, chosen, swap_s: swap, compute_s: compute }) {
-  const gave = `gave its row and ${several(won, "block")} to requests that go first (${several(tokens, "token")})`;
+  const gave = `gave up its row and ${several(won, "block")} (${several(tokens, "token")})`;
   if (chosen === "swap") return `${gave}; swapped to the host in ${duration(swap)}, computing again takes ${duration(compute)}`;
   const instead = swap === null || swap === undefined ? "" : `, swapping ${duration(swap)}`;
   return `${gave}; computing them again takes ${duration(compute)}${instead}`;

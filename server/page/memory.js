@@ -37,6 +37,11 @@ class Legend {
     this.values = new Map();
   }
 
+  /** Hides all entries. */
+  clear() {
+    for (const { box } of this.values.values()) box.hidden = true;
+  }
+
   /** @param {string} name @param {string} mark a class for the mark @param {string|null} value null hides the entry */
   show(name, mark, value) {
     let entry = this.values.get(name);
@@ -174,6 +179,7 @@ export class DeviceChart {
   }
 
   #describe(view, models, device) {
+    this.legend.clear(); // the names depend on the number of models
     setText(this.name, device?.name ?? "");
     this.name.hidden = !device?.name;
     models.forEach((model, at) => {

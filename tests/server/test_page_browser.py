@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -621,3 +626,18 @@ def test_a_recording_is_played_and_sought(open_page: Open) -> None:
         page.keyboard.press("Home")
         page.wait_for_function("() => pagetide.shown.get('demo').model.step === 1")
         assert json.loads(page.evaluate("JSON.stringify(pagetide.replay.playing)")) is False
+
+
+# ---- the pictures of the documents
+
+
+def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+    """At a small size, by the script: of a real server on a phone, and of a made-up pool."""
+    script = Path(__file__).resolve().parents[2] / "examples" / "draw_page.py"
+    command = [sys.executable, "-P", str(script), "--folder", str(tmp_path), "--only", "phone", "million"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--blocks", "4096", "--seconds", "0.1"], check=True, env=environ, timeout=300)
+    sizes = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sizes.keys() == {"page-phone.png", "page-million.png"}
+    for name, (width, height) in {"page-phone.png": (780, 1688), "page-million.png": (2880, 1800)}.items():
+        assert len(sizes[name]) < 300_000 and struct.unpack(">II", sizes[name][16:24]) == (width, height)
