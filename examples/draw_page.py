@@ -186,11 +186,12 @@ def recall(share: float, kv_bytes: int) -> None:
 def draw_one_model(chromium: Any, folder: Path, wanted: Sequence[str], seconds: float) -> None:
     """The pictures of one model: light, under a recall, on a phone."""
     with served("demo", "--device", "cpu", "--kv-memory", "min=16MiB,max=96MiB", "--max-seqs", "20") as url:
-        load = PageLoad(url, ["demo"], 13)
+        busy = seconds > 5
+        load = PageLoad(url, ["demo"], 13 if busy else 1)
         page = opened(chromium, url, color_scheme="light")
         page.wait_for_timeout(seconds * 1000)
-        more = PageLoad(url, ["demo", "demo"], 14)  # now there are more than may run
-        run_prompt(page, 30 if seconds > 5 else 1)
+        more = PageLoad(url, ["demo"], 14 if busy else 1)  # now there are more than may run
+        run_prompt(page, 30 if busy else 1)
         if "light" in wanted:
             picture(page, folder / "page-light.png")
         if "recall" in wanted:
@@ -231,7 +232,8 @@ def draw_made_up(chromium: Any, folder: Path, num_blocks: int) -> None:
     from page_pools import PageRig, Simulation
 
     lengths = (num_blocks // 16, 90)
-    pool = Simulation("made-up-70b", num_blocks, 64, seed=3, mapped=0.86, load=190, rows=170, lengths=lengths)
+    load = min(190, num_blocks // 100)
+    pool = Simulation("made-up-70b", num_blocks, 64, seed=3, mapped=0.86, load=load, rows=170, lengths=lengths)
     for _ in range(90):
         pool.step()
     with PageRig([pool]) as rig:
