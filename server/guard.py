@@ -18,12 +18,12 @@ from .admission import RequestAdmission
 from .choices import json_encode
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
-from .streams import header_value
+from .streams import has_arrived, header_value
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
 
-MOST_BODY_BYTES = 32 << 20
+MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 _DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
@@ -103,6 +103,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
+                if not has_arrived(scope):  # nobody reads the rest of the body: the connection ends with the response
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
