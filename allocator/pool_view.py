@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class PoolView:
     """The state of a pool of `num_blocks` blocks. Read-only: `BlockAllocator` adds the methods that change it.
 
     Block b lies in extent `b // blocks_per_extent`. A query costs a few array operations at most, whatever the pool's
-    size. `states`, `shared_blocks`, `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do
+    size. `states`, `are_shared`, `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do
     `pending_free_blocks` and `drainable_extents` while blocks are pinned.
     """
 
@@ -142,27 +142,30 @@ class PoolView:
         live = self._mapped - self._num_free - self._num_draining - self._num_cached - self._in_flight
         return BlockCounts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
 
-    def states(self) -> npt.NDArray[np.uint8]:
-        """The `BlockState` of every block [num_blocks]: a new array, made by a few vector operations."""
-        states = self._free.astype(np.uint8)  # FREE is 1
-        if self._extents.num_draining:
-            states.reshape(self._by_extent.shape)[self._extents.draining] *= np.uint8(BlockState.DRAINING)
-        states = states[: self.num_blocks]
-        live = self._references > 0
-        if self._num_cached:
-            states[self._findable & ~live] = BlockState.CACHED  # those with pins are overwritten below
-        np.multiply(live, np.uint8(BlockState.LIVE), out=states, where=live)
+    def states(
+        self, out: npt.NDArray[np.unsignedinteger[Any]] | None = None, mask: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The `BlockState` of every block [num_blocks], by a few vector operations.
+
+        It is written into `out`, if given, with `mask` as scratch, both [num_blocks]; else it is a new uint8 array.
+        """
+        states = np.empty(self.num_blocks, np.uint8) if out is None else out
+        np.copyto(states, self._free[: self.num_blocks])  # FREE is 1
+        per = self.blocks_per_extent
+        for extent in self._extents.draining.tolist() if self._extents.num_draining else ():
+            states[extent * per : (extent + 1) * per] *= np.uint8(BlockState.DRAINING)
+        if self._num_findable:
+            np.copyto(states, np.uint8(BlockState.CACHED), where=self._findable)  # unless it is live, or in flight
+        np.copyto(states, np.uint8(BlockState.LIVE), where=np.greater(self._references, 0, out=mask))
         if self._in_flight:
             pinned = np.flatnonzero(self._pins)
-            states[pinned[~live[pinned]]] = BlockState.IN_FLIGHT
+            states[pinned[self._references[pinned] == 0]] = BlockState.IN_FLIGHT
         states[NULL_BLOCK] = BlockState.NULL
         return states
 
-    @property
-    def shared_blocks(self) -> npt.NDArray[np.bool_]:
-        """A mask over all blocks [num_blocks]: those that several block tables hold. A new array."""
-        shared: npt.NDArray[np.bool_] = self._references > 1
-        return shared
+    def are_shared(self, out: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.bool_]:
+        """A mask over all blocks [num_blocks]: those that several block tables hold. Written into `out`, if given."""
+        return np.greater(self._references, 1, out=out)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """The number of block tables that hold each of `ids`."""

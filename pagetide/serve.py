@@ -12,9 +12,9 @@ from typing import Any
 
 _LIBRARIES = ("fastapi", "uvicorn", "msgspec")
 _HTTP_OPTIONS = (
-    "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host", "max_queue",
-    "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log", "ssl_certfile", "ssl_keyfile",
-    "record", "record_text",
+    "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host",
+    "forwarded_allow_ips", "max_queue", "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log",
+    "ssl_certfile", "ssl_keyfile", "record", "record_text",
 )  # fmt: skip
 
 
@@ -55,7 +55,11 @@ def add_parser(
     )
     http.add_argument("--cors-origin", action="append", metavar="URL", help="pages that may call; * is all; repeatable")
     http.add_argument("--allowed-host", action="append", metavar="NAME", help="in the Host header; repeatable")
-    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 32 MiB)")
+    http.add_argument(
+        "--forwarded-allow-ips", metavar="LIST",
+        help="proxies and networks whose X-Forwarded-For is believed, separated by commas; * is all (default: none)",
+    )  # fmt: skip
+    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 8 MiB)")
     http.add_argument(
         "--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests"
     )

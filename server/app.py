@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ..version import __version__
 from .admission import RequestAdmission
+from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
@@ -72,7 +73,7 @@ class Server:
         """The KV blocks that a request may come to need."""
         block_size = model.engine.info.block_size
         lengths = [len(one.prompt_token_ids or ()) + most_new for one in work.batch.generations]
-        return sum(-(-length // block_size) for length in lengths) * max(work.num_choices // len(lengths), 1)
+        return sum(-(-length // block_size) for length in lengths) * work.num_sequences // len(lengths)
 
 
 def make_app(server: Server) -> ASGIApp:
@@ -91,6 +92,7 @@ def make_app(server: Server) -> ASGIApp:
         title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
     )
     app.state.server = server
+    app.router.route_class = BodyRoute
     add_errors(app)
     _add_generation(app, server)
     _add_models(app, server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ from .tools import TOOL_PARSERS, ToolParser
 DEFAULT_MAX_QUEUE = 256
 DEFAULT_DRAIN_S = 30.0
 VARIABLES = "PAGETIDE_"
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
 
 
@@ -36,9 +38,11 @@ class ServeConfig:
         tool_call_parser: hermes, llama3, mistral or none; default: as the chat template says.
         cors_origin: Origins of web pages that may call.
         allowed_host: Further names in the Host header.
+        forwarded_allow_ips: Proxies and networks whose X-Forwarded-For and X-Forwarded-Proto are believed; "*" is all.
         max_queue: Requests that may wait; more get 429.
         drain_timeout: Seconds that running requests have after SIGTERM.
-        max_body: Largest body of a request, in bytes.
+        max_body: Largest body of a request, in bytes. The default fits a prompt of a million tokens as token ids (8 bytes each,
+            with comma and space) and as text (4 to 6 bytes). Parsing costs the streams more than bytes do: see `bodies`.
         ignore_unknown_fields: Accept requests with unknown fields.
         open_metrics: Serve /metrics without an API key.
         access_log: Write a JSON line for each request.
@@ -55,6 +59,7 @@ class ServeConfig:
     tool_call_parser: ToolParser | None = None
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
     max_queue: int = DEFAULT_MAX_QUEUE
     drain_timeout: float = DEFAULT_DRAIN_S
     max_body: int = MOST_BODY_BYTES
@@ -74,8 +79,9 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        """The server's address, for people."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """An address at which this machine reaches the server, for people."""
+        host = ALL_ADDRESSES.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
 
     @property
@@ -151,6 +157,19 @@ class ServeConfig:
         files = [model.engine.get("record") for model in self.recorded_models]
         if twice := {file for file in files if file is not None and files.count(file) > 1}:
             raise ServeConfigInvalid(f"two models record to {twice.pop()}: name one of them otherwise")
+        for proxy in self.forwarded_allow_ips:
+            if proxy != "*" and not _is_network(proxy):
+                raise ServeConfigInvalid(
+                    f"forwarded_allow_ips names addresses such as 10.0.0.1 or 10.0.0.0/8, got {proxy!r:.80}"
+                )
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _read(file: Path) -> dict[str, Any]:

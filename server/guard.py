@@ -19,12 +19,12 @@ from .choices import json_encode
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
 from .page_sessions import PageSession, PageSessions
-from .streams import header_value
+from .streams import has_arrived, header_value
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
 
-MOST_BODY_BYTES = 32 << 20
+MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 _DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
@@ -124,6 +124,8 @@ class Guard:
                 context.status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
                 given = {name for name, _ in headers}
+                if not has_arrived(scope):  # nobody reads the rest of the body: the connection ends with the response
+                    headers.append((b"connection", b"close"))
                 message["headers"] = headers + [one for one in PAGE_HEADERS if of_page and one[0] not in given]
             await send(message)
 

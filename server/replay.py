@@ -102,7 +102,7 @@ async def _serve(recording: Recording, config: ServeConfig, listening: socket.so
     http = HttpServer(
         uvicorn.Config(
             replay_app(recording, PageFiles(), config.host), http=BoundedHttpProtocol, log_config=None, access_log=False,
-            lifespan="off", server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
+            lifespan="off", proxy_headers=False, server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
         )
     )  # fmt: skip
     loop = asyncio.get_running_loop()

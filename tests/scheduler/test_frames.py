@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from random_walk import VARIANTS, walk
 
 from pagetide.allocator.pool_view import BlockState
+from pagetide.scheduler.frames import source as source_module
 from pagetide.scheduler.frames.cell_runs import apply_runs, encode_changes
 from pagetide.scheduler.frames.source import MOST_WAITING, FrameSource, MemoryFigures, PoolFacts, encode
 from pagetide.scheduler.frames.state import FrameState
@@ -263,3 +264,18 @@ def test_a_reader_refuses_what_it_does_not_know() -> None:
 def test_rows_beyond_the_range_share_a_cell() -> None:
     assert [cell_of(row) for row in (0, MOST_ROWS - 1, MOST_ROWS, 10**6)] == [FIRST_ROW, *[SHARED - 1] * 3]
     assert max(BlockState) < FIRST_ROW
+
+
+def test_either_encoder_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(usable=8, block_size=4, max_seqs=2)
+    world.scheduler.add(
+        Request("r0", np.arange(1, 6, dtype=np.int32), Sampling(2), label="Gezeiten \u00e4 \U0001f30a <b>")
+    )
+    world.schedule()
+    frame = source_of(world).take()
+    first = json.loads(encode(frame))
+    monkeypatch.setattr(source_module, "msgspec", None)
+    assert json.loads(encode(frame)) == first == frame
+    monkeypatch.undo()
+    frame["ended"] = [["r1", "", "error", 0, "no file \udcff"]]
+    assert json.loads(encode(frame)) == frame

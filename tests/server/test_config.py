@@ -29,8 +29,15 @@ def test_precedence(tmp_path: Path) -> None:
     assert (
         config.is_loopback
         and not ServeConfig(host="0.0.0.0").is_loopback
-        and ServeConfig(host="::1").url == "http://[::1]:8000"
+        and ServeConfig(host="::1").url == ServeConfig(host="::").url == "http://[::1]:8000"
+        and ServeConfig(host="0.0.0.0").url == "http://127.0.0.1:8000"
     )
+
+
+def test_lists_in_a_variable_are_separated_by_commas() -> None:
+    config = ServeConfig.resolve({}, {"PAGETIDE_FORWARDED_ALLOW_IPS": "127.0.0.1,10.0.0.0/8, ::1"}, models=DEMO)
+    assert config.forwarded_allow_ips == ("127.0.0.1", "10.0.0.0/8", "::1")
+    assert ServeConfig.resolve({"forwarded_allow_ips": "*"}, {}, models=DEMO).forwarded_allow_ips == ("*",)
 
 
 def test_models_of_the_file(tmp_path: Path) -> None:
@@ -63,6 +70,7 @@ def test_models_of_the_file(tmp_path: Path) -> None:
         ("models: [demo, demo]", {}, "two models are named 'demo'"),
         ("max_queue: -1", {}, "max_queue"),
         ("record_text: true", {}, "record_text needs a file"),
+        ("forwarded_allow_ips: proxy.example", {}, "got 'proxy.example'"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, text: str, environ: dict[str, str], message: str) -> None:

@@ -144,6 +144,19 @@ def test_a_session_stands_for_its_key_on_the_page_and_in_the_prompt_box(files: P
     run(test)
 
 
+def test_the_limits_of_a_key_are_those_of_its_session(files: Path) -> None:
+    limited = ApiKey("alice", digest_of("sk-alice-1234"), tokens_per_minute=1000)
+
+    async def test() -> None:
+        async with PageServer(keys=ApiKeys([limited]), files=files) as server, server.client() as client:
+            cookie = await cookie_of(client, ALICE) | HERE
+            server.server.admission.count_tokens(limited, 100_000)
+            refused = await client.post("/v1/completions", headers=cookie, json={"model": "one", "prompt": "a"})
+            assert refused.status_code == 429 and "the key alice may use 1,000 tokens a minute" in refused.text
+
+    run(test)
+
+
 def test_an_admins_session_sees_text_and_does_nothing(files: Path) -> None:
     async def test() -> None:
         async with PageServer(keys=keys(), files=files) as server, server.client() as client:
