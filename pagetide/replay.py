@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .scheduler.frames.perfetto import write_trace
-from .scheduler.frames.recording import Recording, RecordingError
+from .scheduler.frames.recording import FrameRecording, RecordingError
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit status."""
     try:
-        recording = Recording(args.recording)
+        recording = FrameRecording(args.recording)
     except (OSError, RecordingError) as error:
         print(f"pagetide replay: {error}", file=sys.stderr)
         return 2
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return serve_recording(recording, args)
 
 
-def export(recording: Recording, out: Path) -> int:
+def export(recording: FrameRecording, out: Path) -> int:
     """Write the trace of `recording` to `out`, which is replaced once it is complete. Returns the exit status."""
     part = out.with_name(f"{out.name}.part-{os.getpid()}")
     try:
@@ -57,7 +57,7 @@ def export(recording: Recording, out: Path) -> int:
     return 0
 
 
-def serve_recording(recording: Recording, args: argparse.Namespace) -> int:
+def serve_recording(recording: FrameRecording, args: argparse.Namespace) -> int:
     """Serve the page over `recording`. Returns the exit status."""
     print("pagetide replay: name what to write: --perfetto OUT", file=sys.stderr)
     return 2

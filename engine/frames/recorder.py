@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...monitor.units import format_bytes
-from ...scheduler.frames.recording import MOST_BYTES, Recording, RecordingError, RecordingFull, RecordingWriter
+from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
 from ...scheduler.frames.source import Frame, FrameSource, encode
 from ..errors import ConfigError
 
@@ -23,7 +23,7 @@ FULL_S = 10.0  # between full frames, for seeking; longer where they are large:
 FULL_BYTES_PER_S = 16_384  # of full frames at most, packed
 
 
-class Recorder:
+class EngineRecorder:
     """Appends the frames of `source` to the file at `path`. An error of the file ends the recording with a log line.
 
     The file is made, readable by this user only, or another run is appended to it.
@@ -46,7 +46,7 @@ class Recorder:
         self._full_s = FULL_S
         size = os.fstat(self._file).st_size
         try:
-            self._writer = RecordingWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
+            self._writer = FrameWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
         except OSError as error:
             self._close_file()
             raise ConfigError(f"record: {path} cannot be written: {error}") from error
@@ -138,7 +138,7 @@ def open_recording(path: str) -> int:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if os.fstat(file).st_size:
             try:
-                Recording(path).close()
+                FrameRecording(path).close()
             except RecordingError as error:
                 os.close(file)
                 raise ConfigError(
