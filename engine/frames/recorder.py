@@ -69,7 +69,11 @@ class EngineRecorder:
             if not full and now < self._taken_at + IDLE_S and self._source.is_current:
                 self._guarded(self._flush_if_due, now)
                 return self.is_open
-            frame = take(lambda: self._source.take(full))
+            frame: Frame | None = None
+            try:
+                frame = take(lambda: self._source.take(full))
+            except Exception as error:
+                self._fail(error)
             if frame is not None:
                 self._taken_at = now
                 self._guarded(self._put, frame, now)
@@ -77,7 +81,11 @@ class EngineRecorder:
 
     def last(self) -> Frame | None:
         """The last frame, to be given to `close`: taken between two steps, before the engine is closed."""
-        return self._source.take() if self.is_open and not self._source.is_current else None
+        try:
+            return self._source.take() if self.is_open and not self._source.is_current else None
+        except Exception as error:
+            self._fail(error)
+            return None
 
     def close(self, last: Frame | None = None) -> None:
         """Write the `last` frame and complete the file. Idempotent. Not to be called under the engine's lock."""
@@ -113,8 +121,14 @@ class EngineRecorder:
         except RecordingFull:
             most = format_bytes(self._writer.most_bytes)
             log.warning("the recording %s has reached its %s: it ends here", self.path, most)
+            self._close_file()
         except Exception as error:
-            log.warning("the recording %s ends: %s", self.path, error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the recording, with one line in the log."""
+        log.warning("the recording %s ends: %s: %s", self.path, type(error).__name__, error)
+        log.debug("the recording's error", exc_info=error)
         self._close_file()
 
     def _write(self, data: bytes) -> None:

@@ -338,3 +338,21 @@ def test_no_more_is_recorded_once_the_engine_is_closed(tmp_path: Path) -> None:
     recorder.close()
     with FrameRecording(tmp_path / "run") as recording:
         assert list(recording.frames()) == [] and recording.ended == recording.began == 100.0
+
+
+def test_a_fault_of_a_frame_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    still = Still()
+    recorder = still.recorder(tmp_path / "run")
+    still.life(recorder, 1)
+
+    def broken(full: bool = False) -> dict[str, Any]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(still.source, "take", broken)
+    with caplog.at_level(logging.WARNING):
+        still.life(recorder, 1)
+        assert recorder.last() is None
+    assert [record.getMessage().split(" ends: ")[1] for record in caplog.records] == ["RuntimeError: planted"]
+    recorder.close()
