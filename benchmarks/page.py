@@ -1,7 +1,7 @@
 """The cost of frames and recordings: CPU time of the engine's process for a frame, bytes of a frame, bytes of a recording.
 
-Real schedulers and block bookkeeping over pools without an arena, whose requests come, decode, share prefixes, wait and end;
-then a recording of the bundled model. No browser, no HTTP process.
+Real schedulers and block bookkeeping over pools without an arena, with requests that come, decode, share prefixes, wait and
+end; then a recording of the bundled model. No browser, no HTTP process.
 
 python -m benchmarks.page [--json FILE] [--frames 200] [--minutes 10] [--seconds 30] [--pools 10000 1000000] [--seed 0]
 """
@@ -24,8 +24,8 @@ from benchmarks.figures import Figure, report
 from pagetide import LLM, SamplingParams
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.engine.frames.recorder import INTERVAL_S, Recorder
-from pagetide.scheduler.frames.recording import Recording
+from pagetide.engine.frames.recorder import INTERVAL_S, EngineRecorder
+from pagetide.scheduler.frames.recording import FrameRecording
 from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
 from pagetide.scheduler.frames.state import FrameState
 from pagetide.scheduler.request import Request, Sampling
@@ -135,7 +135,7 @@ def recorded_life(num_blocks: int, minutes: float, folder: Path, seed: int) -> I
     life = Life(num_blocks, SHAPES.get(num_blocks, SHAPES[10_000]), seed)
     header = {"model": "benchmark", "version": "0", "began": 1.8e9 + life.now, "text": False, "interval_s": INTERVAL_S}
     path = folder / f"{num_blocks}"
-    recorder = Recorder(str(path), life.source, header, most_bytes=1 << 40, clock=lambda: life.now)
+    recorder = EngineRecorder(str(path), life.source, header, most_bytes=1 << 40, clock=lambda: life.now)
     number, until = 0, life.now + minutes * 60
     due, cpu = life.now, 0.0
     while life.now < until:
@@ -153,7 +153,7 @@ def recorded_life(num_blocks: int, minutes: float, folder: Path, seed: int) -> I
     yield Figure(f"{name}: size of 10 minutes", size * 10 / minutes, "MB", bound)
     yield Figure(f"{name}: share of a core", 100 * cpu / (number * INTERVAL_S), "%")
     state = FrameState()
-    with Recording(path) as recording:
+    with FrameRecording(path) as recording:
         for frame in recording.frames():
             state.apply(frame.line)
     full = FrameState()
@@ -176,7 +176,7 @@ def recorded_demo(seconds: float, folder: Path, seed: int) -> Iterator[Figure]:
         for _ in llm.generate_each(prompts(), params, look_ahead=96):
             pass
         tokens = llm.stats()["generated_tokens"]
-    with Recording(path) as recording:
+    with FrameRecording(path) as recording:
         frames = list(recording.frames())
         lasted = max(recording.ended - recording.began, 1e-3)
     state = FrameState()

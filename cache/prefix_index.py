@@ -191,7 +191,7 @@ class PrefixIndex:
         return found
 
     def entry_in(self, block: int) -> IndexEntry | None:
-        """What is findable in `block`, for those who watch; None if nothing is."""
+        """What is findable in `block`, for watchers; None if nothing is."""
         node = int(self.blocks.node_at[block])
         if node == NONE:
             return None

@@ -87,7 +87,14 @@ class KvMemory:
         return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
 
 
-class EngineArguments(TypedDict, total=False):
+class RecordArguments(TypedDict, total=False):
+    """Those arguments of `LLM` that ask for a recording."""
+
+    record: str | os.PathLike[str] | None
+    record_text: bool
+
+
+class EngineArguments(RecordArguments, total=False):
     """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
@@ -110,8 +117,6 @@ class EngineArguments(TypedDict, total=False):
     overlap: bool | None
     cuda_graphs: bool
     self_check: bool
-    record: str | os.PathLike[str] | None
-    record_text: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +233,7 @@ class EngineConfig:
         a hub id, a loaded model or a ModelSpec; `tokenizer` is one of the first three or a loaded tokenizer. `kv_memory` is as
         in `KvMemory.resolve`. `prefix_cache_memory` and `host_kv_memory` are sizes or 0. `device` and `dtype` may be torch's.
 
-        Raises:
-            ModelNotFound: see `resolve_model`.
-            ConfigError: an argument has a wrong type or is out of range; the message names it.
+        Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
         spec = _resolve_spec(model, tokenizer, trust_remote_code)
         return cls(

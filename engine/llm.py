@@ -345,9 +345,9 @@ class LLM:
     def frame(self, full: bool = False) -> bytes:
         """The next frame of the engine's blocks and requests, as a line of JSON.
 
-        A frame is the state between two steps: who owns each block, who runs and who waits, and why. It is the difference to
-        the frame of the call before, unless `full` or the first one: docs/page.md has its form. There is one series of frames
-        for each engine. Texts and token ids are not in it.
+        A frame is the state between two steps: the owner of each block, the running and the waiting requests, and why. It is
+        the difference to the frame of the call before, unless `full` or the first one: docs/page.md has its form. There is one
+        series of frames for each engine. Texts and token ids are not in it.
         """
         return encode(self._manager.look(lambda watch: watch.frame(full)))
 
@@ -355,7 +355,7 @@ class LLM:
         """The details of a block of the pool: plain data.
 
         Returns:
-            "state": unmapped, free, draining, cached, in_flight, null or live. "rows": who holds it, each with "id", "label",
+            "state": unmapped, free, draining, cached, in_flight, null or live. "rows": its holders, each with "id", "label",
             "row" and "position" in the row's table. "hash": of its tokens and their prefix, None unless requests can find it.
             "hits": how often requests found it. "tokens": the positions of its tokens, [first, last + 1]. "text": with `text`
             and a tokenizer, what is in it.

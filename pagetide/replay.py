@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .scheduler.frames.perfetto import write_trace
-from .scheduler.frames.recording import Recording, RecordingError
+from .scheduler.frames.recording import FrameRecording, RecordingError
 from .serve import check_libraries
 
 
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit status."""
     try:
-        recording = Recording(args.recording)
+        recording = FrameRecording(args.recording)
     except (OSError, RecordingError) as error:
         print(f"pagetide replay: {error}", file=sys.stderr)
         return 2
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return show(recording, args.host, args.port)
 
 
-def export(recording: Recording, out: Path) -> int:
+def export(recording: FrameRecording, out: Path) -> int:
     """Write the trace of `recording` to `out`, which is replaced once it is complete. Returns the exit status."""
     part = out.with_name(f"{out.name}.part-{os.getpid()}")
     try:
@@ -62,7 +62,7 @@ def export(recording: Recording, out: Path) -> int:
     return 0
 
 
-def show(recording: Recording, host: str, port: int) -> int:
+def show(recording: FrameRecording, host: str, port: int) -> int:
     """Serve the page over `recording`. Returns the exit status."""
     check_libraries("pagetide replay")
     from .server.replay import serve_recording

@@ -215,7 +215,7 @@ class EndedRequest:
 
 
 class Ends:
-    """A log of the last 256 ends, oldest first, for those who watch. Each has a running number from 1 on."""
+    """A log of the last 256 ends, oldest first, for watchers. Each has a running number from 1 on."""
 
     def __init__(self) -> None:
         self._kept: deque[EndedRequest] = deque(maxlen=_KEPT_ENDS)

@@ -308,7 +308,7 @@ class Request:
 
     Only requests with the same `cache_salt` share prefixes; None is a key space of its own. `fork_of` names a waiting
     or running request with the same prompt and salt. Tokens `generated` before, in another engine, count as if
-    generated here. `label` is the caller's name for it, for people who watch: it need not be unique.
+    generated here. `label` is the caller's name for it, for watchers: it need not be unique.
     """
 
     request_id: str

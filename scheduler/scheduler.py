@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def view(self) -> SchedulerView:
-        """Blocks, rows and waiting sequences, for those who watch. Valid between two calls of this scheduler."""
+        """Blocks, rows and waiting sequences, for watchers. Valid between two calls of this scheduler."""
         return SchedulerView(self.cache, self.rows, self._running, self._waiting, self._sequences)
 
     def add(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's books say at a step border, as arrays: the owner of every block, the rows, who waits.
+"""What the scheduler's books say at a step border, as arrays: the owner of every block, the rows, the waiting sequences.
 
 A cell is the state of a block in 16 bits, so that a million blocks are two megabytes:
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.types import ASGIApp
 
-from ..scheduler.frames.recording import Recording
+from ..scheduler.frames.recording import FrameRecording
 from ..version import __version__
 from .admission import RequestAdmission
 from .app import add_errors
@@ -33,7 +33,7 @@ MOST_ANSWER_BYTES = 32 << 20
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def serve_recording(recording: Recording, host: str, port: int) -> int:
+def serve_recording(recording: FrameRecording, host: str, port: int) -> int:
     """Serve the page over `recording` until a signal. Returns the exit status. Raises CannotServe."""
     if not _is_loopback(host):
         raise CannotServe(f"a recording is shown on this machine alone: --host is 127.0.0.1 or ::1, not {host}")
@@ -48,7 +48,7 @@ def serve_recording(recording: Recording, host: str, port: int) -> int:
     return 0
 
 
-def replay_app(recording: Recording, files: PageFiles, host: str = LOOPBACK[0]) -> ASGIApp:
+def replay_app(recording: FrameRecording, files: PageFiles, host: str = LOOPBACK[0]) -> ASGIApp:
     """The ASGI application: the page, and the frames of `recording`."""
     app = FastAPI(title="pagetide", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     add_errors(app)
@@ -78,7 +78,7 @@ def replay_app(recording: Recording, files: PageFiles, host: str = LOOPBACK[0]) 
     return Guard(app, ApiKeys(), RequestAdmission(lambda: 1, 0), rules, lambda *_: None)
 
 
-def recorded_lines(recording: Recording, since: float, until: float) -> bytes:
+def recorded_lines(recording: FrameRecording, since: float, until: float) -> bytes:
     """Frames as JSON lines: the last full one at or before `since` (else the first), and what follows up to `until`.
 
     The last line is {"more", "until"}: whether frames were left out, and up to which time all are there.
@@ -97,7 +97,7 @@ def recorded_lines(recording: Recording, since: float, until: float) -> bytes:
     return b"\n".join([*lines, json_encode(end), b""])
 
 
-async def _serve(recording: Recording, config: ServeConfig, listening: socket.socket) -> None:
+async def _serve(recording: FrameRecording, config: ServeConfig, listening: socket.socket) -> None:
     logging.getLogger("pagetide.access").setLevel(logging.WARNING)
     http = HttpServer(
         uvicorn.Config(

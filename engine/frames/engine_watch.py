@@ -1,4 +1,4 @@
-"""What those who watch an engine are given: frames, the details of a block, and decisions. Called between two steps."""
+"""What watchers of an engine get: frames, the details of a block, and decisions. Called between two steps."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...monitor.units import format_bytes
-from ...scheduler.frames.recording import MOST_BYTES, Recording, RecordingError, RecordingFull, RecordingWriter
+from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
 from ...scheduler.frames.source import Frame, FrameSource, encode
 from ..errors import ConfigError
 
@@ -23,7 +23,7 @@ FULL_S = 10.0  # between full frames, for seeking; longer where they are large:
 FULL_BYTES_PER_S = 16_384  # of full frames at most, packed
 
 
-class Recorder:
+class EngineRecorder:
     """Appends the frames of `source` to the file at `path`. An error of the file ends the recording with a log line.
 
     The file is made, readable by this user only, or another run is appended to it.
@@ -46,7 +46,7 @@ class Recorder:
         self._full_s = FULL_S
         size = os.fstat(self._file).st_size
         try:
-            self._writer = RecordingWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
+            self._writer = FrameWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
         except OSError as error:
             self._close_file()
             raise ConfigError(f"record: {path} cannot be written: {error}") from error
@@ -69,7 +69,11 @@ class Recorder:
             if not full and now < self._taken_at + IDLE_S and self._source.is_current:
                 self._guarded(self._flush_if_due, now)
                 return self.is_open
-            frame = take(lambda: self._source.take(full))
+            frame: Frame | None = None
+            try:
+                frame = take(lambda: self._source.take(full))
+            except Exception as error:
+                self._fail(error)
             if frame is not None:
                 self._taken_at = now
                 self._guarded(self._put, frame, now)
@@ -77,7 +81,11 @@ class Recorder:
 
     def last(self) -> Frame | None:
         """The last frame, to be given to `close`: taken between two steps, before the engine is closed."""
-        return self._source.take() if self.is_open and not self._source.is_current else None
+        try:
+            return self._source.take() if self.is_open and not self._source.is_current else None
+        except Exception as error:
+            self._fail(error)
+            return None
 
     def close(self, last: Frame | None = None) -> None:
         """Write the `last` frame and complete the file. Idempotent. Not to be called under the engine's lock."""
@@ -113,8 +121,14 @@ class Recorder:
         except RecordingFull:
             most = format_bytes(self._writer.most_bytes)
             log.warning("the recording %s has reached its %s: it ends here", self.path, most)
+            self._close_file()
         except Exception as error:
-            log.warning("the recording %s ends: %s", self.path, error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the recording, with one line in the log."""
+        log.warning("the recording %s ends: %s: %s", self.path, type(error).__name__, error)
+        log.debug("the recording's error", exc_info=error)
         self._close_file()
 
     def _write(self, data: bytes) -> None:
@@ -138,7 +152,7 @@ def open_recording(path: str) -> int:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if os.fstat(file).st_size:
             try:
-                Recording(path).close()
+                FrameRecording(path).close()
             except RecordingError as error:
                 os.close(file)
                 raise ConfigError(

@@ -28,7 +28,7 @@ from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed
 from ..frames.engine_watch import EngineWatch, frame_source
-from ..frames.recorder import INTERVAL_S, Recorder
+from ..frames.recorder import INTERVAL_S, EngineRecorder
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
@@ -385,14 +385,14 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     return True
 
 
-def _recorder(engine: Engine, config: EngineConfig) -> Recorder:
+def _recorder(engine: Engine, config: EngineConfig) -> EngineRecorder:
     """The recorder of an engine. Raises ConfigError."""
     assert config.record is not None
     header = {
         "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
         "interval_s": INTERVAL_S,
     }  # fmt: skip
-    return Recorder(config.record, frame_source(engine, text=config.record_text), header)
+    return EngineRecorder(config.record, frame_source(engine, text=config.record_text), header)
 
 
 def _record(reference: weakref.ref[RequestManager], stopped: threading.Event) -> bool:

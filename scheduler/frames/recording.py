@@ -27,7 +27,7 @@ MOST_BYTES = 256 << 20  # of a recording, by default
 MOST_LINE_BYTES = 256 << 20  # of a frame
 _LEVEL = 6
 _PIECE_BYTES = 1 << 18
-# A gzip member whose extra field has the subfield "P" + kind, of 8 bytes.
+# A gzip member with an extra field that has the subfield "P" + kind, of 8 bytes.
 _SIGNATURE = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff\x0c\x00P"
 _HEADER, _SEGMENT = b"H", b"S"
 _SIZE_AND_TIME = struct.Struct("<Hd")
@@ -44,7 +44,7 @@ class RecordingFull(Exception):
     """The recording has reached its size."""
 
 
-class RecordingWriter:
+class FrameWriter:
     """Writes frames through `write`, which takes all bytes it is given or raises OSError. Not thread-safe.
 
     `num_bytes` may be in the file already; there are at most `most_bytes`, and a few for the last flush.
@@ -114,7 +114,7 @@ class RecordedFrame:
     line: bytes
 
 
-class Recording:
+class FrameRecording:
     """A recording, read from its file as it was when opened. A truncated file, or damaged segments, give what is left.
 
     Raises RecordingError for a file that is no recording, and OSError. Thread-safe.
@@ -169,7 +169,7 @@ class Recording:
         if isinstance(self._data, mmap.mmap):
             self._data.close()
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> FrameRecording:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -188,7 +188,7 @@ class Recording:
         raise RecordingError(f"{self.path} is no recording of pagetide, or was cut off within its first line")
 
     def _lines(self, start: int, end: int) -> Iterator[bytes]:
-        """The whole lines of the member whose data begin at `start`."""
+        """The whole lines of the member with data from `start` on."""
         unpacker, rest = zlib.decompressobj(-zlib.MAX_WBITS), bytearray()
         while start < end and not unpacker.eof:
             piece = self._data[start : min(end, start + _PIECE_BYTES)]

@@ -19,10 +19,10 @@ import pytest
 from pagetide import LLM, AsyncLLM, SamplingParams
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.frames import recorder as recorder_module
-from pagetide.engine.frames.recorder import Recorder
+from pagetide.engine.frames.recorder import EngineRecorder
 from pagetide.engine.requests import manager as manager_module
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.frames.recording import Recording
+from pagetide.scheduler.frames.recording import FrameRecording
 from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts
 from pagetide.scheduler.frames.state import FrameState
 
@@ -163,7 +163,7 @@ def test_a_recording_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with LLM("demo", record=tmp_path / "run", **SMALL) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o600
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         frames = [frame.line for frame in recording.frames()]
         assert recording.header["model"] == "demo" and recording.header["text"] is False
     assert frames == live and len(frames) > 3
@@ -181,7 +181,7 @@ def test_a_recording_with_text_has_the_tokens(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(manager_module, "INTERVAL_S", 0.001)
     with LLM("demo", record=str(tmp_path / "run"), record_text=True, **SMALL) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         frames = [json.loads(frame.line) for frame in recording.frames()]
     ended = {entry[0]: entry[5] for frame in frames for entry in frame["ended"]}
     assert ended == {f"r{i}": output.completions[0].token_ids for i, output in enumerate(outputs)}
@@ -198,7 +198,7 @@ def test_a_killed_process_leaves_a_readable_recording(tmp_path: Path) -> None:
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == -9
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         frames = list(recording.frames())
     state = FrameState()
     for frame in frames:
@@ -232,11 +232,11 @@ class Still:
             lambda: self.world.scheduler, facts, lambda: memory, clock=lambda: self.now, wall=lambda: 100 + self.now
         )
 
-    def recorder(self, path: Path, **more: Any) -> Recorder:
+    def recorder(self, path: Path, **more: Any) -> EngineRecorder:
         header = {"model": "demo", "version": "0", "began": 100.0, "text": False, "interval_s": 0.1}
-        return Recorder(str(path), self.source, header, clock=lambda: self.now, **more)
+        return EngineRecorder(str(path), self.source, header, clock=lambda: self.now, **more)
 
-    def life(self, recorder: Recorder, seconds: float) -> None:
+    def life(self, recorder: EngineRecorder, seconds: float) -> None:
         """Turns, eight a second, each after a step."""
         for _ in range(int(seconds * 8)):
             self.now += 0.125
@@ -254,7 +254,7 @@ def test_full_frames_come_every_ten_seconds_and_idle_ones_seldom(tmp_path: Path)
         still.now += 0.125
         recorder.turn(lambda make: make())
     recorder.close()
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         frames = list(recording.frames())
     assert [frame.time_s for frame in frames if frame.full] == [100.125, 110.125, 120.125, 130.125]
     busy, idle = [f for f in frames if f.time_s <= 125], [f for f in frames if f.time_s > 125]
@@ -268,7 +268,7 @@ def test_large_full_frames_come_seldom(tmp_path: Path, monkeypatch: pytest.Monke
     recorder = still.recorder(tmp_path / "run")
     still.life(recorder, 60)
     recorder.close()
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         fulls = [frame.time_s for frame in recording.frames() if frame.full]
     assert len(fulls) < 4 and fulls[0] == 100.125
 
@@ -289,7 +289,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog:
     ]
     assert not recorder.is_open and not recorder.turn(lambda make: make())
     recorder.close()
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         assert len(list(recording.frames())) > 30  # flushed once a second
 
 
@@ -301,7 +301,7 @@ def test_at_its_size_a_recording_ends_with_a_line_in_the_log(tmp_path: Path, cap
     (record,) = caplog.records
     assert "has reached its" in record.getMessage() and not recorder.is_open
     assert os.path.getsize(tmp_path / "run") < 3000
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         state = FrameState()
         for frame in recording.frames():
             state.apply(frame.line)
@@ -321,7 +321,7 @@ def test_a_slow_file_delays_frames_and_loses_no_change(tmp_path: Path, monkeypat
         patch.setattr(recorder_module.os, "write", slow)
         still.life(recorder, 10)
     recorder.close(recorder.last())
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         state = FrameState()
         for frame in recording.frames():
             state.apply(frame.line)
@@ -336,5 +336,23 @@ def test_no_more_is_recorded_once_the_engine_is_closed(tmp_path: Path) -> None:
     assert not recorder.turn(lambda make: None)
     recorder.close()
     recorder.close()
-    with Recording(tmp_path / "run") as recording:
+    with FrameRecording(tmp_path / "run") as recording:
         assert list(recording.frames()) == [] and recording.ended == recording.began == 100.0
+
+
+def test_a_fault_of_a_frame_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    still = Still()
+    recorder = still.recorder(tmp_path / "run")
+    still.life(recorder, 1)
+
+    def broken(full: bool = False) -> dict[str, Any]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(still.source, "take", broken)
+    with caplog.at_level(logging.WARNING):
+        still.life(recorder, 1)
+        assert recorder.last() is None
+    assert [record.getMessage().split(" ends: ")[1] for record in caplog.records] == ["RuntimeError: planted"]
+    recorder.close()

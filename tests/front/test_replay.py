@@ -13,7 +13,7 @@ from fakes import World
 from random_walk import walk
 
 from pagetide.cli import main
-from pagetide.scheduler.frames.recording import RecordingWriter
+from pagetide.scheduler.frames.recording import FrameWriter
 from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
 
 STATES = {
@@ -31,7 +31,7 @@ class Recorded:
         self._source: FrameSource | None = None
         self._file = path.open("ab")
         began = {"model": "demo", "began": 1000.0 + self.now}
-        self._writer = RecordingWriter(self._file.write, began, num_bytes=self._file.tell())
+        self._writer = FrameWriter(self._file.write, began, num_bytes=self._file.tell())
 
     def __call__(self, world: World) -> None:
         if self._source is None:

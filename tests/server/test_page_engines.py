@@ -23,7 +23,7 @@ httpx = pytest.importorskip("httpx2")
 
 from page_rig import FAR_S, looking  # noqa: E402
 
-from pagetide.scheduler.frames.recording import Recording  # noqa: E402
+from pagetide.scheduler.frames.recording import FrameRecording  # noqa: E402
 from pagetide.scheduler.frames.state import FrameState  # noqa: E402
 from pagetide.server import replay  # noqa: E402
 from pagetide.server.replay import recorded_lines  # noqa: E402
@@ -159,7 +159,7 @@ def test_text_is_for_admins(server: ServerProcess) -> None:
 
 def test_each_model_has_its_recording(recordings: list[Path]) -> None:
     for file in recordings:
-        with Recording(file) as recording:
+        with FrameRecording(file) as recording:
             frames = list(recording.frames())
             state = FrameState()
             for frame in frames:
@@ -173,7 +173,7 @@ def test_each_model_has_its_recording(recordings: list[Path]) -> None:
 def test_lines_of_a_recording_begin_whole_and_are_bounded(
     recordings: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Recording(recordings[0]) as recording:
+    with FrameRecording(recordings[0]) as recording:
         frames = list(recording.frames())
         middle = frames[len(frames) // 2].time_s
 
@@ -215,7 +215,7 @@ def test_a_replay_serves_the_recording_to_this_machine(recordings: list[Path]) -
     assert process.stdout is not None
     found = re.search(r"serving \S+ at (\S+)", process.stdout.readline())
     assert found is not None
-    with Recording(recordings[0]) as recording, httpx.Client(base_url=found[1], timeout=FAR_S) as client:
+    with FrameRecording(recordings[0]) as recording, httpx.Client(base_url=found[1], timeout=FAR_S) as client:
         info = client.get("/page/info").json()
         assert info["mode"] == "replay" and info["models"] == recording.models and not info["needs_key"]
         assert (info["began"], info["ended"]) == (recording.began, recording.ended)
