@@ -114,6 +114,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.goodput --json build/bench/goodput.json
 	$(BIN)/python -m benchmarks.memory --json build/bench/memory.json
 	$(BIN)/python -m benchmarks.neighbours --json build/bench/neighbours.json
+	$(BIN)/python -m benchmarks.page --json build/bench/page.json
 	$(BIN)/python -m benchmarks.prefix --json build/bench/prefix.json
 	$(BIN)/python -m benchmarks.prefix_hits --json build/bench/prefix_hits.json
 	$(BIN)/python -m benchmarks.pressure --json build/bench/pressure.json

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,18 @@ from .extents import DRAINING, ExtentIds, Extents
 
 NULL_BLOCK = 0
 _FIXED_EXTENT = 1024  # blocks per extent by default: a free one in an extent is found in 2 us
+
+
+class BlockState(IntEnum):
+    """The state of a block, as `PoolView.states` gives it; the states are those of `BlockAllocator`."""
+
+    UNMAPPED = 0
+    FREE = 1
+    DRAINING = 2
+    CACHED = 3
+    IN_FLIGHT = 4
+    NULL = 5  # the null block
+    LIVE = 6
 
 
 class BlockCounts(NamedTuple):
@@ -31,8 +44,8 @@ class PoolView:
     """The state of a pool of `num_blocks` blocks. Read-only: `BlockAllocator` adds the methods that change it.
 
     Block b lies in extent `b // blocks_per_extent`. A query costs a few array operations at most, whatever the pool's
-    size. `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do `pending_free_blocks` and
-    `drainable_extents` while blocks are pinned.
+    size. `states`, `are_shared`, `plan_drain`, `cached_blocks` and `check_invariants` scan the pool; so do
+    `pending_free_blocks` and `drainable_extents` while blocks are pinned.
     """
 
     def __init__(self, num_blocks: int, blocks_per_extent: int | None, mapped: Iterable[int] | None) -> None:
@@ -128,6 +141,31 @@ class PoolView:
         """Blocks by state."""
         live = self._mapped - self._num_free - self._num_draining - self._num_cached - self._in_flight
         return BlockCounts(self._num_free, self._num_draining, live, self._num_cached, self._in_flight, self._mapped)
+
+    def states(
+        self, out: npt.NDArray[np.unsignedinteger[Any]] | None = None, mask: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The `BlockState` of every block [num_blocks], by a few vector operations.
+
+        It is written into `out`, if given, with `mask` as scratch, both [num_blocks]; else it is a new uint8 array.
+        """
+        states = np.empty(self.num_blocks, np.uint8) if out is None else out
+        np.copyto(states, self._free[: self.num_blocks])  # FREE is 1
+        per = self.blocks_per_extent
+        for extent in self._extents.draining.tolist() if self._extents.num_draining else ():
+            states[extent * per : (extent + 1) * per] *= np.uint8(BlockState.DRAINING)
+        if self._num_findable:
+            np.copyto(states, np.uint8(BlockState.CACHED), where=self._findable)  # unless it is live, or in flight
+        np.copyto(states, np.uint8(BlockState.LIVE), where=np.greater(self._references, 0, out=mask))
+        if self._in_flight:
+            pinned = np.flatnonzero(self._pins)
+            states[pinned[self._references[pinned] == 0]] = BlockState.IN_FLIGHT
+        states[NULL_BLOCK] = BlockState.NULL
+        return states
+
+    def are_shared(self, out: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.bool_]:
+        """A mask over all blocks [num_blocks]: those that several block tables hold. Written into `out`, if given."""
+        return np.greater(self._references, 1, out=out)
 
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """The number of block tables that hold each of `ids`."""

@@ -44,6 +44,16 @@ class PrefixHit:
     nodes: Nodes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexEntry:
+    """A findable block: its place in the chain (0: the first), its hash, how often requests found it, and its tokens."""
+
+    depth: int
+    digest: str
+    hits: int
+    tokens: Int32
+
+
 NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
 
 
@@ -81,6 +91,7 @@ class PrefixIndex:
         self._roots: dict[Root, int] = {}  # nodes without a parent
         self._salts: dict[int, bytes | None] = {}  # of the roots
         self._evictable = np.zeros(capacity, np.bool_)
+        self._hits = np.zeros(capacity, np.int32)  # by `accept`, since the node was added
         # Each node in use is in one of these.
         self.blocks = NodePlaces("blocks", num_blocks, capacity)
         self.slots = NodePlaces("slots", num_slots, capacity)
@@ -107,7 +118,8 @@ class PrefixIndex:
         return PrefixHit(len(nodes) * self.hasher.block_size, blocks[:on_device], slots, nodes)
 
     def accept(self, hit: PrefixHit) -> None:
-        """Report to the policy that a request uses those nodes of `hit` that are on the device now. Changes nothing else."""
+        """Count the hit, and report to the policy that a request uses those nodes of `hit` that are on the device now."""
+        self._hits[hit.nodes] += 1
         self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
 
     def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
@@ -177,6 +189,14 @@ class PrefixIndex:
         """Which of `blocks` are findable."""
         found: npt.NDArray[np.bool_] = self.blocks.node_at[as_index(blocks)] != NONE
         return found
+
+    def entry_in(self, block: int) -> IndexEntry | None:
+        """What is findable in `block`, for watchers; None if nothing is."""
+        node = int(self.blocks.node_at[block])
+        if node == NONE:
+            return None
+        digest = self._table.digests[node].tobytes().hex()
+        return IndexEntry(int(self._tree.depths[node]), digest, int(self._hits[node]), self._tokens[node].copy())
 
     # -- eviction --------------------------------------------------------------------------------------------------
 
@@ -319,6 +339,7 @@ class PrefixIndex:
         nodes = self._unused[left : left + len(blocks)][::-1].astype(np.int64)
         self.num_nodes += len(nodes)
         self._tokens[nodes] = chain.blocks(first + len(nodes))[first:]
+        self._hits[nodes] = 0
         self.blocks.put(nodes, blocks)
         self.slots.of_node[nodes] = NONE
         self._tree.add_chain(parent, nodes)

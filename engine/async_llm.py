@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
+from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
+from .frames.engine_watch import decoder, with_text
 from .requests.engine_thread import EngineThread
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
@@ -227,9 +229,24 @@ class AsyncLLM:
             return stats or self._manager.last_stats()
         raise self._engine_thread.closed()
 
-    async def explain(self) -> list[dict[str, Any]]:
+    async def explain(self, request: str | None = None) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short: see `LLM.explain`."""
-        return await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.explain())
+        return await _send(self._engine_thread.look, lambda watch: watch.explain(request))
+
+    async def frame(self, full: bool = False) -> bytes:
+        """The next frame of the engine's blocks and requests, a line of JSON: see `LLM.frame`."""
+        return encode(await _send(self._engine_thread.look, lambda watch: watch.frame(full)))
+
+    @property
+    def frame_s(self) -> float:
+        """CPU seconds that `frame` has taken of the engine's thread so far; 0 once the engine is stopped."""
+        watch = self._manager.watch
+        return 0.0 if watch is None else watch.frame_s
+
+    async def block(self, block: int, text: bool = False) -> dict[str, Any]:
+        """The details of a block: see `LLM.block`."""
+        details = await _send(self._engine_thread.look, lambda watch: watch.block(block))
+        return await asyncio.to_thread(with_text, details, decoder(self.tokenizer) if text else None)
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 

@@ -87,7 +87,14 @@ class KvMemory:
         return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
 
 
-class EngineArguments(TypedDict, total=False):
+class RecordArguments(TypedDict, total=False):
+    """Those arguments of `LLM` that ask for a recording."""
+
+    record: str | os.PathLike[str] | None
+    record_text: bool
+
+
+class EngineArguments(RecordArguments, total=False):
     """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
@@ -136,6 +143,7 @@ class EngineConfig:
         overlap: Launch the next decode step before the previous step's tokens reach the host. None: on CUDA only.
         cuda_graphs: Replay decode steps from CUDA graphs, if device, model and attention support it.
         self_check: On CUDA, switch off the parts of the engine that fail on this device. See `engine/self_check`.
+        record: The file that the engine is recorded into; None: none. With `record_text`, with all token ids.
     """
 
     model: ModelSpec
@@ -157,6 +165,8 @@ class EngineConfig:
     overlap: bool | None = None
     cuda_graphs: bool = True
     self_check: bool = True
+    record: str | None = None
+    record_text: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -169,7 +179,7 @@ class EngineConfig:
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
         check_attention(self.attention)
-        for name in ("prefix_caching", "share", "cuda_graphs", "self_check"):
+        for name in ("prefix_caching", "share", "cuda_graphs", "self_check", "record_text"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.overlap, bool | None):
@@ -214,6 +224,8 @@ class EngineConfig:
         overlap: bool | None = None,
         cuda_graphs: bool = True,
         self_check: bool = True,
+        record: object = None,
+        record_text: bool = False,
     ) -> EngineConfig:
         """Validate and resolve the arguments of an engine.
 
@@ -221,9 +233,7 @@ class EngineConfig:
         a hub id, a loaded model or a ModelSpec; `tokenizer` is one of the first three or a loaded tokenizer. `kv_memory` is as
         in `KvMemory.resolve`. `prefix_cache_memory` and `host_kv_memory` are sizes or 0. `device` and `dtype` may be torch's.
 
-        Raises:
-            ModelNotFound: see `resolve_model`.
-            ConfigError: an argument has a wrong type or is out of range; the message names it.
+        Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
         spec = _resolve_spec(model, tokenizer, trust_remote_code)
         return cls(
@@ -246,6 +256,8 @@ class EngineConfig:
             overlap=overlap,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            record=_record_path(record),
+            record_text=record_text,
         )
 
     def tokens_per_block(self) -> int:
@@ -307,6 +319,19 @@ def _size_or_0(name: str, amount: Any, none: str) -> int | None:
         return parse_bytes(amount)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}; or 0, or None for {none}") from error
+
+
+def _record_path(path: Any) -> str | None:
+    """The path of a recording. Raises ConfigError, also where its folder is missing: before a model is loaded for it."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
+        raise ConfigError(f"record must be the path of a file, got {path!r:.80}")
+    name = os.path.abspath(os.fspath(path))
+    if not os.path.isdir(os.path.dirname(name)) or os.path.isdir(name):
+        wrong = "is a folder" if os.path.isdir(name) else "lies in a folder that does not exist"
+        raise ConfigError(f"record: {path} {wrong}: name a file in an existing folder")
+    return name
 
 
 def _check_secret(secret: object, prefix_caching: bool) -> None:

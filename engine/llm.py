@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
+from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
+from .frames.engine_watch import decoder, with_text
 from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
@@ -71,6 +73,9 @@ class LLM:
         cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at startup, if model and attention support it.
         self_check: On CUDA, test the elastic pool, each attention kernel, CUDA graphs and swaps, once for each combination of
             device, driver and versions. Parts that fail are switched off with a warning. The result is stored. False: use all.
+        record: A file to record the engine into: its blocks, requests and decisions, without prompts and outputs.
+            `pagetide replay` shows it. A recording that exists is continued. It ends at 256 MiB, and with an error of the file.
+        record_text: Record the token ids of prompts and outputs too.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -105,6 +110,8 @@ class LLM:
         overlap: bool | None = None,
         cuda_graphs: bool = True,
         self_check: bool = True,
+        record: str | os.PathLike[str] | None = None,
+        record_text: bool = False,
     ) -> None:
         self.config = EngineConfig.resolve(
             model,
@@ -128,6 +135,8 @@ class LLM:
             overlap=overlap,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            record=record,
+            record_text=record_text,
         )
         self._manager = RequestManager(self.config)
 
@@ -322,14 +331,40 @@ class LLM:
         """
         return self._manager.stats()
 
-    def explain(self) -> list[dict[str, Any]]:
+    def explain(self, request: str | None = None) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short, with the numbers behind them. Plain data.
 
         They tell which requests waited, were passed or were preempted, at what cost, and what was evicted or swapped: see
-        `Scheduler.explain`.
+        `Scheduler.explain`. Each has its running number `n` and the `label` of its request.
+
+        Args:
+            request: Only those that concern this request, by its id or label.
         """
-        with self._manager.lock:
-            return self._manager.open().core.scheduler.explain()
+        return self._manager.look(lambda watch: watch.explain(request))
+
+    def frame(self, full: bool = False) -> bytes:
+        """The next frame of the engine's blocks and requests, as a line of JSON.
+
+        A frame is the state between two steps: the owner of each block, the running and the waiting requests, and why. It is
+        the difference to the frame of the call before, unless `full` or the first one: docs/page.md has its form. There is one
+        series of frames for each engine. Texts and token ids are not in it.
+        """
+        return encode(self._manager.look(lambda watch: watch.frame(full)))
+
+    def block(self, block: int, text: bool = False) -> dict[str, Any]:
+        """The details of a block of the pool: plain data.
+
+        Returns:
+            "state": unmapped, free, draining, cached, in_flight, null or live. "rows": its holders, each with "id", "label",
+            "row" and "position" in the row's table. "hash": of its tokens and their prefix, None unless requests can find it.
+            "hits": how often requests found it. "tokens": the positions of its tokens, [first, last + 1]. "text": with `text`
+            and a tokenizer, what is in it.
+
+        Raises:
+            RequestRejected: the pool has no such block.
+        """
+        details = self._manager.look(lambda watch: watch.block(block))
+        return with_text(details, decoder(self.tokenizer) if text else None)
 
     @contextmanager
     def locked_engine(self) -> Iterator[Engine]:

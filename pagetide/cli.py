@@ -146,14 +146,14 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
 
 def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands that have modules of their own."""
-    from . import doctor, serve
+    from . import doctor, replay, serve
     from .batch import run
 
     def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         return _engine_arguments(args) | _serving_arguments(args)
 
     serving = serve.add_parser(commands, _add_engine_options, _add_serving, engine_arguments)
-    return [run.add_parser(commands), serving, doctor.add_parser(commands)]
+    return [run.add_parser(commands), serving, replay.add_parser(commands), doctor.add_parser(commands)]
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:

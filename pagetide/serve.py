@@ -12,8 +12,9 @@ from typing import Any
 
 _LIBRARIES = ("fastapi", "uvicorn", "msgspec")
 _HTTP_OPTIONS = (
-    "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host", "max_queue",
-    "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log", "ssl_certfile", "ssl_keyfile",
+    "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host",
+    "forwarded_allow_ips", "max_queue", "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log",
+    "ssl_certfile", "ssl_keyfile", "record", "record_text",
 )  # fmt: skip
 
 
@@ -54,12 +55,18 @@ def add_parser(
     )
     http.add_argument("--cors-origin", action="append", metavar="URL", help="pages that may call; * is all; repeatable")
     http.add_argument("--allowed-host", action="append", metavar="NAME", help="in the Host header; repeatable")
-    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 32 MiB)")
+    http.add_argument(
+        "--forwarded-allow-ips", metavar="LIST",
+        help="proxies and networks whose X-Forwarded-For is believed, separated by commas; * is all (default: none)",
+    )  # fmt: skip
+    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 8 MiB)")
     http.add_argument(
         "--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests"
     )
     http.add_argument("--open-metrics", action="store_const", const=True, help="serve /metrics without an API key")
     http.add_argument("--no-access-log", dest="access_log", action="store_const", const=False, help="log no requests")
+    http.add_argument("--record", metavar="FILE", help="record what the cache does, for pagetide replay")
+    http.add_argument("--record-text", action="store_const", const=True, help="prompts and outputs too")
     http.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate chain")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="TLS private key")
     add_serving(add_engine(parser))
@@ -67,12 +74,15 @@ def add_parser(
     return parser
 
 
-def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+def check_libraries(command: str) -> None:
+    """Raise ValueError if the libraries of the server are missing."""
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"pagetide serve needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'"
-        )
+        raise ValueError(f"{command} needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'")
+
+
+def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    check_libraries("pagetide serve")
     from .server.config import ServeConfig
     from .server.models import ModelOptions
     from .server.run import CannotServe, serve

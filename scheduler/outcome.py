@@ -5,14 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..cache.block_table import Int32
 from .forecast import ForecastPeak
 from .plan import Candidates, ChunkLogprobs
+from .request import Request
 from .sequence import FinishReason
 
 _KEPT = 64  # decisions
+_KEPT_ENDS = 256
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper, of `Stats.step_tokens`
 
 Decision = dict[str, Any]
@@ -114,10 +117,15 @@ class Stats:
 
 
 class Decisions:
-    """A log of the last 64 decisions made when blocks ran short, oldest first. Costs nothing while there are none."""
+    """A log of the last 64 decisions made when blocks ran short, oldest first. Costs nothing while there are none.
+
+    Each has a running number from 1 on. `num_changes` counts the decisions and their changes.
+    """
 
     def __init__(self) -> None:
-        self._kept: deque[Decision] = deque(maxlen=_KEPT)
+        self._kept: deque[tuple[int, int, Decision]] = deque(maxlen=_KEPT)  # number; `num_changes` when it changed
+        self._number = 0
+        self.num_changes = 0
 
     def preempted(
         self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None,
@@ -129,7 +137,7 @@ class Decisions:
         Swapping these tokens takes `swap_s`, None if that is no option (no host tier, or too slow). Recomputing them
         takes `compute_s`.
         """
-        self._kept.append(
+        self._keep(
             {
                 "step": step, "what": "preempt", "request_id": request_id, "priority": priority, "blocks_won": blocks_won,
                 "tokens": tokens, "swap_s": swap_s, "compute_s": compute_s,
@@ -139,7 +147,7 @@ class Decisions:
 
     def returned(self, step: int, request_id: str, had: int, found: int) -> None:
         """`request_id`, preempted with `had` computed tokens, is readmitted with `found` of them."""
-        self._kept.append({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
+        self._keep({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
     def waits(self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int) -> None:
         """`request_id` was not admitted: it needs `needed` blocks and `room` are available, or the forecast `peak`
@@ -147,7 +155,7 @@ class Decisions:
 
         `peak` (margin included) covers it and all running sequences; None if no forecast was made.
         """
-        self._kept.append(
+        self._keep(
             {
                 "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "usable": usable,
                 "expected": None if peak is None else peak.blocks,
@@ -158,7 +166,7 @@ class Decisions:
 
     def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
         """`request_id`, which needs `needed` blocks, was admitted before `others`, which came first and do not fit."""
-        self._kept.append({"step": step, "what": "pass", "request_id": request_id, "needed": needed, "passed": others})
+        self._keep({"step": step, "what": "pass", "request_id": request_id, "needed": needed, "passed": others})
 
     def gave_up(
         self, step: int, demoted: int, evicted: int, swap_s: float, compute_s: float, chances: tuple[float, float]
@@ -168,11 +176,11 @@ class Decisions:
         A block takes `swap_s` to swap out and in, and `compute_s` to compute. `chances` are the probabilities of reuse
         of a block that no request has found yet, and of one that some request has found.
         """
-        since, last = step, self._kept[-1] if self._kept else None
+        since, last = step, self._kept[-1][2] if self._kept else None
         if last is not None and last["what"] == "give up":  # merge, or such entries would displace all others
             since, demoted, evicted = last["since_step"], demoted + last["demoted"], evicted + last["evicted"]
-            self._kept.pop()
-        self._kept.append(
+            self._number = self._kept.pop()[0] - 1  # it keeps its number
+        self._keep(
             {
                 "step": step, "what": "give up", "since_step": since, "demoted": demoted, "evicted": evicted,
                 "swap_s": swap_s, "compute_s": compute_s, "chance_new": chances[0], "chance_found": chances[1],
@@ -181,8 +189,44 @@ class Decisions:
 
     def cut(self, step: int, request_id: str, needed: int, limit: int) -> None:
         """`request_id` ended while running alone: it needs `needed` blocks and the pool may have at most `limit`."""
-        self._kept.append({"step": step, "what": "cut", "request_id": request_id, "needed": needed, "limit": limit})
+        self._keep({"step": step, "what": "cut", "request_id": request_id, "needed": needed, "limit": limit})
 
     def to_list(self) -> list[Decision]:
         """Plain data, oldest first."""
-        return [dict(decision) for decision in self._kept]
+        return [dict(decision) for _, _, decision in self._kept]
+
+    def since(self, num_changes: int) -> list[tuple[int, Decision]]:
+        """The decisions that are kept, and were made or changed after `num_changes` of them, with their numbers."""
+        return [(number, dict(decision)) for number, changed, decision in self._kept if changed > num_changes]
+
+    def _keep(self, decision: Decision) -> None:
+        self._number += 1
+        self.num_changes += 1
+        self._kept.append((self._number, self.num_changes, decision))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EndedRequest:
+    """An end in the log: its running number, from 1 on, the request and its `Finished`."""
+
+    number: int
+    request: Request
+    finished: Finished
+
+
+class Ends:
+    """A log of the last 256 ends, oldest first, for watchers. Each has a running number from 1 on."""
+
+    def __init__(self) -> None:
+        self._kept: deque[EndedRequest] = deque(maxlen=_KEPT_ENDS)
+        self.number = 0  # of the last one
+
+    def add(self, request: Request, finished: Finished) -> None:
+        """Record the end of `request`."""
+        self.number += 1
+        self._kept.append(EndedRequest(self.number, request, finished))
+
+    def since(self, number: int) -> list[EndedRequest]:
+        """The ends that are kept and came after `number`."""
+        new = min(self.number - number, len(self._kept))
+        return list(islice(reversed(self._kept), new))[::-1]

@@ -308,7 +308,7 @@ class Request:
 
     Only requests with the same `cache_salt` share prefixes; None is a key space of its own. `fork_of` names a waiting
     or running request with the same prompt and salt. Tokens `generated` before, in another engine, count as if
-    generated here.
+    generated here. `label` is the caller's name for it, for watchers: it need not be unique.
     """
 
     request_id: str
@@ -319,6 +319,7 @@ class Request:
     cache_salt: bytes | None = None
     fork_of: str | None = None
     generated: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+    label: str = ""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

@@ -19,6 +19,7 @@ class Rows:
     prompt    tokens of the user's prompt;  limit  `known` at which the sequence ends by length
     ahead_from  `known` from which on a step may be planned before the newest token is known (`Sampling.ahead_from`)
     steered   whether its tokens are chosen outside (beams);  request_ids  the id of its request
+    assigned  the running number of the row's assignment, from 1 on; 0: the row is free
     """
 
     def __init__(self, num_rows: int, max_tokens: int) -> None:
@@ -31,6 +32,8 @@ class Rows:
         self.ahead_from = np.zeros(num_rows, np.int64)
         self.steered = np.zeros(num_rows, np.bool_)
         self.request_ids = np.empty(num_rows, object)
+        self.assigned = np.zeros(num_rows, np.int64)
+        self._num_assigned = 0
         self._free = list(range(num_rows - 1, -1, -1))
         self._may_stop = np.zeros(1, np.bool_)  # by token id; the last entry, never a stop, stands for all ids beyond
 
@@ -52,6 +55,8 @@ class Rows:
         self.ahead_from[row] = _NEVER if least is None else num_prompt + least
         self.steered[row] = sampling.num_candidates > 0
         self.request_ids[row] = request_id
+        self._num_assigned += 1
+        self.assigned[row] = self._num_assigned
         self._may_stop = _with(self._may_stop, sampling.stop_token_ids)
         return row
 
@@ -74,6 +79,7 @@ class Rows:
     def free(self, row: int) -> None:
         """Free `row`."""
         self.request_ids[row] = None
+        self.assigned[row] = 0
         self._free.append(row)
 
 

@@ -41,7 +41,7 @@ from .admission import AdmissionController, check_request
 from .cost import SwapCost
 from .errors import InvalidCallOrder
 from .forecast import ExpectedBlocks, LengthForecast
-from .outcome import BeamMove, Decision, Decisions, Finished, Stats, StepOutputs
+from .outcome import BeamMove, Decision, Decisions, Ends, Finished, Stats, StepOutputs
 from .plan import NO_ROWS, Plan, Result
 from .plan_builder import PendingPlans, PlanBuilder, continuation
 from .pool import ElasticPool
@@ -52,6 +52,7 @@ from .rows import Rows
 from .running import AdmissionPlan, Running
 from .sequence import FinishReason, Sequence
 from .sequence_table import SequenceTable
+from .snapshot import SchedulerView
 from .waiting import Waiting
 
 LEAST_SCORED_TOKENS = 64  # prompt tokens with log-probabilities per step
@@ -96,7 +97,7 @@ class Scheduler:
 
     def __init__(
         self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None, forecast: LengthForecast | None = None,
-        stats: Stats | None = None, decisions: Decisions | None = None,
+        stats: Stats | None = None, decisions: Decisions | None = None, ends: Ends | None = None,
     ) -> None:  # fmt: skip
         if cache.host.capacity and cost is None:
             raise ValueError(
@@ -108,13 +109,14 @@ class Scheduler:
         self.stats = stats or Stats()
         self.forecast = forecast or LengthForecast()
         self.decisions = decisions or Decisions()
+        self.ends = ends or Ends()
         self.rows = rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self._now = 0.0  # of the last `schedule`
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
         self._plans = plans = PendingPlans()
         self._waiting = waiting = Waiting()
         self._running = running = Running(cache, rows, waiting)
-        self._sequences = SequenceTable(cache, rows, running, waiting, plans, self.forecast)
+        self._sequences = SequenceTable(cache, rows, running, waiting, plans, self.forecast, self.ends)
         self._preemption = Preemption(cache, rows, running, waiting, cost, self.stats, self.decisions)
         expected = ExpectedBlocks(cache, rows, self.forecast)
         self.pool = ElasticPool(cache, rows, running, waiting, plans, self._sequences, self._preemption, expected)
@@ -133,7 +135,7 @@ class Scheduler:
         with memory; None takes them from the broken bookkeeping.
         """
         cache = self.cache.rebuilt(mapped)
-        fresh = Scheduler(cache, self.limits, self.cost, self.forecast, self.stats, self.decisions)
+        fresh = Scheduler(cache, self.limits, self.cost, self.forecast, self.stats, self.decisions, self.ends)
         fresh.pool.limit_blocks = self.pool.limit_blocks
         return fresh, StepOutputs(self.stats.steps, [], [], self._sequences.failed(error))
 
@@ -176,6 +178,11 @@ class Scheduler:
     def waiting_ids(self) -> list[str]:
         """Ids of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
         return [sequence.request.request_id for sequence in self._waiting]
+
+    @property
+    def view(self) -> SchedulerView:
+        """Blocks, rows and waiting sequences, for watchers. Valid between two calls of this scheduler."""
+        return SchedulerView(self.cache, self.rows, self._running, self._waiting, self._sequences)
 
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and then keeps nothing of the request."""

@@ -6,7 +6,7 @@ import itertools
 
 from ..cache.manager import CacheManager
 from .forecast import LengthForecast
-from .outcome import Finished
+from .outcome import Ends, Finished
 from .plan_builder import PendingPlans
 from .request import Request
 from .rows import Rows
@@ -19,12 +19,12 @@ class SequenceTable:
     """Sequences by request id, and the ends that no step has reported yet.
 
     The scheduler reads `by_id`, `aborted` (to be ended as soon as possible) and `finished` (in order), and changes them
-    through the methods only. An end mutates `running`, `waiting`, the cache and `forecast`.
+    through the methods only. An end mutates `running`, `waiting`, the cache, `forecast` and `ends`.
     """
 
     def __init__(
         self, cache: CacheManager, rows: Rows, running: Running, waiting: Waiting, plans: PendingPlans,
-        forecast: LengthForecast,
+        forecast: LengthForecast, ends: Ends,
     ) -> None:  # fmt: skip
         self.by_id: dict[str, Sequence] = {}
         self.aborted: list[Sequence] = []
@@ -35,6 +35,7 @@ class SequenceTable:
         self._waiting = waiting
         self._plans = plans
         self._forecast = forecast
+        self._ends = ends
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -92,7 +93,9 @@ class SequenceTable:
         if reason in ("stop", "length"):
             self._forecast.observe(len(generated), self._rows.limit_of(prompt, request.sampling) - prompt)
         found, at = sequence.root.num_cached_tokens, sequence.root.admitted_at
-        self.finished.append(Finished(request.request_id, reason, generated, sequence.preemptions, error, found, at))
+        end = Finished(request.request_id, reason, generated, sequence.preemptions, error, found, at)
+        self.finished.append(end)
+        self._ends.add(request, end)
         del self.by_id[request.request_id]
 
     def take_finished(self) -> tuple[Finished, ...]:
@@ -109,6 +112,7 @@ class SequenceTable:
                 generated = self._running.tokens_of(sequence)[len(sequence.request.prompt_token_ids) :]
                 found, at = sequence.root.num_cached_tokens, sequence.root.admitted_at
                 ends.append(Finished(request_id, "error", generated, sequence.preemptions, error, found, at))
+                self._ends.add(sequence.request, ends[-1])
         return tuple(ends)
 
     def check_invariants(self) -> None:

@@ -30,7 +30,7 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Sequence]:
         """The queued and deferred sequences in order."""
-        return iter(sorted(self.queue + self.deferred, key=_age))
+        return iter(sorted(self.queue + self.deferred, key=age))
 
     @property
     def has_candidates(self) -> bool:
@@ -44,7 +44,7 @@ class Waiting:
     def add(self, sequence: Sequence) -> int:
         """Insert `sequence` into the queue. Returns its place."""
         sequence.set_status(SequenceStatus.WAITING)
-        place = bisect.bisect(self.queue, _age(sequence), key=_age)
+        place = bisect.bisect(self.queue, age(sequence), key=age)
         self.queue.insert(place, sequence)
         return place
 
@@ -119,7 +119,7 @@ class Waiting:
         if sequence.leader is not None:
             sequence.leader.forks.pop(sequence, None)
         if sequence.status is SequenceStatus.WAITING:
-            place = bisect.bisect_left(self.queue, _age(sequence), key=_age)
+            place = bisect.bisect_left(self.queue, age(sequence), key=age)
             assert self.queue[place] is sequence
             del self.queue[place]
         elif sequence.status is SequenceStatus.DEFERRED:
@@ -136,9 +136,7 @@ class Waiting:
             for fork in sequence.forks:
                 assert fork.leader is sequence, f"{_name(fork)} is listed with a sequence that is not its leader"
                 assert not (fork.is_running or fork.has_ended), f"{_name(fork)} is listed as a waiting fork"
-        assert self.queue == sorted(by_status[SequenceStatus.WAITING], key=_age), (
-            "the queue has others, or is unordered"
-        )
+        assert self.queue == sorted(by_status[SequenceStatus.WAITING], key=age), "the queue has others, or is unordered"
         assert set(self.deferred) == set(by_status[SequenceStatus.DEFERRED]), "other sequences are deferred"
         assert len(self.deferred) == len(set(self.deferred)), "a sequence is deferred twice"
         for fork in by_status[SequenceStatus.WAITING_FOR_PROMPT]:
@@ -152,6 +150,7 @@ def _name(sequence: Sequence) -> str:
     return f"{sequence.request.request_id!r} ({sequence.status.value})"
 
 
-def _age(sequence: Sequence) -> tuple[float, int, float, int]:
+def age(sequence: Sequence) -> tuple[float, int, float, int]:
+    """The place of a waiting sequence: the lowest is served first."""
     request = sequence.request
     return request.arrival + AGING_S * request.priority, request.priority, request.arrival, sequence.number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ..version import __version__
 from .admission import RequestAdmission
+from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
@@ -27,6 +28,7 @@ from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
+from .page import PageEndpoints
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -53,7 +55,7 @@ class AppOptions:
 
 
 class Server:
-    """The state behind the endpoints: models, keys, admission."""
+    """The state behind the endpoints: models, keys, admission, the page."""
 
     def __init__(self, models: ModelRegistry, keys: ApiKeys, options: AppOptions) -> None:
         self.models = models
@@ -61,6 +63,7 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
+        self.page = PageEndpoints(models, keys)
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""
@@ -70,7 +73,7 @@ class Server:
         """The KV blocks that a request may come to need."""
         block_size = model.engine.info.block_size
         lengths = [len(one.prompt_token_ids or ()) + most_new for one in work.batch.generations]
-        return sum(-(-length // block_size) for length in lengths) * max(work.num_choices // len(lengths), 1)
+        return sum(-(-length // block_size) for length in lengths) * work.num_sequences // len(lengths)
 
 
 def make_app(server: Server) -> ASGIApp:
@@ -89,24 +92,29 @@ def make_app(server: Server) -> ASGIApp:
         title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
     )
     app.state.server = server
-    _add_errors(app)
+    app.router.route_class = BodyRoute
+    add_errors(app)
     _add_generation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
     _add_health(app, server)
     _add_admin(app, server)
+    server.page.add_to(app)
     origins = list(server.options.rules.origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
-    return Guard(app, server.keys, server.admission, server.options.rules, server.metrics.answered)
+    rules = replace(server.options.rules, open_paths=server.page.files.paths)
+    return Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json_encode(data), status, headers, "application/json")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer errors in OpenAI's form."""
+
     async def api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return _json(error.body, error.status, error.headers)
@@ -170,6 +178,7 @@ async def _run(
     """Serve a generating request to its end."""
     context = RequestContext.of(request.scope)
     context.facts["model"] = model.name
+    work.batch.request_id = context.request_id
     async with AsyncExitStack() as stack:
 
         def end() -> None:
@@ -285,6 +294,10 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/admin/models/load")
     async def load(body: LoadRequest) -> Response:
         began = time.monotonic()
+        if "record" in body.options:
+            raise ApiError(
+                400, "a recording is a file of this machine: set it at the start, by --record", param="options"
+            )
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

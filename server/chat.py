@@ -48,6 +48,11 @@ class ChatCompletion:
         """Continuations in all."""
         return self._body.n or 1
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for this request."""
+        return self.num_choices
+
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         self.batch.submit(

@@ -38,9 +38,9 @@ class TextCompletion:
         self.batch = Batch(engine, observer)
 
     @property
-    def num_choices(self) -> int:
-        """Continuations in all."""
-        return len(self._prompts) * self._each
+    def num_sequences(self) -> int:
+        """Sequences that run for this request."""
+        return len(self._prompts) * self._body.num_sequences_each
 
     @property
     def _each(self) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .tools import TOOL_PARSERS, ToolParser
 DEFAULT_MAX_QUEUE = 256
 DEFAULT_DRAIN_S = 30.0
 VARIABLES = "PAGETIDE_"
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
 
 
@@ -36,14 +38,18 @@ class ServeConfig:
         tool_call_parser: hermes, llama3, mistral or none; default: as the chat template says.
         cors_origin: Origins of web pages that may call.
         allowed_host: Further names in the Host header.
+        forwarded_allow_ips: Proxies and networks whose X-Forwarded-For and X-Forwarded-Proto are believed; "*" is all.
         max_queue: Requests that may wait; more get 429.
         drain_timeout: Seconds that running requests have after SIGTERM.
-        max_body: Largest body of a request, in bytes.
+        max_body: Largest body of a request, in bytes. The default fits a prompt of a million tokens as token ids (8 bytes each,
+            with comma and space) and as text (4 to 6 bytes). Parsing costs the streams more than bytes do: see `bodies`.
         ignore_unknown_fields: Accept requests with unknown fields.
         open_metrics: Serve /metrics without an API key.
         access_log: Write a JSON line for each request.
         ssl_certfile: TLS certificate chain.
         ssl_keyfile: TLS private key.
+        record: File of a recording for `pagetide replay`; of several models each has its name before the suffix.
+        record_text: Put prompts and outputs into it.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +59,7 @@ class ServeConfig:
     tool_call_parser: ToolParser | None = None
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
     max_queue: int = DEFAULT_MAX_QUEUE
     drain_timeout: float = DEFAULT_DRAIN_S
     max_body: int = MOST_BODY_BYTES
@@ -61,6 +68,8 @@ class ServeConfig:
     access_log: bool = True
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    record: Path | None = None
+    record_text: bool = False
     models: tuple[ModelOptions, ...] = ()
 
     @property
@@ -70,9 +79,28 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        """The server's address, for people."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """An address at which this machine reaches the server, for people."""
+        host = ALL_ADDRESSES.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+
+    @property
+    def recorded_models(self) -> tuple[ModelOptions, ...]:
+        """The models, each with the file of its recording among its engine's arguments, unless it has one of its own."""
+        if self.record is None:
+            return self.models
+        return tuple(
+            replace(one, engine={"record": self._recording_of(one), "record_text": self.record_text, **one.engine})
+            for one in self.models
+        )
+
+    def _recording_of(self, model: ModelOptions) -> str:
+        assert self.record is not None
+        if len(self.models) == 1:
+            return str(self.record)
+        suffix = "".join(self.record.suffixes[-2:]) if self.record.suffix == ".gz" else self.record.suffix
+        name = re.sub(r"[^\w.-]+", "_", model.name)  # a hub id has a slash
+        return str(self.record.with_name(f"{self.record.name.removesuffix(suffix)}.{name}{suffix}"))
 
     @classmethod
     def resolve(
@@ -124,6 +152,24 @@ class ServeConfig:
             raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
         if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
             raise ServeConfigInvalid("max_queue and drain_timeout must be at least 0, max_body at least 1")
+        if self.record_text and self.record is None:
+            raise ServeConfigInvalid("record_text needs a file to record to: --record FILE")
+        files = [model.engine.get("record") for model in self.recorded_models]
+        if twice := {file for file in files if file is not None and files.count(file) > 1}:
+            raise ServeConfigInvalid(f"two models record to {twice.pop()}: name one of them otherwise")
+        for proxy in self.forwarded_allow_ips:
+            if proxy != "*" and not _is_network(proxy):
+                raise ServeConfigInvalid(
+                    f"forwarded_allow_ips names addresses such as 10.0.0.1 or 10.0.0.0/8, got {proxy!r:.80}"
+                )
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -161,11 +161,15 @@ class Batch:
 
     Args:
         most_unread: Tokens that may wait for the reader; beyond it `read` raises SlowReader.
+
+    Attributes:
+        request_id: Of the HTTP request; the label of its requests in the engine.
     """
 
     def __init__(
         self, engine: EngineClient, observer: Observer | None = None, most_unread: int = MOST_UNREAD_TOKENS
     ) -> None:
+        self.request_id = ""
         self._observer = observer
         self.generations: list[Generation] = []
         self._engine = engine
@@ -174,6 +178,7 @@ class Batch:
 
     def submit(self, **request: Any) -> None:
         """Send a prompt: see `EngineClient.submit`."""
+        request["request_id"] = self.request_id
         self.generations.append(self._engine.submit(self._changed, self._observer, **request))
 
     async def accepted(self) -> None:

@@ -77,7 +77,9 @@ class EngineServer:
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
             "stats": lambda: self._awake().stats(),
-            "explain": lambda: self._awake().explain(),
+            "explain": lambda request=None: self._awake().explain(request),
+            "frame": self._frame,
+            "block": lambda block, text=False: self._awake().block(block, text),
             "reset_prefix_cache": lambda: self._awake().reset_prefix_cache(),
             "sleep": self._sleep,
             "wake_up": self._wake_up,
@@ -172,13 +174,14 @@ class EngineServer:
         params = self._completed(llm, params, len(ids), submit)
         self._send(Accepted(submit.number, ids, params.max_new_tokens))
         make = partial(_scores, llm.tokenizer)
+        prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
         if not submit.streams:
-            outputs = await llm.generate([ids], params, priority=submit.priority, cache_salt=submit.cache_salt)
+            outputs = await llm.generate(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
             (output,) = outputs
             pieces = [_whole(submit.number, i, one, make) for i, one in enumerate(output.completions)]
             self._send(_finished(submit.number, output, pieces, make))
             return
-        stream = llm.stream([ids], params, priority=submit.priority, cache_salt=submit.cache_salt)
+        stream = llm.stream(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
         async with aclosing(stream):
             async for chunk in stream:
                 self._give(_piece(submit.number, chunk, make))
@@ -236,6 +239,12 @@ class EngineServer:
         if any(not 0 <= i < _info(llm).vocab_size for i in tokens):
             raise RequestRejected(f"token ids must be from 0 to {_info(llm).vocab_size - 1:,}")
         return str(await asyncio.to_thread(llm.tokenizer.decode, tokens, clean_up_tokenization_spaces=False))
+
+    async def _frame(self, full: bool = False) -> tuple[bytes, float]:
+        """A frame for the page, and the CPU seconds that it took of the engine's thread."""
+        llm = self._awake()
+        before_s = llm.frame_s
+        return await llm.frame(full), max(llm.frame_s - before_s, 0.0)
 
     async def _sleep(self, drain_s: float | None = None) -> None:
         """End all requests within `drain_s`, and free all memory of the model."""

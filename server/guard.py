@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +18,32 @@ from .admission import RequestAdmission
 from .choices import json_encode
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
-from .streams import header_value
+from .page_sessions import PageSession, PageSessions
+from .streams import has_arrived, header_value
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
 
-MOST_BODY_BYTES = 32 << 20
+MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 _DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
 ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
+COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
+KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
+PAGE_HEADERS = (
+    (b"content-security-policy",
+     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+)  # fmt: skip
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
 _SCOPE_KEY = "pagetide.request"
@@ -42,6 +55,7 @@ class RequestContext:
 
     request_id: str
     key: ApiKey | None = None
+    session: PageSession | None = None  # that the key came from
     status: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  # for the access log
 
@@ -61,12 +75,14 @@ class GuardRules:
         hosts: Names in the Host header; empty allows all (a server beyond loopback).
         origins: Origins of pages that may call; "*" allows all.
         metrics_need_key: Whether `/metrics` needs a key, where there are keys.
+        open_paths: Further paths that need no key: those of static files.
     """
 
     hosts: Sequence[str] = LOOPBACK
     origins: Sequence[str] = ()
     metrics_need_key: bool = True
     most_body_bytes: int = MOST_BODY_BYTES
+    open_paths: Collection[str] = ()
 
 
 class Guard:
@@ -74,6 +90,7 @@ class Guard:
 
     Args:
         answered: Called after each request with its method, path, status and seconds.
+        sessions: Those of the page; their cookies count as keys.
     """
 
     def __init__(
@@ -83,12 +100,14 @@ class Guard:
         admission: RequestAdmission,
         rules: GuardRules,
         answered: Callable[[str, str, int, float], None],
+        sessions: PageSessions | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._admission = admission
         self._rules = rules
         self._answered = answered
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,11 +117,16 @@ class Guard:
         given = header_value(scope["headers"], b"x-request-id") or ""
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16))
         scope[_SCOPE_KEY] = context
+        of_page = scope["path"] in ("/", "/page") or scope["path"].startswith("/page/")
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
+                headers = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
+                given = {name for name, _ in headers}
+                if not has_arrived(scope):  # nobody reads the rest of the body: the connection ends with the response
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers + [one for one in PAGE_HEADERS if of_page and one[0] not in given]
             await send(message)
 
         try:
@@ -126,7 +150,7 @@ class Guard:
         if method == "OPTIONS":  # a browser's question about CORS has no key
             await self._app(scope, receive, send)
             return
-        context.key = self._check_key(path, header_value(scope["headers"], b"authorization"))
+        context.key = self._check_key(path, scope, context)
         limited = _LimitedBody(scope, receive, self._rules.most_body_bytes)
         if method == "POST" and path in GENERATING_PATHS:
             with self._admission.request(context.key):
@@ -149,10 +173,14 @@ class Guard:
         if origin.partition("://")[2] != host:
             raise ApiError(403, f"pages of {origin!r:.200} may not call this server: see --cors-origin")
 
-    def _check_key(self, path: str, authorization: str | None) -> ApiKey | None:
-        if path in OPEN_PATHS or (path == "/metrics" and not self._rules.metrics_need_key):
+    def _check_key(self, path: str, scope: Scope, context: RequestContext) -> ApiKey | None:
+        authorization = header_value(scope["headers"], b"authorization")
+        is_open = path in OPEN_PATHS or path in self._rules.open_paths
+        if is_open or (path == "/metrics" and not self._rules.metrics_need_key):
             return None
-        key = self._keys.find(authorization) if authorization else None
+        key = self._keys.find(authorization) if authorization else self._key_of_cookie(path, scope, context)
+        if path in KEYLESS_PATHS:
+            return key
         if path.startswith(ADMIN_PATHS):
             if not self._keys.has_admin:
                 raise ApiError(403, "there is no admin key: set PAGETIDE_ADMIN_KEY, or `admin: true` in the key file")
@@ -167,6 +195,15 @@ class Guard:
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return key
 
+    def _key_of_cookie(self, path: str, scope: Scope, context: RequestContext) -> ApiKey | None:
+        if self._sessions is None or not path.startswith(COOKIE_PATHS):
+            return None
+        session = self._sessions.find(header_value(scope["headers"], b"cookie"))
+        if session is None or not is_same_origin(scope):
+            return None
+        context.session = session
+        return self._sessions.key_of(session)
+
     def _log(self, scope: Scope, context: RequestContext, seconds: float) -> None:
         if not access_log.isEnabledFor(logging.INFO):
             return
@@ -177,6 +214,20 @@ class Guard:
             "key": None if context.key is None else context.key.name, **context.facts,
         }  # fmt: skip
         access_log.info("%s", json.dumps(entry))
+
+
+def is_same_origin(scope: Scope) -> bool:
+    """Whether a page of this server sent the request, and no other site in its name (CSRF).
+
+    Browsers say where a request comes from; over plain HTTP from another machine they say nothing for GET, and no other
+    site can read its answer.
+    """
+    headers = scope["headers"]
+    if (site := header_value(headers, b"sec-fetch-site")) is not None:
+        return site == "same-origin"
+    if (origin := header_value(headers, b"origin")) is not None:
+        return origin.partition("://")[2] == header_value(headers, b"host")
+    return scope["method"] in ("GET", "HEAD")
 
 
 class _LimitedBody:

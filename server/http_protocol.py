@@ -1,21 +1,30 @@
-"""uvicorn's HTTP protocol with limits on the head of a request and on the time in which a request arrives."""
+"""uvicorn's HTTP protocol with limits on the head of a request and on the time in which a request arrives.
+
+A response may come before its request has arrived: a refusal, for one. The connection then ends with it, gently: closing a
+socket with unread data resets the connection, and a reset can overtake the response. So the server says that it sends no more,
+and drops what still comes until the client closes, for LINGER_S at most (RFC 9112, 9.6).
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .choices import json_encode
 from .errors import ApiError
+from .streams import ARRIVED
 
 MOST_HEAD_BYTES = 64 << 10
 HEAD_S = (
     30.0  # a connection has this long for the head of a request, and this long once its response is sent for the rest
 )
 _BODY_SHARE = 8  # bytes that chunks of one byte each need beside the body
+LINGER_S = 2.0
+MOST_LINGERING = 128  # connections at the same time; further ones are closed at once
 
 
 class _HeadTooLarge(Exception):
@@ -24,6 +33,8 @@ class _HeadTooLarge(Exception):
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. uvicorn limits neither the bytes before and after a body nor their time."""
+
+    lingering: ClassVar[set[BoundedHttpProtocol]] = set()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,13 +52,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._stop_waiting()
+        self.lingering.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`."""
+        if self in self.lingering:
+            return
         self._extra_bytes += len(data)
         super().data_received(data)
-        if self._arriving and self._extra_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+        if self._arriving and self._extra_bytes > MOST_HEAD_BYTES and not self._is_ending:
             self._refuse(_too_large())
 
     def on_message_begin(self) -> None:
@@ -64,6 +78,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refusal = _too_large()
             raise _HeadTooLarge
         super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head of a request has arrived: its application starts."""
+        before = self.cycle
+        super().on_headers_complete()
+        if (cycle := self.cycle) is not before:
+            self.scope[ARRIVED] = lambda: not cycle.more_body  # type: ignore[literal-required]
+            cycle.transport = _ResponseTransport(cycle.transport, self.end)  # type: ignore[assignment]
+
+    def on_response_complete(self) -> None:
+        """A response has been sent: begin to wait for the next request, if the connection stays."""
+        if self in self.lingering:
+            self.flow.resume_reading()
+        else:
+            super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -92,7 +121,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # the application writes no more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        self.end()
+
+    def end(self) -> None:
+        """Close the connection after what was written; if a request has not arrived whole, once the client has read it."""
+        if self in self.lingering:
+            return
+        if not self._arriving or len(self.lingering) >= MOST_LINGERING or self.transport.is_closing():
+            self.transport.close()
+            return
+        self.lingering.add(self)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():  # not with TLS: there the response says that it is the last
+            self.transport.write_eof()
+        self._stop_waiting()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self in self.lingering or self.transport.is_closing()
 
     def _wait(self) -> None:
         self._stop_waiting()
@@ -106,8 +153,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait()  # for the response: the application limits the time of its body
-        elif not self.transport.is_closing():
+        elif not self._is_ending:
             self._refuse(ApiError(408, f"the request did not arrive within {HEAD_S:g} s"))
+
+
+class _ResponseTransport:
+    """The transport of one request's response, whose `close` is that of the connection."""
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = end
 
 
 def _too_large() -> ApiError:

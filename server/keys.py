@@ -65,12 +65,16 @@ class ApiKeys:
     def find(self, authorization: str | None) -> ApiKey | None:
         """The key in an Authorization header (`Bearer KEY`); None if it is unknown. Takes equally long for all keys."""
         scheme, _, given = (authorization or "").partition(" ")
-        digest = digest_of(given.strip())
+        found = self.of_digest(digest_of(given.strip()))
+        return found if scheme.lower() == "bearer" else None
+
+    def of_digest(self, digest: bytes) -> ApiKey | None:
+        """The key with this digest; None if it is unknown. Takes equally long for all keys."""
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
-        return found if scheme.lower() == "bearer" else None
+        return found
 
 
 def read_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:

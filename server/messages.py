@@ -51,6 +51,7 @@ class Submit(Struct, tag=True, frozen=True):
         streams: Send the output as `OutputPieces`; otherwise all of it comes with `RequestEnd`.
         fills_context: Without `max_new_tokens` generate up to the model's context.
         strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
+        request_id: The id of the HTTP request, as the request's label.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Submit(Struct, tag=True, frozen=True):
     streams: bool = True
     fills_context: bool = False
     strict_length: bool = True
+    request_id: str = ""
 
 
 class Cancel(Struct, tag=True, frozen=True):

@@ -59,6 +59,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
 }
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", "error": "error"}  # pagetide's and vLLM's
 _PROBES = ("/metrics", "/health", "/ready", "/load", "/version")
+_NAMED = {"/v1/models/": "/v1/models/{name}", "/page/": "/page/{path}"}  # handlers of many paths
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
@@ -157,7 +158,8 @@ class Metrics:
         """Count an HTTP request, unless it is a probe."""
         if path in _PROBES:
             return
-        handler = path if path in self.handlers else "/v1/models/{name}" if path.startswith("/v1/models/") else "none"
+        named = (name for start, name in _NAMED.items() if path.startswith(start))
+        handler = path if path in self.handlers else next(named, "none")
         method = method if method in _METHODS else "other"
         self._http[method, handler, f"{status // 100}xx"] += 1
         if status >= 400:

@@ -13,9 +13,11 @@ from .errors import ApiError, invalid
 
 MOST_N = 128  # continuations of a request
 MOST_PROMPTS = 2048  # prompts of a request
+MOST_SEQUENCES = 2048  # of all prompts of a request together
 LONGEST_ID = 256  # characters of names and salts
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=LONGEST_ID)]
 
 # Names that differ between the API and `SamplingParams`, for its messages.
@@ -77,7 +79,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -120,13 +122,16 @@ class _Extras(_Accepted):
     min_tokens: int | None = None
     ignore_eos: bool = False
     stop_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     cache_salt: Name | None = None
     return_token_ids: bool = False
     request_id: Name | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class _Sampling(_Extras):
@@ -140,7 +145,7 @@ class _Sampling(_Extras):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -163,12 +168,26 @@ class _Sampling(_Extras):
             "bad_words": self.bad_words or None,
             "min_new_tokens": self.min_tokens,
             "prompt_logprobs": self.prompt_logprobs,
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping,
             **self._constraint(),
             **others,
         }
+        if self.use_beam_search:
+            given |= self._beams(given)
         params = {name: value for name, value in given.items() if value is not None} | {"ignore_eos": self.ignore_eos}
         checked(params)
         return params
+
+    def _beams(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a beam search as wide as `n`. Raises ApiError for what the engine cannot do with beams."""
+        for name in ("best_of", "stop", "logprobs", "prompt_logprobs"):
+            if given.get(name) is not None and (self.n or 1) > 1:
+                raise invalid(f"{name} cannot be given with use_beam_search: leave one of them out", name)
+        return {
+            "num_beams": self.n or 1,
+            "temperature": self.temperature or 0.0,
+        }  # the most likely, unless asked to draw
 
     def _constraint(self) -> dict[str, Any]:
         form = self.response_format
@@ -188,7 +207,11 @@ class _Sampling(_Extras):
 class CompletionRequest(_Sampling):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(max_length=MOST_PROMPTS)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[Texts | Annotated[list[TokenIds], Field(fail_fast=True)], Field(max_length=MOST_PROMPTS)]
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     best_of: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
     echo: bool = False
@@ -197,12 +220,23 @@ class CompletionRequest(_Sampling):
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
-        """One prompt, or several. Raises ApiError for none."""
+        """One prompt, or several. Raises ApiError for none, and for too many sequences."""
         prompt: Any = self.prompt
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
             raise invalid("no prompt was given: pass a text, token ids, or a list of them", "prompt")
+        if (count := len(many) * self.num_sequences_each) > MOST_SEQUENCES:
+            raise invalid(
+                f"{len(many):,} prompts of {self.num_sequences_each} sequences each are {count:,} sequences, and a request may "
+                f"have {MOST_SEQUENCES:,}: send several requests",
+                "prompt",
+            )
         return many
+
+    @property
+    def num_sequences_each(self) -> int:
+        """Sequences that run for each prompt."""
+        return max(self.n or 1, self.best_of or 1)
 
     @property
     def scores_prompt(self) -> bool:
@@ -314,7 +348,7 @@ class NamedTool(BaseModel):
 class ChatRequest(_Sampling):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+MOST_OPEN_FILES = (
+    1 << 20
+)  # a hard limit may be a thousand times that, and programs that close them one by one take minutes
 
 
 class CannotServe(Exception):
@@ -43,7 +46,8 @@ def serve(config: ServeConfig) -> int:
             f"{config.host} is reachable from other machines, and there is no API key: set PAGETIDE_API_KEY or "
             "--api-key-file, or listen on 127.0.0.1"
         )
-    listening = _listen(config)
+    raise_open_files()
+    listening = listen(config)
     config = replace(config, port=listening.getsockname()[1])
     with suppress(ImportError):  # where uvloop installs
         import uvloop
@@ -52,7 +56,8 @@ def serve(config: ServeConfig) -> int:
     return asyncio.run(_serve(config, keys, listening))
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
+    """The listening socket. Raises CannotServe."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -73,11 +78,12 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
     models = ModelRegistry()
     server = Server(models, keys, options)
-    http = _HttpServer(
+    http = HttpServer(
         uvicorn.Config(
             make_app(server), http=BoundedHttpProtocol, log_config=None,
-            access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S,
+            access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
+            proxy_headers=bool(config.forwarded_allow_ips), forwarded_allow_ips=list(config.forwarded_allow_ips),
             server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
         )
     )  # fmt: skip
@@ -86,9 +92,9 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drainer.signalled)
-    for one in config.models:
+    for one in config.recorded_models:
         models.add(one)
-    loading = asyncio.create_task(_load(server, http, config))
+    loading = asyncio.create_task(_load(server, http, config, keys.has_users))
     await http.serve(sockets=[listening])
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
@@ -96,7 +102,7 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     return int(loading.done() and not loading.cancelled() and loading.result() is False)
 
 
-async def _load(server: Server, http: uvicorn.Server, config: ServeConfig) -> bool:
+async def _load(server: Server, http: uvicorn.Server, config: ServeConfig, wants_key: bool) -> bool:
     """Wait until all models are ready and say so. Returns False, and ends the server, if one cannot be loaded."""
     while not server.models.is_ready:
         for model in server.models:
@@ -109,16 +115,17 @@ async def _load(server: Server, http: uvicorn.Server, config: ServeConfig) -> bo
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": "Where is the whale?"}], "max_tokens": 40}
     )
+    key = '-H "Authorization: Bearer $KEY" ' if wants_key else ""
     print(
         f"serving {', '.join(model.name for model in config.models)} at {config.url}\n"
-        f"  curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {config.url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )
     notify("READY=1")
     return True
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Leaves the signals to `_Drainer`."""
 
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -142,6 +149,7 @@ class _Drainer:
             self._http.should_exit = self._http.force_exit = True
             return
         self._server.admission.draining = True
+        self._server.page.feed.stop()
         notify("STOPPING=1")
         self._draining = asyncio.create_task(self._drain())
 
@@ -154,6 +162,16 @@ class _Drainer:
                 while self._server.admission.num_requests:
                     await asyncio.sleep(0.02)
         self._http.should_exit = True
+
+
+def raise_open_files() -> None:
+    """Allow this process and its engines as many open files, hence connections, as they may allow themselves."""
+    with suppress(ImportError, OSError, ValueError):  # where there is no such limit, or it cannot be raised
+        import resource
+
+        soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < MOST_OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_OPEN_FILES), most))
 
 
 def notify(state: str) -> None:

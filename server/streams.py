@@ -17,6 +17,7 @@ from .errors import ApiError, from_engine
 
 log = logging.getLogger(__name__)
 
+ARRIVED = "pagetide.arrived"  # in a scope: whether all of the request has arrived
 STALL_S = 60.0  # a client that reads nothing for so long is cut off
 
 Value = TypeVar("Value")
@@ -88,6 +89,11 @@ async def unless_left(work: Awaitable[Value], receive: Receive) -> Value:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def has_arrived(scope: Scope) -> bool:
+    """Whether all of a request has arrived. True if the protocol does not say."""
+    return bool(scope.get(ARRIVED, lambda: True)())
 
 
 def header_value(headers: list[tuple[bytes, bytes]], name: bytes) -> str | None:

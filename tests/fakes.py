@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -353,6 +354,7 @@ class World:
         self.aborted: set[str] = set()
         self.family_of: dict[str, Family] = {}
         self.check_every = 1
+        self.look: Callable[[World], None] | None = None  # called after each check
         self._num_checks = 0
 
     def check(self) -> bool:
@@ -361,6 +363,8 @@ class World:
         if self._num_checks % self.check_every:
             return False
         self.scheduler.check_invariants()
+        if self.look is not None:
+            self.look(self)
         return True
 
     def prompt(self, length: int) -> np.ndarray:

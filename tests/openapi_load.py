@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-REQUEST_S = 60.0  # an answer that takes longer is a hang
+REQUEST_S = 600.0  # an answer that takes longer is a hang; 128 continuations on a busy core take a minute
 CONCURRENT = 4
 # Which share of the requests goes to an operation; those that are not named get one each, in both modes.
 SHARES = {
@@ -31,11 +32,20 @@ class Misbehaved(AssertionError):
 
 
 def send_requests(url: str, count: int, number: int, headers: dict[str, str]) -> Counter[int]:
-    """Send about `count` requests drawn with seed `number`. Returns how many had each status.
+    """Send `count` requests or some more, drawn with seed `number`. Returns how many had each status.
 
     Raises Misbehaved for an answer of 500 or more, one that the description lacks, or none.
     """
     description = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
+    found: Counter[int] = Counter()
+    for further in itertools.count():  # what can be drawn from a small schema is drawn once
+        found += _send_round(description, count - found.total(), number + further, headers)
+        if found.total() >= count:
+            return found
+
+
+def _send_round(description: Any, count: int, number: int, headers: dict[str, str]) -> Counter[int]:
+    """Send about `count` requests, at least one to each operation."""
     found: Counter[int] = Counter()
     for result in description.get_all_operations():
         operation = result.ok()

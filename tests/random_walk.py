@@ -9,6 +9,7 @@ walk some chunks are deferred and some copies fail.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -27,12 +28,14 @@ VARIANTS = tuple(
 )
 
 
-def walk(seed: int, variant: str, events: int, check_every: int = 1) -> World:
+def walk(
+    seed: int, variant: str, events: int, check_every: int = 1, look: Callable[[World], None] | None = None
+) -> World:  # fmt: skip
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
     a host tier too; whether plans and results alternate or steps are planned ahead; and whether chunks and copies fail.
-    The books are looked at in one of `check_every` plans and results, and at the end.
+    The books are looked at in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults = variant.split("-")
     rng = np.random.default_rng(seed)
@@ -52,7 +55,7 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1) -> World:
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
     return _walk(
         rng, events, **shape, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
-        faults=faults == "faulty", check_every=check_every,
+        faults=faults == "faulty", check_every=check_every, look=look,
     )  # fmt: skip
 
 
@@ -61,7 +64,8 @@ def _slots(rng: np.random.Generator, kept: str) -> int:
 
 
 def _walk(
-    rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, check_every: int = 1, **pool
+    rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, check_every: int = 1,
+    look: Callable[[World], None] | None = None, **pool,
 ) -> World:  # fmt: skip
     block_size = int(rng.choice([1, 3, 4, 16]))
     world = World(
@@ -72,6 +76,7 @@ def _walk(
     )  # fmt: skip
     world.rng = rng
     world.check_every = check_every
+    world.look = look
     world.runner.faults = np.random.default_rng(rng.integers(1 << 30)) if faults else None
     capacity = world.cache.pool.capacity * block_size
     least = world.cache.pool.capacity  # the lowest limit there was

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..build import Engine
 from ..errors import EngineClosed
+from ..frames.engine_watch import EngineWatch
 from ..process.cpu_threads import own_threads, use_own_threads
 from .inputs import PromptInput
 from .intake import RequestIntake
@@ -100,6 +101,13 @@ class EngineThread(threading.Thread):
     def run_with_engine(self, waiter: Waiter, function: Callable[[Engine], Any]) -> None:
         """Call `function` with the engine between two steps and resolve `waiter` with the result. Raises EngineClosed."""
         self._send(partial(self._run_with_engine, waiter, function))
+
+    def look(self, waiter: Waiter, function: Callable[[EngineWatch], Any]) -> None:
+        """Call `function` with the watched side of the engine between two steps, and resolve `waiter` with the result.
+
+        Raises EngineClosed.
+        """
+        self._send(partial(self._look, waiter, function))
 
     def run_with_encoder(self, waiter: Waiter, function: Callable[[], Any]) -> None:
         """Call `function` on the tokenizer's thread and resolve `waiter` with the result. Raises EngineClosed."""
@@ -251,6 +259,9 @@ class EngineThread(threading.Thread):
                 return function(self._manager.open())
 
         self._outbox.put(waiter, self._result_or_error(run))
+
+    def _look(self, waiter: Waiter, function: Callable[[EngineWatch], Any]) -> None:
+        self._outbox.put(waiter, self._result_or_error(lambda: self._manager.look(function)))
 
     def _pause(self, waiter: Waiter) -> None:
         if self._manager.engine is None:

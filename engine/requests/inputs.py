@@ -16,14 +16,16 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # a text; token ids; vLLM's fo
 Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # largest absolute value
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of vLLM's prompts
+LONGEST_LABEL = 128  # characters
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "label")  # of vLLM's prompts, and a name for watchers
 _ENCODING_KEYS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # of a tokenizer's results
 
 
 class PromptInput(NamedTuple):
     """A prompt ready to be queued: its text (None if given as ids), token ids, merged parameters and data derived from these.
 
-    `before` is the state of an imported request. `cache_salt` is the prompt's own; None is the call's.
+    `before` is the state of an imported request. `cache_salt` is the prompt's own; None is the call's. `label` is the
+    caller's name for the request.
     """
 
     prompt: str | None
@@ -32,14 +34,16 @@ class PromptInput(NamedTuple):
     prepared: PreparedParams
     before: Handover | None = None
     cache_salt: str | None = None
+    label: str = ""
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt of any form: what to encode, its text (None if only ids are known), and its own cache salt."""
+    """A prompt of any form: what to encode, its text (None if only ids are known), its own cache salt, and its label."""
 
     content: str | Sequence[int]
     text: str | None = None
     cache_salt: str | None = None
+    label: str = ""
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -57,7 +61,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         return ParsedPrompt(many[0])
     _refuse_other_keys(prompt, _PROMPT_KEYS)
     given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
-    text, ids, salt = given
+    text, ids, salt, label = given
     if text is None and ids is None:
         raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
     if text is not None and not isinstance(text, str):
@@ -67,8 +71,12 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             "`prompt_token_ids` of a mapping must be a list of token ids, got str; a text is its `prompt`"
         )
     check_cache_salt(salt)
+    if label is not None and (not isinstance(label, str) or len(label) > LONGEST_LABEL):
+        raise RequestRejected(
+            f"`label` of a mapping must be a text of at most {LONGEST_LABEL} characters, got {label!r:.80}"
+        )
     content: Any = text if ids is None else ids
-    return ParsedPrompt(content, text, salt)
+    return ParsedPrompt(content, text, salt, label or "")
 
 
 def text_of(prompt: object) -> str | None:
@@ -116,7 +124,7 @@ def encode_pairs(
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
         parsed = parse_prompt(prompt)
         ids = encoder.encode(parsed.content, known[0])
-        inputs.append(PromptInput(parsed.text, ids, *known, cache_salt=parsed.cache_salt))
+        inputs.append(PromptInput(parsed.text, ids, *known, cache_salt=parsed.cache_salt, label=parsed.label))
     return inputs
 
 

@@ -120,6 +120,7 @@ class RequestIntake:
             priority=checked_priority(before.priority if before is not None and priority is None else priority),
             arrival=self.engine.core.clock(),
             cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
+            label=prompt.label,
         )
         return request if before is None else before.request(request)
 

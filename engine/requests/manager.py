@@ -14,17 +14,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...allocator.errors import LeaseClosed
 from ...monitor.units import format_bytes
 from ...scheduler.errors import RequestRejected
+from ...scheduler.frames.source import Frame
+from ...version import __version__
 from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed
+from ..frames.engine_watch import EngineWatch, frame_source
+from ..frames.recorder import INTERVAL_S, EngineRecorder
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
@@ -35,6 +39,7 @@ from .outputs import StreamChunk
 from .states import RequestGroup, RequestState, ready_chunk
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STARVING_WAIT_S = 0.02
 KEEPER_WAIT_S = 0.25
@@ -53,6 +58,11 @@ class RequestManager:
     def __init__(self, config: EngineConfig) -> None:
         self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
+        try:
+            self._recorder = None if config.record is None else _recorder(self.engine, config)
+        except BaseException:
+            self.engine.close()
+            raise
         self.lock = FairLock()
         self.paused = False  # no steps, not even for memory work
         self.delivery = OutputDelivery()
@@ -60,8 +70,12 @@ class RequestManager:
         self._numbers = itertools.count()
         self._stepped_at = -math.inf  # end of the last step run for a caller
         self._keeper = BackgroundThread("pagetide-memory", partial(_keep_memory, weakref.ref(self)), KEEPER_WAIT_S)
+        self.watch: EngineWatch | None = EngineWatch(self.engine)  # while it is open; used under the lock
         self._stats, self._stats_at = self._collect_stats(self.engine), self.engine.core.clock()
         self._keeper.start()
+        if self._recorder is not None:
+            record = partial(_record, weakref.ref(self), self._recorder.stopped)
+            BackgroundThread("pagetide-record", record, KEEPER_WAIT_S).start()
 
     def open(self) -> Engine:
         """Return the engine. Raises EngineClosed once it is closed, and in a forked child."""
@@ -88,10 +102,15 @@ class RequestManager:
             engine, self.engine = self.engine, None
             if engine is None:
                 return
+            self.watch = last = None
             try:
                 self._end_all(engine, cause)
+                last = None if self._recorder is None else self._recorder.last()
             finally:
                 engine.close()
+        if self._recorder is not None:
+            self._recorder.close(last)
+            self._recorder = None  # its source refers to the engine
         self._keeper.join()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
@@ -130,6 +149,23 @@ class RequestManager:
     def last_stats(self) -> dict[str, Any]:
         """A copy of the statistics that were collected last."""
         return copy.deepcopy(self._stats)
+
+    def look(self, function: Callable[[EngineWatch], T]) -> T:
+        """The result of `function` with the watched side of the engine, between two steps. Raises EngineClosed."""
+        with self.lock:
+            self.open()
+            assert self.watch is not None
+            return function(self.watch)
+
+    def record(self) -> bool:
+        """Record a frame if one is due. Returns whether the recording goes on."""
+
+        def take(make: Callable[[], Frame]) -> Frame | None:
+            with self.lock:
+                return None if self.engine is None else make()
+
+        recorder = self._recorder
+        return recorder is not None and recorder.turn(take)
 
     def describe(self) -> str:
         """Device, dtype, size of the pool and requests, for a repr; "closed" for a closed engine."""
@@ -347,6 +383,24 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     except LeaseClosed:
         return False
     return True
+
+
+def _recorder(engine: Engine, config: EngineConfig) -> EngineRecorder:
+    """The recorder of an engine. Raises ConfigError."""
+    assert config.record is not None
+    header = {
+        "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
+        "interval_s": INTERVAL_S,
+    }  # fmt: skip
+    return EngineRecorder(config.record, frame_source(engine, text=config.record_text), header)
+
+
+def _record(reference: weakref.ref[RequestManager], stopped: threading.Event) -> bool:
+    """Record a frame after the interval. False once the engine is closed or garbage-collected, or the recording has ended."""
+    if stopped.wait(INTERVAL_S):
+        return False
+    manager = reference()
+    return manager is not None and manager.record()
 
 
 def _abort(engine: Engine, group: RequestGroup) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import BlockMisuse
-from pagetide.allocator.pool_view import BlockCounts, PoolView, format_ids
+from pagetide.allocator.pool_view import BlockCounts, BlockState, PoolView, format_ids
 
 
 def test_a_new_pool_is_free_where_it_is_mapped() -> None:
@@ -69,3 +69,27 @@ def state(pool: PoolView) -> dict[str, object]:
 def test_a_message_names_a_few_ids() -> None:
     assert format_ids(np.array([3, 5])) == "3, 5"
     assert format_ids(np.arange(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ... (9 in all)"
+
+
+def test_the_states_of_all_blocks() -> None:
+    pool = pool_in_all_states()
+    pool.retain([4])
+    pool.unmap([2])
+    expected = [5, 6, 6, 6, 6, 3, 4, 4, *[0] * 4, *[1] * 4]
+    states = pool.states()
+    assert states.tolist() == expected and states.dtype == np.uint8
+    assert BlockState(states[6]) is BlockState.IN_FLIGHT
+    out, mask = np.full(16, 77, np.uint16), np.ones(16, np.bool_)
+    assert pool.states(out, mask) is out and out.tolist() == expected
+    pool.drain([3])
+    assert pool.states()[12:].tolist() == [BlockState.DRAINING] * 4
+    pool.retain([1])
+    assert np.flatnonzero(pool.are_shared()).tolist() == [1]
+    assert pool.are_shared(mask) is mask and mask.sum() == 1
+
+
+def test_the_states_of_a_fixed_pool_whose_last_extent_is_partial() -> None:
+    pool = BlockAllocator(1500)
+    pool.allocate(1200)
+    counts = np.bincount(pool.states(), minlength=7)
+    assert counts.tolist() == [0, 299, 0, 0, 0, 1, 1200]

@@ -31,6 +31,7 @@ COMMANDS = {
     "divergence": "--model MODEL --dtypes float32 --prompts 4 --new-tokens 16",
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
     "memory": "--batches 3 --hidden 32 --layers 1 --most 2 --first 1",
+    "page": "--frames 2 --minutes 0.02 --seconds 0.5 --pools 10000",
     "prefix": "--repeats 1 --blocks 2000",
     "prefix_hits": "--data none --requests 10",
     "pressure": "--seeds 1 --requests 20",

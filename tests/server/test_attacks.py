@@ -12,12 +12,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from async_rig import until
 from servers import ServerProcess
 
 pytest.importorskip("fastapi")
@@ -27,7 +29,7 @@ from pagetide.server import guard, http_protocol  # noqa: E402
 from pagetide.server.admission import RequestAdmission  # noqa: E402
 from pagetide.server.guard import Guard, GuardRules  # noqa: E402
 from pagetide.server.http_protocol import BoundedHttpProtocol  # noqa: E402
-from pagetide.server.keys import ApiKeys  # noqa: E402
+from pagetide.server.keys import ApiKey, ApiKeys, digest_of  # noqa: E402
 
 KEYS = {"PAGETIDE_API_KEY": "sk-alice-1234", "PAGETIDE_ADMIN_KEY": "sk-operator-1", "OMP_NUM_THREADS": "1"}
 ALICE, OPS = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice-1234", "sk-operator-1"))
@@ -142,7 +144,7 @@ def test_heads_and_bodies_beyond_the_limits(server: ServerProcess, data: bytes, 
 
 
 def test_chunks_beyond_the_limit(server: ServerProcess) -> None:
-    chunks = (b" " * (1 << 20) for _ in range(33))
+    chunks = (b" " * (1 << 20) for _ in range(9))
     assert httpx.post(f"{server.url}/v1/completions", content=chunks, headers=ALICE, timeout=FAR_S).status_code == 413
 
 
@@ -186,6 +188,12 @@ BODIES = {
     "reference to itself": b'{"prompt":"a","structured_outputs":{"json":{"$ref":"#"}}}',
     "reference to a file": b'{"prompt":"a","structured_outputs":{"json":{"$ref":"file:///etc/passwd"}}}',
     "huge enum": json.dumps({"prompt": "a", "structured_outputs": {"json": {"enum": list(range(200_000))}}}).encode(),
+    "n of many prompts": json.dumps({"prompt": ["a"] * 129, "n": 16}).encode(),
+    "best of many prompts": json.dumps({"prompt": ["a"] * 129, "best_of": 16}).encode(),
+    "a million negative ids": json.dumps({"prompt": [-1] * 1_000_000}).encode(),
+    "too many ids": b'{"prompt":[' + b"5," * 1_400_000 + b"5]}",
+    "too many messages": b'{"messages":[' + b'{"role":"user"},' * 20_000 + b"1]}",
+    "large and broken": b'{"prompt":"' + b"a" * 100_000 + b'"',
     "huge regex": b'{"prompt":"a","structured_outputs":{"regex":"(x{1000}){1000}"}}',
 }
 CHATS = {
@@ -282,9 +290,25 @@ def test_a_full_disk_under_the_access_log_stops_nothing(tmp_path: Path) -> None:
 # ---- slow clients, with short limits ------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def guarded(app: Any, keys: ApiKeys) -> AsyncIterator[Any]:
+    """The guard around `app`, on the address that this gives."""
+    uvicorn = pytest.importorskip("uvicorn")
+    layer = Guard(app, keys, RequestAdmission(lambda: 1, 1), GuardRules(), lambda *answer: None)
+    http = uvicorn.Server(uvicorn.Config(layer, http=BoundedHttpProtocol, log_config=None, lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(http.serve(sockets=[listening]))
+        yield listening.getsockname()
+        http.should_exit = True
+        await serving
+
+
+async def unused(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("a refused request went through")
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", POST, POST + b"Content-Length: 9\r\n\r\n{"], ids=len)
 def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    uvicorn = pytest.importorskip("uvicorn")
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)
     monkeypatch.setattr(guard, "BODY_S", 0.2)
 
@@ -292,20 +316,89 @@ def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent
         while (await receive()).get("more_body"):
             pass
 
-    admission = RequestAdmission(lambda: 1, 1)
-
     async def run() -> bytes:
-        guarded = Guard(app, ApiKeys(), admission, GuardRules(), lambda *answer: None)
-        config = uvicorn.Config(guarded, http=BoundedHttpProtocol, log_config=None, lifespan="off")
-        http = uvicorn.Server(config)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(http.serve(sockets=[listening]))
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
+        async with guarded(app, ApiKeys()) as address:
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(sent)
             found = await asyncio.wait_for(reader.read(), FAR_S)
             writer.close()
-            http.should_exit = True
-            await serving
         return found
 
-    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ") and admission.num_requests == 0
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
+
+
+# ---- refusals that come before their request has arrived ----------------------------------------------------------
+
+
+REFUSED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+ONE_KEY = ApiKeys([ApiKey("alice", digest_of("sk-alice-1234"))])
+
+
+async def refusal(reader: asyncio.StreamReader) -> None:
+    """Read a whole refusal, and the end of what the server sends."""
+    found = await asyncio.wait_for(reader.read(), FAR_S)
+    assert found.startswith(b"HTTP/1.1 401 ") and b"\r\nconnection: close\r\n" in found and found.endswith(b"}}")
+
+
+def test_a_refusal_comes_whole_while_its_body_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", FAR_S)
+
+    async def run() -> None:
+        async with guarded(unused, ONE_KEY) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(REFUSED + b" " * 500_000)
+            await refusal(reader)
+            (connection,) = BoundedHttpProtocol.lingering  # which would be reset if it were closed
+            writer.write(b" " * 500_000)
+            await writer.drain()
+            writer.close()
+            await until(lambda: connection not in BoundedHttpProtocol.lingering)  # the client has closed it
+
+    asyncio.run(run())
+
+
+def test_a_refused_connection_is_dropped_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
+
+    async def run() -> None:
+        async with guarded(unused, ONE_KEY) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(REFUSED)  # and never its body
+            await refusal(reader)
+            await until(lambda: not BoundedHttpProtocol.lingering)  # although the client does not close it
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_few_refused_connections_are_kept_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", FAR_S)
+    monkeypatch.setattr(http_protocol, "MOST_LINGERING", 2)
+    kept = []
+
+    async def run() -> None:
+        async with guarded(unused, ONE_KEY) as address:
+            clients = [await asyncio.open_connection(*address) for _ in range(4)]
+            for reader, writer in clients:
+                writer.write(REFUSED)
+                await refusal(reader)
+                kept.append(len(BoundedHttpProtocol.lingering))
+            for _, writer in clients:
+                writer.close()
+
+    asyncio.run(run())
+    assert kept == [1, 2, 2, 2] and not BoundedHttpProtocol.lingering
+
+
+def test_a_refusal_of_a_whole_request_keeps_the_connection() -> None:
+    async def run() -> None:
+        async with guarded(unused, ONE_KEY) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            for _ in range(2):
+                writer.write(REFUSED.replace(b"1000000", b"3") + b"{} ")
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), FAR_S)
+                assert head.startswith(b"HTTP/1.1 401 ") and b"connection: close" not in head
+                await asyncio.wait_for(reader.readuntil(b"}}"), FAR_S)
+            writer.close()
+
+    asyncio.run(run())

@@ -29,8 +29,15 @@ def test_precedence(tmp_path: Path) -> None:
     assert (
         config.is_loopback
         and not ServeConfig(host="0.0.0.0").is_loopback
-        and ServeConfig(host="::1").url == "http://[::1]:8000"
+        and ServeConfig(host="::1").url == ServeConfig(host="::").url == "http://[::1]:8000"
+        and ServeConfig(host="0.0.0.0").url == "http://127.0.0.1:8000"
     )
+
+
+def test_lists_in_a_variable_are_separated_by_commas() -> None:
+    config = ServeConfig.resolve({}, {"PAGETIDE_FORWARDED_ALLOW_IPS": "127.0.0.1,10.0.0.0/8, ::1"}, models=DEMO)
+    assert config.forwarded_allow_ips == ("127.0.0.1", "10.0.0.0/8", "::1")
+    assert ServeConfig.resolve({"forwarded_allow_ips": "*"}, {}, models=DEMO).forwarded_allow_ips == ("*",)
 
 
 def test_models_of_the_file(tmp_path: Path) -> None:
@@ -62,6 +69,8 @@ def test_models_of_the_file(tmp_path: Path) -> None:
         ("models: [{name: a}]", {}, "a mapping with `model:`"),
         ("models: [demo, demo]", {}, "two models are named 'demo'"),
         ("max_queue: -1", {}, "max_queue"),
+        ("record_text: true", {}, "record_text needs a file"),
+        ("forwarded_allow_ips: proxy.example", {}, "got 'proxy.example'"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, text: str, environ: dict[str, str], message: str) -> None:
@@ -75,3 +84,29 @@ def test_wrong_settings(tmp_path: Path, text: str, environ: dict[str, str], mess
 def test_no_model() -> None:
     with pytest.raises(ServeConfigInvalid, match="no model was named"):
         ServeConfig.resolve({}, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "file", "wanted"),
+    [
+        (["demo"], "runs/today.jsonl.gz", ["runs/today.jsonl.gz"]),
+        (["a", "hub/b"], "runs/today.jsonl.gz", ["runs/today.a.jsonl.gz", "runs/today.hub_b.jsonl.gz"]),
+        (["a", "b"], "v1.2/today", ["v1.2/today.a", "v1.2/today.b"]),
+        (["a", "b"], "today.rec", ["today.a.rec", "today.b.rec"]),
+    ],
+)
+def test_the_files_of_recordings(names: list[str], file: str, wanted: list[str]) -> None:
+    models = [ModelOptions(name, "demo", {"device": "cpu"}) for name in names]
+    config = ServeConfig.resolve({"record": file}, {"PAGETIDE_RECORD": "x", "PAGETIDE_RECORD_TEXT": "1"}, None, models)
+    found = [dict(model.engine) for model in config.recorded_models]
+    assert found == [{"device": "cpu", "record": each, "record_text": True} for each in wanted]
+    assert ServeConfig.resolve({}, {}, None, models).recorded_models == tuple(models)
+
+
+def test_recordings_of_one_model_by_itself_and_of_two_in_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("record: all.gz\nmodels:\n- demo\n- {model: demo, name: b, record: own.gz}\n")
+    config = ServeConfig.resolve({}, {}, file)
+    assert [model.engine["record"] for model in config.recorded_models] == ["all.demo.gz", "own.gz"]
+    with pytest.raises(ServeConfigInvalid, match=r"two models record to run\.a_b"):
+        ServeConfig.resolve({"record": "run"}, {}, None, [ModelOptions("a/b", "demo"), ModelOptions("a_b", "demo")])

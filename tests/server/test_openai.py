@@ -121,6 +121,35 @@ def test_chat_has_the_tokens_of_llm_and_streams_the_same(client: Any, llm: LLM) 
     assert chunks[-1].choices == [] and chunks[-1].usage.prompt_tokens == len(ids)
 
 
+@pytest.mark.parametrize(
+    "extra", [{}, {"length_penalty": 2.0, "early_stopping": True}, {"length_penalty": -1.0, "early_stopping": "never"}]
+)
+def test_beams_are_those_of_llm(client: Any, llm: LLM, extra: dict[str, Any]) -> None:
+    (wanted,) = llm.generate("Call me", SamplingParams(max_new_tokens=12, num_beams=4, n=4, temperature=0, **extra))
+    asked: Any = {
+        "model": "demo", "prompt": "Call me", "max_tokens": 12, "n": 4, "extra_body": {"use_beam_search": True, **extra},
+    }  # fmt: skip
+    found = client.completions.create(**asked)
+    texts = [choice.text for choice in found.choices]
+    assert texts == [one.text for one in wanted.completions] and len(set(texts)) == 4
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert list(streamed.values()) == texts
+    (chat,) = llm.chat(CONVERSATION, SamplingParams(max_new_tokens=12, num_beams=2, n=2, temperature=0, **extra))
+    asked = {"model": "demo", "messages": CONVERSATION, "max_tokens": 12, "n": 2, "extra_body": asked["extra_body"]}
+    answers = client.chat.completions.create(**asked).choices
+    assert [answer.message.content for answer in answers] == [one.text for one in chat.completions]
+
+
+@pytest.mark.parametrize("field", [{"best_of": 4}, {"logprobs": 2}, {"prompt_logprobs": 0}, {"stop": ["a"]}])
+def test_what_beams_exclude_is_refused(field: dict[str, Any]) -> None:
+    body = CompletionRequest(prompt="a", n=4, use_beam_search=True, **field)
+    with pytest.raises(ApiError, match=f"{next(iter(field))} cannot be given with use_beam_search"):
+        body.params()
+
+
 def test_a_second_turn_finds_the_first_in_the_cache(client: Any) -> None:
     said = [
         {

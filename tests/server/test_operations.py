@@ -67,6 +67,14 @@ def test_every_path_but_health_wants_a_key(server: ServerProcess) -> None:
     assert httpx.post(f"{server.url}/sleep", headers=ALICE).status_code == 403
 
 
+def test_nobody_says_on_behalf_of_whom_he_asks(server: ServerProcess) -> None:
+    headers = {"X-Forwarded-For": "203.0.113.7", "X-Request-Id": "no-proxy"}
+    assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+    eventually(lambda: '"no-proxy"' in server.said)  # it is logged after the answer
+    (line,) = [line for line in server.said.splitlines() if '"no-proxy"' in line]
+    assert '"client": "127.0.0.1"' in line
+
+
 def test_keys_share_no_cached_blocks(server: ServerProcess) -> None:
     prompt = "It is a truth universally acknowledged, that a whale in possession of a sea, " * 3
 
@@ -108,7 +116,7 @@ def test_bodies_that_never_come_hold_up_nobody(server: ServerProcess) -> None:
     assert complete(server, ALICE).status_code == 200
     for half in halves:
         half.close()
-    large = httpx.post(f"{server.url}/v1/completions", headers=ALICE, content=b" " * (33 << 20), timeout=60)
+    large = httpx.post(f"{server.url}/v1/completions", headers=ALICE, content=b" " * (9 << 20), timeout=60)
     assert large.status_code == 413
     eventually(lambda: httpx.get(f"{server.url}/load", headers=ALICE).json() == {"server_load": 0})
 

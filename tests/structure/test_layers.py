@@ -22,6 +22,7 @@ LAYERS = (
     ("memory",),
     ("core",),
     ("build",),
+    ("frames",),
     ("requests",),
     ("async_llm", "llm"),
     ("streamers",),

@@ -1,0 +1,1 @@
+"""Frames of an engine: what watchers see, and recordings."""

@@ -1,0 +1,163 @@
+"""Records an engine into a file: frames as they come, taken and written by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...monitor.units import format_bytes
+from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
+from ...scheduler.frames.source import Frame, FrameSource, encode
+from ..errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 0.1  # between frames
+IDLE_S = 2.0  # between frames while nothing happens
+FLUSH_S = 1.0
+FULL_S = 10.0  # between full frames, for seeking; longer where they are large:
+FULL_BYTES_PER_S = 16_384  # of full frames at most, packed
+
+
+class EngineRecorder:
+    """Appends the frames of `source` to the file at `path`. An error of the file ends the recording with a log line.
+
+    The file is made, readable by this user only, or another run is appended to it.
+
+    Raises ConfigError if the file cannot be written, or is something else.
+    """
+
+    def __init__(
+        self, path: str, source: FrameSource, header: dict[str, Any], *, most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._file: int | None = None
+        self.path = path
+        self.stopped = threading.Event()
+        self._source = source
+        self._clock = clock
+        self._lock = threading.Lock()  # of taking and writing, so that frames are written in their order
+        self._file = open_recording(path)
+        self._full_at = self._flushed_at = self._taken_at = -FULL_S
+        self._full_s = FULL_S
+        size = os.fstat(self._file).st_size
+        try:
+            self._writer = FrameWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
+        except OSError as error:
+            self._close_file()
+            raise ConfigError(f"record: {path} cannot be written: {error}") from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still records."""
+        return self._file is not None
+
+    def turn(self, take: Callable[[Callable[[], Frame]], Frame | None]) -> bool:
+        """Record a frame if one is due. Returns whether to go on.
+
+        `take` calls its argument between two steps of the engine and returns the result; None if the engine is closed.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._file is None:
+                return False
+            full = now >= self._full_at + self._full_s
+            if not full and now < self._taken_at + IDLE_S and self._source.is_current:
+                self._guarded(self._flush_if_due, now)
+                return self.is_open
+            frame: Frame | None = None
+            try:
+                frame = take(lambda: self._source.take(full))
+            except Exception as error:
+                self._fail(error)
+            if frame is not None:
+                self._taken_at = now
+                self._guarded(self._put, frame, now)
+            return frame is not None and self.is_open
+
+    def last(self) -> Frame | None:
+        """The last frame, to be given to `close`: taken between two steps, before the engine is closed."""
+        try:
+            return self._source.take() if self.is_open and not self._source.is_current else None
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    def close(self, last: Frame | None = None) -> None:
+        """Write the `last` frame and complete the file. Idempotent. Not to be called under the engine's lock."""
+        self.stopped.set()
+        with self._lock:
+            if self._file is None:
+                return
+            if last is not None:
+                self._guarded(self._put, last, self._clock())
+            if self._file is not None:
+                self._guarded(self._writer.close)
+            self._close_file()
+
+    def _put(self, frame: Frame, now: float) -> None:
+        before = self._writer.num_bytes
+        self._writer.put(encode(frame), frame["time"], frame["full"])
+        if frame["full"]:
+            self._writer.flush()
+            self._full_at = self._flushed_at = now
+            self._full_s = max(FULL_S, (self._writer.num_bytes - before) / FULL_BYTES_PER_S)
+        self._flush_if_due(now)
+
+    def _flush_if_due(self, now: float) -> None:
+        if now >= self._flushed_at + FLUSH_S:
+            self._flushed_at = now
+            self._writer.flush()
+
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call `function`; an error ends the recording."""
+        try:
+            function(*arguments)
+            return
+        except RecordingFull:
+            most = format_bytes(self._writer.most_bytes)
+            log.warning("the recording %s has reached its %s: it ends here", self.path, most)
+            self._close_file()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the recording, with one line in the log."""
+        log.warning("the recording %s ends: %s: %s", self.path, type(error).__name__, error)
+        log.debug("the recording's error", exc_info=error)
+        self._close_file()
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self._close_file()
+
+
+def open_recording(path: str) -> int:
+    """Open the recording at `path` for appending, or make it. Returns the file's descriptor. Raises ConfigError."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if os.fstat(file).st_size:
+            try:
+                FrameRecording(path).close()
+            except RecordingError as error:
+                os.close(file)
+                raise ConfigError(
+                    f"record: {error}, and nothing is appended to it: name another file, or remove it"
+                ) from error
+        return file
+    except OSError as error:
+        raise ConfigError(f"record: {path} cannot be written: {error}") from error

@@ -1,0 +1,216 @@
+"""The recording of an engine: frames as JSON lines in a gzip file, written as they come and read from any moment.
+
+    header, {"pagetide_recording": 1, ...}      one gzip member each; `zcat` shows them all
+    segment: a full frame, then differences
+    segment: ...                                a run that goes on in the same file begins with a header of its own
+
+Each member's gzip header has an extra field with its kind and time, by which a reader finds the segments without
+unpacking them. The data are flushed about once a second, so the file of a killed process is readable but for its last
+moments.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MOST_BYTES = 256 << 20  # of a recording, by default
+MOST_LINE_BYTES = 256 << 20  # of a frame
+_LEVEL = 6
+_PIECE_BYTES = 1 << 18
+# A gzip member with an extra field that has the subfield "P" + kind, of 8 bytes.
+_SIGNATURE = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff\x0c\x00P"
+_HEADER, _SEGMENT = b"H", b"S"
+_SIZE_AND_TIME = struct.Struct("<Hd")
+_TIME = re.compile(rb'"time":\s*([0-9.eE+-]+)')
+_FULL = re.compile(rb'"full":\s*true')
+_NEAR = 256  # a frame's time is within its first characters
+
+
+class RecordingError(ValueError):
+    """The file is no recording, or one of another version."""
+
+
+class RecordingFull(Exception):
+    """The recording has reached its size."""
+
+
+class FrameWriter:
+    """Writes frames through `write`, which takes all bytes it is given or raises OSError. Not thread-safe.
+
+    `num_bytes` may be in the file already; there are at most `most_bytes`, and a few for the last flush.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes], object], header: dict[str, Any], *, num_bytes: int = 0, most_bytes: int = MOST_BYTES
+    ) -> None:  # fmt: skip
+        self.num_bytes = num_bytes
+        self.most_bytes = most_bytes
+        self._write = write
+        self._packer: Any = None  # zlib's, of the open member
+        self._crc = self._length = 0
+        line = {"pagetide_recording": FORMAT, **header, "max_bytes": most_bytes}
+        self._begin(_HEADER, float(header["began"]))
+        self._put(json.dumps(line).encode() + b"\n")
+        self._end()
+
+    def put(self, line: bytes, time_s: float, full: bool) -> None:
+        """Append a frame; a `full` one begins a segment. Raises RecordingFull, with the file complete, and OSError."""
+        if self.num_bytes >= self.most_bytes:
+            self.close()
+            raise RecordingFull
+        if full:
+            self._end()
+            self._begin(_SEGMENT, time_s)
+        elif self._packer is None:
+            raise ValueError("a recording begins with a full frame")
+        self._put(line + b"\n")
+
+    def flush(self) -> None:
+        """Write all frames so far into the file. Raises OSError."""
+        if self._packer is not None:
+            self._out(self._packer.flush(zlib.Z_SYNC_FLUSH))
+
+    def close(self) -> None:
+        """Complete the file. Idempotent. Raises OSError."""
+        self._end()
+
+    def _begin(self, kind: bytes, time_s: float) -> None:
+        self._packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+        self._crc = self._length = 0
+        self._out(_SIGNATURE + kind + _SIZE_AND_TIME.pack(8, time_s))
+
+    def _put(self, data: bytes) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+        self._length += len(data)
+        self._out(self._packer.compress(data))
+
+    def _end(self) -> None:
+        if self._packer is not None:
+            packer, self._packer = self._packer, None
+            self._out(packer.flush() + struct.pack("<II", self._crc, self._length & 0xFFFFFFFF))
+
+    def _out(self, data: bytes) -> None:
+        if data:
+            self._write(data)
+            self.num_bytes += len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFrame:
+    """A frame as it was written: seconds since 1970, whether it is full, and its line of JSON, without a newline."""
+
+    time_s: float
+    full: bool
+    line: bytes
+
+
+class FrameRecording:
+    """A recording, read from its file as it was when opened. A truncated file, or damaged segments, give what is left.
+
+    Raises RecordingError for a file that is no recording, and OSError. Thread-safe.
+
+    Attributes:
+        header: The first line of the newest run in the file.
+        began, ended: Seconds since 1970 of the first and the last frame; equal without frames.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with self.path.open("rb") as file:
+            try:
+                self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except ValueError:  # empty
+                self._data = b""
+        members = list(_members(self._data))
+        if not members or members[0][0] or self._data[: len(_SIGNATURE)] != _SIGNATURE:
+            raise RecordingError(f"{self.path} is no recording of pagetide")
+        headers = [one for one in members if one[1] == _HEADER]
+        self.header = self._read_header(*headers[-1][2:])
+        segments = [one for one in members if one[1] == _SEGMENT]
+        self._starts = [start for _, _, start, _, _ in segments]
+        self._ends = [end for _, _, _, end, _ in segments]
+        self._times = [time_s for _, _, _, _, time_s in segments]
+        self.began = self._times[0] if self._times else float(self.header["began"])
+        self.ended = max(
+            (frame.time_s for frame in self.frames(self._times[-1] if segments else 0.0)), default=self.began
+        )
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the recorded models."""
+        return [str(self.header.get("model", ""))]
+
+    def frames(self, since: float | None = None, until: float | None = None) -> Iterator[RecordedFrame]:
+        """All frames, or from the last full one at or before `since` (else the first) up to `until`. Reads as it goes."""
+        first = 0 if since is None else max(0, bisect_right(self._times, since) - 1)
+        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+            for line in self._lines(start, end):
+                near = line[:_NEAR]
+                found = _TIME.search(near)
+                if found is None:
+                    break  # damaged
+                time_s = float(found[1])
+                if until is not None and time_s > until:
+                    return
+                yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if isinstance(self._data, mmap.mmap):
+            self._data.close()
+
+    def __enter__(self) -> FrameRecording:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _read_header(self, start: int, end: int, _time_s: float) -> dict[str, Any]:
+        for line in self._lines(start, end):
+            try:
+                header = json.loads(line)
+            except ValueError:
+                break
+            if isinstance(header, dict) and header.get("pagetide_recording") == FORMAT:
+                return header
+            found = header.get("pagetide_recording") if isinstance(header, dict) else None
+            raise RecordingError(f"{self.path} is a recording of version {found!r}; this reads version {FORMAT}")
+        raise RecordingError(f"{self.path} is no recording of pagetide, or was cut off within its first line")
+
+    def _lines(self, start: int, end: int) -> Iterator[bytes]:
+        """The whole lines of the member with data from `start` on."""
+        unpacker, rest = zlib.decompressobj(-zlib.MAX_WBITS), bytearray()
+        while start < end and not unpacker.eof:
+            piece = self._data[start : min(end, start + _PIECE_BYTES)]
+            start += len(piece)
+            try:
+                rest += unpacker.decompress(piece)
+            except zlib.error:
+                return
+            *lines, last = rest.split(b"\n")
+            yield from map(bytes, lines)
+            rest = bytearray(last)
+            if len(rest) > MOST_LINE_BYTES:
+                return
+
+
+def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, int, int, float]]:
+    """Of each member: its first byte, its kind, where its data begin and at the latest end, and its time."""
+    head = len(_SIGNATURE) + 1 + _SIZE_AND_TIME.size
+    at = data.find(_SIGNATURE)
+    while 0 <= at <= len(data) - head:
+        following = data.find(_SIGNATURE, at + head)
+        kind = data[at + len(_SIGNATURE) : at + len(_SIGNATURE) + 1]
+        _, time_s = _SIZE_AND_TIME.unpack(data[at + head - _SIZE_AND_TIME.size : at + head])
+        yield at, kind, at + head, len(data) if following < 0 else following, time_s
+        at = following

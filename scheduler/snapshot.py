@@ -1,0 +1,153 @@
+"""What the scheduler's books say at a step border, as arrays: the owner of every block, the rows, the waiting sequences.
+
+A cell is the state of a block in 16 bits, so that a million blocks are two megabytes:
+
+    0 .. 5        `BlockState`: unmapped, free, draining, cached, in flight, the null block
+    16 + row      live, and held by the sequence in `row`; of several the one that is served first
+    | SHARED      several rows hold it
+
+Rows from MOST_ROWS - 1 on share one value.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.block_table import BlockTables, Index
+from ..cache.manager import CacheManager
+from .rows import Rows
+from .running import Running
+from .sequence import Sequence, SequenceStatus
+from .waiting import Waiting, age
+
+if TYPE_CHECKING:
+    from .sequence_table import SequenceTable
+
+Cells = npt.NDArray[np.uint16]  # [num_blocks]
+
+FIRST_ROW = 16  # the cell of row 0
+SHARED = 0x8000
+MOST_ROWS = SHARED - FIRST_ROW
+_DEPENDENT = (SequenceStatus.WAITING_FOR_PROMPT, SequenceStatus.WAITING_FOR_MOVE)
+
+
+class RowStatus(IntEnum):
+    """What the sequence of a row does."""
+
+    PREFILLING = 0
+    DECODING = 1
+    PAUSED = 2
+    FINISHING = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SchedulerView:
+    """The read side of a scheduler. Changes nothing; valid until the scheduler's next call."""
+
+    cache: CacheManager
+    rows: Rows
+    _running: Running
+    _waiting: Waiting
+    _sequences: SequenceTable
+
+    def sequence_in(self, row: int) -> Sequence | None:
+        """The sequence of `row`, also while it finishes; None if the row is free."""
+        running = self._running
+        return running.by_row.get(row) or running.finishing.get(row)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request that has not ended."""
+        return self._sequences.by_id.get(request_id)
+
+    def statuses(self) -> npt.NDArray[np.uint8]:
+        """The `RowStatus` of each row [num_rows]; that of a free row is undefined."""
+        running = self._running
+        statuses = np.zeros(len(self.rows.assigned), np.uint8)
+        statuses[running.decoding] = RowStatus.DECODING
+        if running.paused:
+            statuses[list(running.paused)] = RowStatus.PAUSED
+        if running.finishing:
+            statuses[list(running.finishing)] = RowStatus.FINISHING
+        return statuses
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a row."""
+        return len(self._sequences) - len(self._running)
+
+    def waiting(self, most: int) -> list[Sequence]:
+        """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
+        waiting = self._waiting
+        first = waiting.queue[:most]
+        if waiting.deferred:
+            first = heapq.nsmallest(most, first + waiting.deferred, key=age)
+        num_dependent = self.num_waiting - len(waiting.queue) - len(waiting.deferred)
+        if num_dependent and len(first) < most:
+            dependent = (s for s in self._sequences.by_id.values() if s.status in _DEPENDENT)
+            first += islice(dependent, min(num_dependent, most - len(first)))
+        return first
+
+
+class CellReader:
+    """Reads the cells of a pool of `num_blocks` blocks, frame after frame, in the same memory: fresh pages cost more."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.cells: Cells = np.zeros(num_blocks, np.uint16)  # as read last
+        self._next: Cells = np.zeros(num_blocks, np.uint16)
+        self._mask = np.empty(num_blocks, np.bool_)
+        self._places = np.empty(0, np.int64)
+        self._blocks = np.empty(0, np.int32)
+        self._owners = np.empty(0, np.uint16)
+
+    def read(self, view: SchedulerView, served_last_first: Index) -> tuple[Cells, Cells]:
+        """The cells now, and those read before; valid until the next call.
+
+        `served_last_first` are the rows with a sequence, the one that is served first at the end.
+        """
+        before, cells = self.cells, self._next
+        pool = view.cache.pool
+        pool.states(cells, self._mask)
+        for table in view.cache.tables:
+            self._write_owners(cells, table, served_last_first)
+        if view.cache.shared:
+            np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=pool.are_shared(self._mask))
+        self.cells, self._next = cells, before
+        return cells, before
+
+    def _write_owners(self, cells: Cells, table: BlockTables, rows: Index) -> None:
+        """Write the cell of each of `rows` to its blocks; of several rows with a block the last one stays."""
+        lengths = table.lengths[rows]
+        rows, lengths = rows[lengths > 0], lengths[lengths > 0]
+        total = int(lengths.sum())
+        if not total:
+            return
+        if total > len(self._places):
+            self._places, self._blocks = np.empty(2 * total, np.int64), np.empty(2 * total, np.int32)
+            self._owners = np.empty(2 * total, np.uint16)
+        places, blocks, owners = self._places[:total], self._blocks[:total], self._owners[:total]
+        starts = np.cumsum(lengths) - lengths
+        # Both are sums of their steps: within a row, and from the end of a row to the start of the next one.
+        firsts = rows * table.blocks.shape[1]
+        places.fill(1)
+        places[starts] = np.diff(firsts, prepend=0)
+        places[starts[1:]] -= lengths[:-1] - 1
+        np.cumsum(places, out=places)
+        values = np.minimum(rows, MOST_ROWS - 1) + FIRST_ROW
+        owners.fill(0)
+        owners[starts] = np.diff(values, prepend=0).astype(np.uint16)  # modulo 2**16
+        np.cumsum(owners, dtype=np.uint16, out=owners)
+        np.take(table.blocks.reshape(-1), places, out=blocks, mode="clip")
+        np.copyto(places, blocks)  # numpy's fastest type of index: six times as fast as int32 for a million blocks
+        cells[places] = owners
+
+
+def cell_of(row: int) -> int:
+    """The cell of a block that only `row` holds."""
+    return FIRST_ROW + min(row, MOST_ROWS - 1)

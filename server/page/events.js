@@ -1,0 +1,110 @@
+/** What happens: admissions, prefix hits, preemptions, swaps, recalls, ends, as a list of sentences. */
+
+import { inWords, nameIn } from "./decisions.js";
+import { announce, byId, element } from "./dom.js";
+import { clock, count, several, short, size } from "./format.js";
+
+const MOST_EVENTS = 150;
+
+/**
+ * @typedef {{kind: string, id?: string, text: string, loud?: boolean}} Event `id`: the request; `loud`: said to screen readers
+ *
+ * The events of one frame, oldest first. Pure.
+ * @param {import("./frames.js").Model} model after the frame
+ * @param {import("./frames.js").Change} change
+ * @returns {Event[]}
+ */
+export function eventsOfChange(model, change) {
+  if (change.full && !change.before) return [];
+  const events = [];
+  const decisions = change.full ? [] : change.decisions.filter((decision) => decision.what !== "wait");
+  for (const decision of decisions) {
+    const kind = decision.what === "give up" ? "evict" : decision.what;
+    events.push({ kind, id: decision.request_id, n: decision.n, text: inWords(decision), name: nameIn(decision) });
+  }
+  events.push(...counted(model, change));
+  if (!change.full) for (const row of change.admitted.slice(0, 4)) events.push(admitted(row));
+  for (const one of change.ended.slice(-6)) events.push(ended(one));
+  return events;
+}
+
+function admitted({ id, label, prompt, limit, preemptions }) {
+  const again = preemptions ? " again" : "";
+  return { kind: "admit", id, name: label || id, text: `is admitted${again}: ${several(prompt, "prompt token")}, at most ${count(limit)} in all` };
+}
+
+function ended({ id, label, reason, tokens, error }) {
+  const why = { stop: "reached its end", length: "reached its length", aborted: "was aborted", error: `failed: ${error}` }[reason] ?? reason;
+  return { kind: reason === "error" ? "error" : "end", id, name: label || id, text: `${why} after ${several(tokens, "token")}` };
+}
+
+/** Events that only counters tell. */
+function counted(model, { before }) {
+  if (!before) return [];
+  const events = [];
+  const grown = (name) => Math.max(0, (model.stats[name] ?? 0) - (before.stats[name] ?? 0));
+  const hits = grown("cached_prompt_tokens");
+  if (hits) events.push({ kind: "hit", text: `${several(hits, "prompt token")} found in the cache, not computed again` });
+  if (grown("promoted_blocks")) events.push({ kind: "swap", text: `${several(grown("promoted_blocks"), "block")} copied back from the host` });
+  const bytes = grown("recalled_bytes");
+  const target = model.memory?.lease?.recall_target;
+  if (target && target !== before.memory?.lease?.recall_target) {
+    events.push({ kind: "recall", loud: true, text: `the lease is recalled: the cache shrinks to ${size(target)} at most` });
+  }
+  if (grown("recalls")) events.push({ kind: "recall", loud: true, text: `recall done: ${size(bytes)} given back` });
+  const blocks = model.counts.mapped - before.counts.mapped;
+  if (blocks > 0) events.push({ kind: "grow", text: `the pool grew by ${several(blocks, "block")} to ${count(model.counts.mapped)}` });
+  if (blocks < 0) events.push({ kind: "shrink", text: `the pool shrank by ${several(-blocks, "block")} to ${count(model.counts.mapped)}` });
+  return events;
+}
+
+const BADGES = {
+  admit: "admitted", end: "done", hit: "hit", preempt: "preempted", return: "returned", pass: "passed", cut: "cut", evict: "evicted",
+  swap: "swap", recall: "recall", grow: "grew", shrink: "shrank", error: "error",
+};
+
+/** The list of events on the page. */
+export class EventList {
+  /** @param {Object} app see main.js */
+  constructor(app) {
+    this.app = app;
+    this.list = byId("events");
+    this.merged = new Map(); // by model and number of a decision
+  }
+
+  /** @param {import("./frames.js").Model} model @param {import("./frames.js").Change} change */
+  add(model, change) {
+    for (const event of eventsOfChange(model, change)) this.#show(model, event);
+    while (this.list.children.length > MOST_EVENTS) this.list.lastChild.remove();
+    byId("no-events").hidden = this.list.children.length > 0;
+  }
+
+  clear() {
+    this.list.replaceChildren();
+    this.merged.clear();
+    byId("no-events").hidden = false;
+  }
+
+  #show(model, event) {
+    const key = event.n === undefined ? null : `${model.name} ${event.n}`;
+    const text = element("span", { class: "what", text: event.text });
+    const known = key && this.merged.get(key);
+    if (known?.isConnected) return void known.querySelector(".what").replaceWith(text);
+    const node = element("li", { class: `event ${event.kind}` },
+      element("time", { text: clock(model.time) }), element("span", { class: "badge", text: BADGES[event.kind] ?? event.kind }),
+      element("span", { class: "words" }, this.#name(model, event), text));
+    if (this.app.numModels() > 1) node.querySelector(".words").prepend(element("span", { class: "tag", text: model.name }), " ");
+    this.list.prepend(node);
+    if (key) this.merged.set(key, node);
+    if (this.merged.size > 2 * MOST_EVENTS) this.merged.delete(this.merged.keys().next().value);
+    if (event.loud) announce(`${model.name}: ${event.text}`);
+  }
+
+  #name(model, { id, name }) {
+    if (!id) return "";
+    const button = element("button", { type: "button", class: "link", text: short(name || id), title: name || id });
+    button.addEventListener("click", () => this.app.openRequest(model, id, button));
+    const holder = element("span", {}, button, " ");
+    return holder;
+  }
+}

@@ -1,0 +1,153 @@
+/** Replay: the frames of a recording, played with a slider. */
+
+import { byId, element, setText } from "./dom.js";
+import { position } from "./format.js";
+
+const AHEAD_S = 10; // fetched at once, and before the time shown reaches the end of what is here
+const STEP_S = 1;
+const LEAP_S = 10;
+
+export class Replay {
+  /**
+   * @param {{began: number, ended: number, models: string[]}} info
+   * @param {{reset: () => void, frame: (model: string, frame: Object) => void}} listener `reset`: the next frames are full
+   */
+  constructor(info, listener) {
+    const { began, ended } = info;
+    this.models = info.models.map((model) => (typeof model === "string" ? model : model.name));
+    Object.assign(this, { began, ended, listener });
+    this.time = began;
+    this.speed = 1;
+    this.playing = false;
+    this.queues = new Map(); // model -> frames to come
+    this.until = began; // frames are here up to this time
+    this.fetching = false;
+    this.turn = 0; // seeks so far: answers to earlier ones are thrown away
+    this.slider = byId("replay-slider");
+    this.slider.max = String(Math.max(0.1, ended - began));
+    this.#listen();
+    byId("replay").hidden = false;
+    this.seek(began);
+  }
+
+  #listen() {
+    this.slider.addEventListener("input", () => this.seek(this.began + Number(this.slider.value)));
+    byId("replay-play").addEventListener("click", () => this.toggle());
+    const speeds = byId("replay-speed");
+    for (const speed of [0.25, 0.5, 1, 2, 5, 10, 30]) {
+      speeds.append(element("option", { value: speed, text: `${speed}×`, selected: speed === 1 }));
+    }
+    speeds.addEventListener("change", () => (this.speed = Number(speeds.value)));
+    document.addEventListener("keydown", (event) => this.#key(event));
+    let last = performance.now();
+    const tick = (now) => {
+      const passed = Math.min(0.5, (now - last) / 1000);
+      last = now;
+      if (this.playing) this.#advance(passed * this.speed);
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  }
+
+  #key(event) {
+    if (event.target.closest("input:not([type=range]), textarea, select, button, canvas") || event.altKey || event.ctrlKey) return;
+    const to = {
+      ArrowLeft: this.time - (event.shiftKey ? LEAP_S : STEP_S), ArrowRight: this.time + (event.shiftKey ? LEAP_S : STEP_S),
+      Home: this.began, End: this.ended,
+    }[event.key];
+    if (event.key === " ") this.toggle();
+    else if (to !== undefined) this.seek(to);
+    else return;
+    event.preventDefault();
+  }
+
+  toggle() {
+    if (!this.playing && this.time >= this.ended) this.seek(this.began);
+    this.playing = !this.playing;
+    const button = byId("replay-play");
+    setText(button, this.playing ? "Pause" : "Play");
+    button.classList.toggle("playing", this.playing);
+  }
+
+  /** Shows a time, in seconds since 1970. */
+  async seek(time) {
+    this.time = Math.max(this.began, Math.min(this.ended, time));
+    this.#showTime();
+    const turn = (this.turn += 1);
+    const wanted = this.time;
+    const found = await this.#fetch(wanted, Math.min(this.ended, wanted + AHEAD_S));
+    if (turn !== this.turn || !found) return;
+    this.listener.reset();
+    this.queues = found.frames;
+    this.until = found.until;
+    this.#show();
+  }
+
+  #advance(seconds) {
+    if (this.time + seconds > this.until && this.until < this.ended) seconds = Math.max(0, this.until - this.time); // wait for more
+    this.time = Math.min(this.ended, this.time + seconds);
+    this.#showTime();
+    this.#show();
+    if (this.time >= this.ended) this.toggle();
+    if (this.until < this.ended && this.until - this.time < AHEAD_S / 2 + this.speed) this.#more();
+  }
+
+  /** Hands on the frames up to the time shown. */
+  #show() {
+    for (const [model, frames] of this.queues) {
+      let next = 0;
+      while (next < frames.length && (frames[next].time <= this.time || next === 0 && frames[next].full && frames[next].time - this.time < 1)) {
+        this.listener.frame(model, frames[next]);
+        next += 1;
+      }
+      frames.splice(0, next);
+    }
+  }
+
+  async #more() {
+    if (this.fetching) return;
+    this.fetching = true;
+    const turn = this.turn;
+    const from = this.until;
+    const found = await this.#fetch(from, Math.min(this.ended, from + AHEAD_S * Math.max(1, this.speed)));
+    this.fetching = false;
+    if (turn !== this.turn || !found) return;
+    this.until = found.until;
+    for (const [model, frames] of found.frames) {
+      // the answer begins with a full frame before `from`: what was shown already is left out
+      const queue = this.queues.get(model) ?? [];
+      queue.push(...frames.filter((frame) => frame.time > from));
+      this.queues.set(model, queue);
+    }
+  }
+
+  /** The frames of all models between two times. */
+  async #fetch(from, until) {
+    this.failed = false;
+    try {
+      const answers = await Promise.all(this.models.map((model) => this.#fetchModel(model, from, until)));
+      const ends = answers.map(({ until: end }) => end);
+      return { frames: new Map(this.models.map((model, at) => [model, answers[at].frames])), until: Math.min(...ends) };
+    } catch (error) {
+      setText(byId("replay-status"), `The frames did not come: ${error.message}`);
+      return null;
+    }
+  }
+
+  async #fetchModel(model, from, until) {
+    const response = await fetch(`frames?model=${encodeURIComponent(model)}&from=${from}&until=${until}`);
+    if (!response.ok) throw new Error(`the server answered ${response.status}`);
+    const lines = (await response.text()).split("\n").filter((line) => line !== "").map((line) => JSON.parse(line));
+    const frames = lines.filter((line) => line.cells !== undefined);
+    const end = lines.find((line) => line.cells === undefined); // the last line: up to when all frames are here
+    setText(byId("replay-status"), "");
+    return { frames, until: Math.min(until, end?.until ?? until) };
+  }
+
+  #showTime() {
+    this.slider.value = String(this.time - this.began);
+    const text = `${position(this.time - this.began)} of ${position(this.ended - this.began)}`;
+    this.slider.setAttribute("aria-valuetext", text);
+    setText(byId("replay-time"), text);
+  }
+}

@@ -1,0 +1,281 @@
+"""Frames say what the books say: decoded, they equal an oracle that loops over tables, references and pins."""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+import json
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from cell_oracle import naive_cells, seated
+from fakes import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_walk import VARIANTS, walk
+
+from pagetide.allocator.pool_view import BlockState
+from pagetide.scheduler.frames import source as source_module
+from pagetide.scheduler.frames.cell_runs import apply_runs, encode_changes
+from pagetide.scheduler.frames.source import MOST_WAITING, FrameSource, MemoryFigures, PoolFacts, encode
+from pagetide.scheduler.frames.state import FrameState
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.snapshot import FIRST_ROW, MOST_ROWS, SHARED, cell_of
+
+NOW = 1000.0
+STATUSES = {"prefilling": 0, "decoding": 1, "paused": 2, "finishing": 3}
+
+
+def source_of(world: World, **more: Any) -> FrameSource:
+    """A source of frames of a world whose clock stands still."""
+    facts, memory = PoolFacts("demo", 4096, 64), MemoryFigures({"kv": 7}, 3, 5)
+    more = {"clock": lambda: NOW, "wall": lambda: 5000.0, **more}
+    return FrameSource(lambda: world.scheduler, facts, lambda: memory, **more)
+
+
+def naive_running(scheduler: Scheduler) -> list[list[int]]:
+    rows, tables = scheduler.rows, scheduler.cache.tables
+    return [
+        [
+            row, STATUSES[sequence.status.value], int(rows.known[row]), int(rows.computed[row]),
+            sum(int(table.lengths[row]) for table in tables), sequence.preemptions,
+        ]
+        for row, sequence in sorted(seated(scheduler).items())
+    ]  # fmt: skip
+
+
+def naive_waiting(scheduler: Scheduler) -> tuple[int, list[str], set[str]]:
+    """How many wait; the ids of those that wait for a row, in order; the ids of those that wait for another one."""
+    waiting = [s for s in scheduler._sequences.by_id.values() if s.status.value.startswith(("waiting", "deferred"))]
+    ready = [s for s in waiting if s.status.value in ("waiting", "deferred")]
+    ready.sort(
+        key=lambda s: (s.request.arrival + 30 * s.request.priority, s.request.priority, s.request.arrival, s.number)
+    )
+    names = [s.request.request_id for s in ready]
+    return len(waiting), names, {s.request.request_id for s in waiting} - set(names)
+
+
+class Watcher:
+    """Takes a frame at each look of a walk, decodes it, and compares all of it with the books."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.source: FrameSource | None = None
+        self.state = FrameState()
+        self.ended: list[list[Any]] = []
+        self.kinds: set[int] = set()  # of cells
+        self.frames: list[bytes] = []
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, world: World) -> None:
+        if self.source is None:
+            self.source = source_of(world)
+        if self._rng.random() < 0.3:  # some step borders are not looked at
+            return
+        line = encode(self.source.take(full=bool(self._rng.random() < 0.1)))
+        self.frames.append(line)
+        self.state.apply(line)
+        scheduler, frame = world.scheduler, self.state.frame
+        assert self.state.cells.tolist() == naive_cells(scheduler)
+        assert frame["running"] == naive_running(scheduler)
+        assert frame["blocks"] == [*scheduler.cache.pool.counts(), scheduler.pool.limit_blocks]
+        self._check_rows(scheduler)
+        total, names, dependent = naive_waiting(scheduler)
+        listed = [entry[0] for entry in frame["waiting"][1]]
+        assert frame["waiting"][0] == total == len(listed)
+        assert listed[: len(names)] == names and set(listed[len(names) :]) == dependent
+        assert frame["step"] == scheduler.stats.steps
+        assert frame["stats"]["generated_tokens"] == scheduler.stats.generated_tokens
+        assert list(self.state.decisions.values())[-64:] == [
+            {"n": n, "label": "", **told}
+            for n, told in enumerate(scheduler.explain(), min(self.state.decisions, default=1))
+        ]
+        self.ended += frame["ended"]
+        self.kinds |= {cell if cell < 16 else 16 + (cell >> 15) for cell in self.state.cells.tolist()}
+        assert self.source.is_current
+
+    def _check_rows(self, scheduler: Scheduler) -> None:
+        assert self.state.rows.keys() == seated(scheduler).keys()
+        for row, entry in self.state.rows.items():
+            request = seated(scheduler)[row].request
+            limit = scheduler.limit_of(request)
+            arrival = 5000.0 - NOW + request.arrival
+            assert entry == [
+                row, request.request_id, "", len(request.prompt_token_ids), limit, request.priority, round(arrival, 3)
+            ]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=1, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_frames_say_what_the_books_say(variant: str, seed: int) -> None:
+    watcher = Watcher(seed)
+    walk(seed, variant, events=60, look=watcher)
+
+
+def test_the_walks_show_every_state_and_every_end() -> None:
+    kinds: set[int] = set()
+    for seed, variant in itertools.product(range(3), ("elastic-host-alternate-sound", "elastic-prefixes-ahead-sound")):
+        watcher = Watcher(seed)
+        world = walk(seed, variant, events=150, look=watcher)
+        assert watcher.source is not None
+        watcher.ended += watcher.source.take()["ended"]  # of the last step
+        told = {entry[0]: entry for entry in watcher.ended}
+        for name, end in world.finished.items():
+            assert told[name] == [name, "", end.reason, len(end.token_ids), end.error]
+        kinds |= watcher.kinds
+    assert kinds == {0, 1, 2, 3, 4, 5, 16, 17}
+
+
+def test_a_late_reader_reaches_the_same_state_from_any_full_frame() -> None:
+    watcher = Watcher(1)
+    walk(1, "elastic-host-ahead-sound", events=200, look=watcher)
+    starts = [i for i, line in enumerate(watcher.frames) if json.loads(line)["full"]]
+    assert len(starts) > 3
+    for start in starts:
+        late = FrameState()
+        for line in watcher.frames[start:]:
+            late.apply(line)
+        assert late.cells.tolist() == watcher.state.cells.tolist() and late.rows == watcher.state.rows
+        assert late.decisions.keys() == watcher.state.decisions.keys() and late.frame == watcher.state.frame
+
+
+def test_labels_text_and_ends() -> None:
+    world = World(usable=8, block_size=4, max_seqs=2)
+    plain, texts = source_of(world), source_of(world, text=True)
+    request = Request("r0", np.arange(1, 6, dtype=np.int32), Sampling(2), label="req-1", arrival=990.0)
+    world.scheduler.add(request)
+    world.scheduler.add(Request("r1", np.arange(1, 6, dtype=np.int32), Sampling(2), 1, 998.5, label="req-2"))
+    frame = plain.take()
+    assert frame["waiting"] == [
+        2, [["r0", "req-1", 5, 2, 0, 10.0, 0, "waiting"], ["r1", "req-2", 5, 2, 1, 1.5, 0, "waiting"]]
+    ]  # fmt: skip
+    assert frame["pool"] == {
+        "num_blocks": 9, "blocks_per_extent": 9, "block_size": 4, "block_bytes": 4096, "model": "demo", "max_model_len": 64
+    }  # fmt: skip
+    texts.take()
+    world.requests = {"r0": request}
+    plan = world.schedule()
+    assert plain.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0]
+    assert texts.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0, [1, 2, 3, 4, 5]]
+    world.finish(plan)
+    world.run()
+    tokens = world.finished["r0"].token_ids.tolist()
+    assert plain.take()["ended"][0] == ["r0", "req-1", "length", 2, None]
+    assert texts.take()["ended"][0] == ["r0", "req-1", "length", 2, None, tokens]
+    assert plain.take()["ended"] == [], "an end is told once"
+    assert plain.take(full=True)["ended"] == []
+
+
+def test_a_fault_of_the_engine_gives_a_full_frame() -> None:
+    world = World(usable=8, block_size=4, max_seqs=2)
+    world.add("r0", 5)
+    source, state = source_of(world), FrameState()
+    state.apply(encode(source.take()))
+    world.schedule()
+    state.apply(encode(source.take()))
+    assert state.rows
+    world.scheduler, _ = world.scheduler.rebuilt("a fault")
+    assert not source.is_current
+    frame = source.take()
+    assert frame["full"] and frame["ended"] == [["r0", "", "error", 0, "a fault"]]
+    state.apply(encode(frame))
+    assert not state.rows and state.cells.tolist() == [5, *[1] * 8]
+
+
+def test_only_the_first_of_many_that_wait_are_listed() -> None:
+    world = World(usable=8, block_size=4, max_seqs=1)
+    for i in range(MOST_WAITING + 50):
+        world.add(f"r{i}", 2, arrival=float(-i))
+    total, listed = source_of(world).take()["waiting"]
+    assert total == MOST_WAITING + 50
+    assert [entry[0] for entry in listed] == [f"r{i}" for i in range(total - 1, 49, -1)]
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    world = World(usable=8, block_size=4, max_seqs=1)
+    world.scheduler.decisions.preempted(1, "r0", 0, 2, 3, None, math.inf)
+    (decision,) = json.loads(encode(source_of(world).take()))["decisions"]
+    assert decision["compute_s"] is None and decision["n"] == 1
+
+
+def test_decisions_that_merge_keep_their_number() -> None:
+    world = World(usable=8, block_size=4, max_seqs=1)
+    log, source, state = world.scheduler.decisions, source_of(world), FrameState()
+    log.returned(1, "r0", 4, 4)
+    log.gave_up(2, 1, 0, 0.5, 0.5, (0.1, 0.2))
+    state.apply(encode(source.take()))
+    log.gave_up(3, 1, 2, 0.5, 0.5, (0.1, 0.2))
+    frame = source.take()
+    assert [(d["n"], d["step"], d["demoted"], d["evicted"]) for d in frame["decisions"]] == [(2, 3, 2, 2)]
+    state.apply(encode(frame))
+    log.returned(4, "r1", 4, 4)
+    state.apply(encode(source.take()))
+    assert [(n, d["step"]) for n, d in state.decisions.items()] == [(1, 1), (2, 3), (3, 4)]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
+def test_runs_carry_any_change(before: list[int], data: st.DataObject) -> None:
+    after = data.draw(st.lists(st.integers(0, 3), min_size=len(before), max_size=len(before)))
+    old, new = np.array(before, np.uint16), np.array(after, np.uint16)
+    text = encode_changes(new, old)
+    runs = list(struct.iter_unpack("<IHH", binascii.a2b_base64(text)))
+    spelled = {first + i: value for first, length, value in runs for i in range(length + 1)}
+    assert spelled == {i: b for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
+    assert sum(length + 1 for _, length, _ in runs) == len(spelled), "runs overlap"
+    apply_runs(text, old)
+    assert old.tolist() == after
+
+
+def test_a_long_run_is_split() -> None:
+    cells, old = np.full(200_000, 3, np.uint16), np.zeros(200_000, np.uint16)
+    cells[:5] = cells[150_000] = 0
+    text = encode_changes(cells, old)
+    assert list(struct.iter_unpack("<IHH", binascii.a2b_base64(text))) == [
+        (5, 65_535, 3), (65_541, 65_535, 3), (131_077, 150_000 - 131_077 - 1, 3), (150_001, 49_998, 3)
+    ]  # fmt: skip
+    apply_runs(text, old)
+    assert (old == cells).all()
+
+
+@pytest.mark.parametrize(
+    "runs", [[(0, 8, 1)], [(4, 0, 1), (2, 0, 1)], [(0, 3, 1), (3, 0, 1)], [(9, 0, 1)], [(2**32 - 1, 0, 1)]]
+)
+def test_wrong_runs_are_refused_and_change_nothing(runs: list[tuple[int, int, int]]) -> None:
+    cells = np.zeros(8, np.uint16)
+    data = b"".join(struct.pack("<IHH", *run) for run in runs)
+    with pytest.raises(ValueError, match="overlap"):
+        apply_runs(binascii.b2a_base64(data, newline=False).decode(), cells)
+    assert not cells.any()
+    with pytest.raises(ValueError, match="whole number"):
+        apply_runs(binascii.b2a_base64(data[:-1], newline=False).decode(), cells)
+
+
+def test_a_reader_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="version 2"):
+        FrameState().apply('{"v": 2}')
+    with pytest.raises(ValueError, match="full"):
+        FrameState().apply('{"v": 1, "full": false}')
+
+
+def test_rows_beyond_the_range_share_a_cell() -> None:
+    assert [cell_of(row) for row in (0, MOST_ROWS - 1, MOST_ROWS, 10**6)] == [FIRST_ROW, *[SHARED - 1] * 3]
+    assert max(BlockState) < FIRST_ROW
+
+
+def test_either_encoder_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(usable=8, block_size=4, max_seqs=2)
+    world.scheduler.add(
+        Request("r0", np.arange(1, 6, dtype=np.int32), Sampling(2), label="Gezeiten \u00e4 \U0001f30a <b>")
+    )
+    world.schedule()
+    frame = source_of(world).take()
+    first = json.loads(encode(frame))
+    monkeypatch.setattr(source_module, "msgspec", None)
+    assert json.loads(encode(frame)) == first == frame
+    monkeypatch.undo()
+    frame["ended"] = [["r1", "", "error", 0, "no file \udcff"]]
+    assert json.loads(encode(frame)) == frame

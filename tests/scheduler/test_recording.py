@@ -1,0 +1,139 @@
+"""The file of a recording: what is written is read again, from any moment, also from a file that was cut off or damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagetide.scheduler.frames.recording import FrameRecording, FrameWriter, RecordingError, RecordingFull
+
+HEADER = {"model": "demo", "version": "0.1.0", "began": 100.0, "text": False, "interval_s": 0.1}
+
+
+def line(number: int, full: bool, more: str = "") -> bytes:
+    frame: dict[str, Any] = {"v": 1, "seq": number, "time": 100.0 + number, "step": 0, "full": full, "more": more}
+    return json.dumps(frame, separators=(",", ":")).encode()
+
+
+def write(
+    path: Path, fulls: list[bool], *, close: bool = True, most_bytes: int = 1 << 20, more: str = ""
+) -> list[bytes]:
+    """A recording of frames at the seconds 100, 101, ..., full or not; returns their lines."""
+    lines = [line(i, full, more) for i, full in enumerate(fulls)]
+    with path.open("ab") as file:
+        writer = FrameWriter(file.write, HEADER, num_bytes=path.stat().st_size, most_bytes=most_bytes)
+        for i, (one, full) in enumerate(zip(lines, fulls, strict=True)):
+            writer.put(one, 100.0 + i, full)
+        writer.close() if close else writer.flush()
+        assert file.tell() == writer.num_bytes
+    return lines
+
+
+@settings(max_examples=30, deadline=None)
+@given(fulls=st.lists(st.booleans(), max_size=30), since=st.floats(95, 135), length=st.floats(0, 30))
+def test_frames_are_read_from_any_moment(
+    fulls: list[bool], since: float, length: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fulls = [True, *fulls]
+    path = tmp_path_factory.mktemp("r") / "a"
+    lines = write(path, fulls)
+    with FrameRecording(path) as recording:
+        assert recording.header == {"pagetide_recording": 1, **HEADER, "max_bytes": 1 << 20}
+        assert (recording.began, recording.ended, recording.models) == (100.0, 99.0 + len(fulls), ["demo"])
+        assert [(f.time_s, f.full, f.line) for f in recording.frames()] == [
+            (100.0 + i, full, one) for i, (one, full) in enumerate(zip(lines, fulls, strict=True))
+        ]
+        first = max((i for i, full in enumerate(fulls) if full and 100 + i <= since), default=0)
+        read = [frame.line for frame in recording.frames(since, since + length)]
+        assert read == [one for i, one in enumerate(lines) if i >= first and 100 + i <= since + length]
+
+
+def test_the_file_is_gzip(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a", [True, False, False, True, False])
+    unpacked = gzip.decompress((tmp_path / "a").read_bytes()).splitlines()
+    assert unpacked[1:] == lines and json.loads(unpacked[0])["pagetide_recording"] == 1
+    with (tmp_path / "a").open("rb") as file:
+        assert subprocess.run(["gzip", "-t"], stdin=file, check=False).returncode == 0
+
+
+def test_a_file_cut_off_anywhere_gives_what_is_left(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a", [True, False, False, True, False], close=False)
+    whole = (tmp_path / "a").read_bytes()
+    seen = set()
+    for length in range(len(whole) + 1):
+        (tmp_path / "b").write_bytes(whole[:length])
+        try:
+            with FrameRecording(tmp_path / "b") as recording:
+                read = [frame.line for frame in recording.frames()]
+        except RecordingError:
+            assert length < 250, "the header is there"
+            continue
+        assert read == lines[: len(read)]
+        seen.add(len(read))
+    assert {0, 3, 5} <= seen
+
+
+def test_a_damaged_segment_loses_itself_only(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a", [True, False, True, False, True, False])
+    data = bytearray((tmp_path / "a").read_bytes())
+    with FrameRecording(tmp_path / "a") as recording:
+        start = recording._starts[1]
+    data[start + 1 : start + 40] = b"\xff" * 39
+    (tmp_path / "a").write_bytes(data)
+    with FrameRecording(tmp_path / "a") as recording:
+        assert [frame.line for frame in recording.frames()] == [*lines[:2], *lines[4:]]
+
+
+def test_a_second_run_is_appended_also_behind_a_killed_one(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", [True, False], close=False)
+    second = write(tmp_path / "a", [True, False, True])
+    with FrameRecording(tmp_path / "a") as recording:
+        assert [frame.line for frame in recording.frames()] == first + second
+
+
+def test_the_size_is_bounded(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        writer = FrameWriter(file.write, HEADER, most_bytes=2000)
+        kept = [line(0, True)]
+        while writer.num_bytes < 2000:
+            writer.put(kept[-1], 99.0 + len(kept), True)
+            kept.append(line(len(kept), True))
+        with pytest.raises(RecordingFull):
+            writer.put(kept.pop(), 99.0 + len(kept), True)
+    assert 2000 <= (tmp_path / "a").stat().st_size < 2200
+    with FrameRecording(tmp_path / "a") as recording:
+        assert [frame.line for frame in recording.frames()] == kept
+    gzip.decompress((tmp_path / "a").read_bytes())
+
+
+def test_a_long_frame_is_read(tmp_path: Path) -> None:
+    more = "".join(chr(33 + (i * i + i // 7) % 90) for i in range(3_000_000)).replace('"', "a").replace("\\", "b")
+    lines = write(tmp_path / "a", [True, False], more=more, most_bytes=1 << 30)
+    with FrameRecording(tmp_path / "a") as recording:
+        assert [frame.line for frame in recording.frames()] == lines
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n" * 100, gzip.compress(b"hello\n" * 100)])
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(RecordingError, match="no recording"):
+        FrameRecording(tmp_path / "a")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        FrameWriter(file.write, {**HEADER, "pagetide_recording": 2}).close()
+    with pytest.raises(RecordingError, match="version 2; this reads version 1"):
+        FrameRecording(tmp_path / "a")
+
+
+def test_a_difference_first_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file, pytest.raises(ValueError, match="full frame"):
+        FrameWriter(file.write, HEADER).put(line(0, False), 100.0, False)
