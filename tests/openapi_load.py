@@ -13,7 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-REQUEST_S = 600.0  # an answer that takes longer is a hang; 128 continuations on a busy core take a minute
+REQUEST_S = 600.0  # an answer that takes longer is a hang; 640 continuations, 8 at a time, take minutes on a busy core
 CONCURRENT = 4
 # Which share of the requests goes to an operation; those that are not named get one each, in both modes.
 SHARES = {
