@@ -207,3 +207,14 @@ def test_what_is_no_fork_is_refused() -> None:
         world.add("a", prompt, fork_of="a")
     world.run()
     world.check_outputs()
+
+
+@pytest.mark.parametrize(("length", "n", "now"), [(13, 4, 7), (5, 8, 9)])
+def test_shared_blocks_are_needed_once(length: int, n: int, now: int) -> None:
+    """The blocks of now suffice for the one token that each may still get: those in several tables count once."""
+    world = World(64, block_size=4)
+    forked(world, length, n=n, max_new=2)
+    world.step()
+    world.schedule()
+    assert world.used == now
+    assert world.scheduler.pool.running_blocks() == now
