@@ -46,10 +46,9 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexEntry:
-    """A findable block: its place in the chain (0: the first), its hash, how often requests found it, and its tokens."""
+    """A findable block: its place in the chain (0: the first), how often requests found it, and its tokens."""
 
     depth: int
-    digest: str
     hits: int
     tokens: Int32
 
@@ -195,8 +194,7 @@ class PrefixIndex:
         node = int(self.blocks.node_at[block])
         if node == NONE:
             return None
-        digest = self._table.digests[node].tobytes().hex()
-        return IndexEntry(int(self._tree.depths[node]), digest, int(self._hits[node]), self._tokens[node].copy())
+        return IndexEntry(int(self._tree.depths[node]), int(self._hits[node]), self._tokens[node].copy())
 
     # -- eviction --------------------------------------------------------------------------------------------------
 

@@ -356,7 +356,7 @@ class LLM:
 
         Returns:
             "state": unmapped, free, draining, cached, in_flight, null or live. "rows": its holders, each with "id", "label",
-            "row" and "position" in the row's table. "hash": of its tokens and their prefix, None unless requests can find it.
+            "row" and "position" in the row's table.
             "hits": how often requests found it. "tokens": the positions of its tokens, [first, last + 1]. "text": with `text`
             and a tokenizer, what is in it.
 

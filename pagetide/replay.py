@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -54,10 +53,13 @@ def export(recording: FrameRecording, out: Path) -> int:
             number = write_trace(lines, recording.began, recording.header, file)
         part.replace(out)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         print(f"pagetide replay: {out} cannot be written: {error}", file=sys.stderr)
         return 1
+    except (ValueError, LookupError, TypeError) as error:
+        print(f"pagetide replay: {recording.path} has frames that are no frames: {error!r:.200}", file=sys.stderr)
+        return 1
+    finally:
+        part.unlink(missing_ok=True)
     print(f"{out}: {number:,} events of {recording.ended - recording.began:,.1f} s")
     return 0
 

@@ -65,8 +65,8 @@ class AdmissionController:
         """Yield each admitted sequence, its starting blocks, and the ids of the requests it passes, while rows and
         blocks last.
 
-        A yielded sequence has left the queue; assign its row before the next iteration. The first refusal of a sequence
-        since it began to wait is recorded in `decisions`.
+        A yielded sequence has left the queue; assign its row before the next iteration. The newest refusal of a sequence
+        since it began to wait is in `decisions`.
         """
         cache, queue = self._cache, self._waiting.queue
         refused: list[Sequence] = []
@@ -121,9 +121,8 @@ class AdmissionController:
             peak = self._expected.peak(self._running.rows, [sequence])
             if peak.blocks - shared <= usable:
                 return True
-        if not sequence.refused:
-            sequence.refused = True
-            decisions.waits(step, sequence.request.request_id, needed, room, peak, usable)
+        name = sequence.request.request_id
+        sequence.refusal = decisions.waits(step, name, needed, room, peak, usable, earlier=sequence.refusal)
         return False
 
     @property

@@ -149,20 +149,37 @@ class Decisions:
         """`request_id`, preempted with `had` computed tokens, is readmitted with `found` of them."""
         self._keep({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
-    def waits(self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int) -> None:
+    def waits(
+        self,
+        step: int,
+        request_id: str,
+        needed: int,
+        room: int,
+        peak: ForecastPeak | None,
+        usable: int,
+        *,
+        earlier: int = 0,
+    ) -> int:
         """`request_id` was not admitted: it needs `needed` blocks and `room` are available, or the forecast `peak`
-        exceeds `usable`.
+        exceeds `usable`. Returns the number of the entry.
 
-        `peak` (margin included) covers it and all running sequences; None if no forecast was made.
+        `peak` (margin included) covers it and all running sequences; None if no forecast was made. With the number of
+        an `earlier` refusal these figures replace those of that entry, if it is still kept.
         """
-        self._keep(
-            {
-                "step": step, "what": "wait", "request_id": request_id, "needed": needed, "room": room, "usable": usable,
-                "expected": None if peak is None else peak.blocks,
-                "margin": None if peak is None else round(peak.margin_blocks, 1),
-                "in_steps": None if peak is None else peak.in_steps,
-            }
-        )  # fmt: skip
+        decision = {
+            "step": step, "what": "wait", "since_step": step, "request_id": request_id, "needed": needed, "room": room,
+            "usable": usable, "expected": None if peak is None else peak.blocks,
+            "margin": None if peak is None else round(peak.margin_blocks, 1),
+            "in_steps": None if peak is None else peak.in_steps,
+        }  # fmt: skip
+        at = earlier - self._kept[0][0] if earlier and self._kept else -1
+        if at < 0:
+            self._keep(decision)
+            return self._number
+        decision["since_step"] = self._kept[at][2]["since_step"]
+        self.num_changes += 1
+        self._kept[at] = (earlier, self.num_changes, decision)
+        return earlier
 
     def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
         """`request_id`, which needs `needed` blocks, was admitted before `others`, which came first and do not fit."""

@@ -71,7 +71,7 @@ class Preemption:
     def _requeue(self, sequences: list[Sequence], computed: bool = True, keep_tails: bool = False) -> None:
         """Take rows and blocks back; the sequences wait at their old places. `computed` blocks stay findable."""
         for sequence in sequences:
-            sequence.refused = False
+            sequence.refusal = 0
             sequence.computed = int(self._rows.computed[sequence.row])
             self._stats.recomputed_tokens += sequence.computed  # reduced on readmission by what is found
         self._running.leave(sequences, computed, keep_tails)

@@ -290,8 +290,8 @@ class Scheduler:
 
         Kinds of decisions:
 
-            "wait"     a request that did not fit when first considered: the blocks it needs, those available, and the
-                       forecast for it and all running sequences
+            "wait"     a request that did not fit when last considered: the blocks it needs, those available, and the
+                       forecast for it and all running sequences; since which step it has been refused
             "pass"     a smaller request that was admitted before others
             "preempt"  a victim: the blocks won, and the seconds that swapping or computing its loss would take
             "return"   a readmitted request: the tokens it had and those it found

@@ -67,7 +67,7 @@ class Sequence:
 
     __slots__ = (
         "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "key", "leader", "num_cached_tokens",
-        "number", "passes", "preemptions", "refused", "request", "root", "row", "scored", "shares", "tokens",
+        "number", "passes", "preemptions", "refusal", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
@@ -82,7 +82,7 @@ class Sequence:
         self.scored = 0  # prompt tokens, after the first, with log-probabilities already returned
         self.preemptions = 0
         self.passes = 0  # how often others passed it while it waits
-        self.refused = False  # whether its refusal is in the decisions, since it began to wait
+        self.refusal = 0  # number of the decision that refused it, since it began to wait; 0: none did
         self.abort_reason: FinishReason | None = None  # to be ended, with this reason, as soon as possible
         self.leader = leader  # the sequence with the same first tokens, to be shared
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted

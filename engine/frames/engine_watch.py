@@ -115,7 +115,7 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     view, cache = scheduler.view, scheduler.cache
     state = BlockState(int(cache.pool.states()[block]))
     details: dict[str, Any] = {
-        "state": state.name.lower(), "rows": [], "hash": None, "hits": 0, "tokens": None, "text": None
+        "state": state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None
     }  # fmt: skip
     if block == NULL_BLOCK:
         return details
@@ -134,7 +134,7 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     if found is not None:
         first = found.depth * cache.block_size
         details |= {
-            "hash": found.digest, "hits": found.hits, "tokens": [first, first + cache.block_size],
+            "hits": found.hits, "tokens": [first, first + cache.block_size],
             "text": found.tokens.tolist(),
         }  # fmt: skip
     return details

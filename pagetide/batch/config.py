@@ -77,6 +77,8 @@ class EngineOptions:
     overlap: bool | None = None
     cuda_graphs: bool | None = None
     self_check: bool | None = None
+    record: str | None = None
+    record_text: bool | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The given arguments, for `LLM`."""
@@ -115,13 +117,13 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 _SHORT = ("input", "output")  # a string in place of the section is its path
 _SWITCHES = (
-    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "trust_remote_code",
-    "ignore_eos", "add_special_tokens",
+    "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "record_text",
+    "trust_remote_code", "ignore_eos", "add_special_tokens",
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # repeatable flags
 _TEXTS = (
     "model", "path", "format", "device", "dtype", "kv_memory", "prefix_cache_memory", "host_kv_memory", "stop", "bad_words",
-    "json_schema", "regex", "grammar", "attention",
+    "json_schema", "regex", "grammar", "attention", "record",
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",

@@ -26,7 +26,7 @@ FORMAT = 1
 MOST_BYTES = 256 << 20  # of a recording, by default
 MOST_LINE_BYTES = 256 << 20  # of a frame
 _LEVEL = 6
-_PIECE_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 14  # packed; a thousand times as much unpacked, at most
 # A gzip member with an extra field that has the subfield "P" + kind, of 8 bytes.
 _SIGNATURE = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff\x0c\x00P"
 _HEADER, _SEGMENT = b"H", b"S"
@@ -115,7 +115,7 @@ class RecordedFrame:
 
 
 class FrameRecording:
-    """A recording, read from its file as it was when opened. A truncated file, or damaged segments, give what is left.
+    """A recording, read from its file as it was when opened. A truncated file gives what is left; a damaged segment nothing.
 
     Raises RecordingError for a file that is no recording, and OSError. Thread-safe.
 
@@ -141,9 +141,11 @@ class FrameRecording:
         self._ends = [end for _, _, _, end, _ in segments]
         self._times = [time_s for _, _, _, _, time_s in segments]
         self.began = self._times[0] if self._times else float(self.header["began"])
-        self.ended = max(
-            (frame.time_s for frame in self.frames(self._times[-1] if segments else 0.0)), default=self.began
-        )
+        self.ended = self.began
+        for since in reversed(self._times):  # the last segment may hold nothing
+            if (last := max((frame.time_s for frame in self.frames(since)), default=None)) is not None:
+                self.ended = last
+                break
 
     @property
     def models(self) -> list[str]:
@@ -188,20 +190,45 @@ class FrameRecording:
         raise RecordingError(f"{self.path} is no recording of pagetide, or was cut off within its first line")
 
     def _lines(self, start: int, end: int) -> Iterator[bytes]:
-        """The whole lines of the member with data from `start` on."""
-        unpacker, rest = zlib.decompressobj(-zlib.MAX_WBITS), bytearray()
-        while start < end and not unpacker.eof:
-            piece = self._data[start : min(end, start + _PIECE_BYTES)]
-            start += len(piece)
-            try:
-                rest += unpacker.decompress(piece)
-            except zlib.error:
-                return
-            *lines, last = rest.split(b"\n")
-            yield from map(bytes, lines)
-            rest = bytearray(last)
+        """The whole lines of the member with data from `start` on: none if its checksum is wrong.
+
+        A member that was cut off has no checksum: of it, lines up to the first that is no JSON.
+        """
+        crc, length, checksum = 0, 0, b""
+        try:
+            for piece, found in self._pieces(start, end):
+                crc, length, checksum = zlib.crc32(piece, crc), length + len(piece), found
+        except zlib.error:
+            return
+        if checksum and checksum != struct.pack("<II", crc, length & 0xFFFFFFFF)[: len(checksum)]:
+            return
+        rest = b""
+        for piece, _ in self._pieces(start, end):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if not checksum and not _is_json(line):
+                    return
+                yield line
             if len(rest) > MOST_LINE_BYTES:
                 return
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+        """The unpacked data of the member with data from `start` on, in pieces, with what follows them. Raises zlib.error."""
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        while start < end and not unpacker.eof:
+            packed = self._data[start : min(end, start + _PIECE_BYTES)]
+            start += len(packed)
+            yield unpacker.decompress(packed), b""
+        if unpacker.eof:
+            yield b"", (unpacker.unused_data + self._data[start:end])[:8]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, int, int, float]]:

@@ -49,7 +49,6 @@ class FrameState:
             del self.rows[row]
         self.rows.update((entry[0], entry) for entry in data["rows"])
         for decision in data["decisions"]:
-            self.decisions.pop(decision["n"], None)
             self.decisions[decision["n"]] = decision
         for number in list(self.decisions)[: max(0, len(self.decisions) - MOST_DECISIONS)]:
             del self.decisions[number]

@@ -91,6 +91,29 @@ def test_a_damaged_segment_loses_itself_only(tmp_path: Path) -> None:
         assert [frame.line for frame in recording.frames()] == [*lines[:2], *lines[4:]]
 
 
+def test_one_wrong_bit_anywhere_loses_a_segment_at_most(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a", [True, False, True, False, True, False])
+    data = (tmp_path / "a").read_bytes()
+    with FrameRecording(tmp_path / "a") as recording:
+        begin = recording._starts[0]
+    for bit in range(8 * begin, 8 * len(data), 3):
+        wrong = bytearray(data)
+        wrong[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "b").write_bytes(wrong)
+        with FrameRecording(tmp_path / "b") as recording:
+            read = [frame.line for frame in recording.frames()]
+        assert read in (lines, lines[:2], lines[:4], lines[2:], lines[4:], [*lines[:2], *lines[4:]])
+
+
+def test_the_end_is_that_of_the_last_segment_with_a_frame(tmp_path: Path) -> None:
+    write(tmp_path / "a", [True, False, True, False])
+    with FrameRecording(tmp_path / "a") as recording:
+        start, times = recording._starts[1], [frame.time_s for frame in recording.frames()]
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[: start + 4])
+    with FrameRecording(tmp_path / "b") as recording:
+        assert (recording.began, recording.ended) == (times[0], times[1])
+
+
 def test_a_second_run_is_appended_also_behind_a_killed_one(tmp_path: Path) -> None:
     first = write(tmp_path / "a", [True, False], close=False)
     second = write(tmp_path / "a", [True, False, True])

@@ -19,7 +19,7 @@ def test_frames_blocks_and_decisions_of_an_engine_process() -> None:
         engine = await RemoteEngine.start("demo", OPTIONS)
         try:
             state = FrameState()
-            state.apply(await engine.call("frame"))
+            state.apply((await engine.call("frame"))[0])
             assert state.frame["full"] and state.pool["model"] == "demo"
             batch = Batch(engine)
             batch.request_id = "req-abc"
@@ -28,7 +28,7 @@ def test_frames_blocks_and_decisions_of_an_engine_process() -> None:
             )
             labels, block = set(), 0
             while await batch.read():
-                state.apply(await engine.call("frame", full=False))
+                state.apply((await engine.call("frame", full=False))[0])
                 labels |= {(entry[1], entry[2]) for entry in state.rows.values()}
                 live = np.flatnonzero(state.cells >= 16)
                 if len(live):
@@ -38,7 +38,7 @@ def test_frames_blocks_and_decisions_of_an_engine_process() -> None:
             assert found["text"] and found["tokens"][1] > found["tokens"][0]
             hidden = await engine.call("block", block=block)
             assert hidden["text"] is None
-            state.apply(await engine.call("frame", full=True))
+            state.apply((await engine.call("frame", full=True))[0])
             assert state.frame["full"] and not state.rows
             assert await engine.call("explain", request="req-abc") == []
             assert await engine.call("explain") == []
