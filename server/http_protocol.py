@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on the head of a request and on the time in which a request arrives.
+"""uvicorn's HTTP protocol with limits on the head of a request, and on the times in which it arrives and its response is read.
 
 A response may come before its request has arrived: a refusal, for one. The connection then ends with it, gently: closing a
 socket with unread data resets the connection, and a reset can overtake the response. So the server says that it sends no more,
@@ -8,20 +8,25 @@ and drops what still comes until the client closes, for LINGER_S at most (RFC 91
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .choices import json_encode
 from .errors import ApiError
-from .streams import ARRIVED
+from .streams import ARRIVED, LEFT
+
+log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 64 << 10
 HEAD_S = (
     30.0  # a connection has this long for the head of a request, and this long once its response is sent for the rest
 )
+STALL_S = 60.0  # a client that reads less than STALL_BYTES in this time, while more waits for it, is cut off
+STALL_BYTES = 64 << 10
 _BODY_SHARE = 8  # bytes that chunks of one byte each need beside the body
 LINGER_S = 2.0
 MOST_LINGERING = 128  # connections at the same time; further ones are closed at once
@@ -32,7 +37,7 @@ class _HeadTooLarge(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. uvicorn limits neither the bytes before and after a body nor their time."""
+    """One connection. uvicorn limits neither the bytes before and after a body nor their time, nor that of a response."""
 
     lingering: ClassVar[set[BoundedHttpProtocol]] = set()
 
@@ -43,6 +48,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._arriving = True  # the next request, or the rest of one
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the last request, which may wait for this one
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for a request."""
@@ -50,9 +57,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop waiting, and tell the application."""
         self._stop_waiting()
+        self._stop_stall()
         self.lingering.discard(self)
+        if (answering := self._answering) is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,6 +96,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if (cycle := self.cycle) is not before:
             self.scope[ARRIVED] = lambda: not cycle.more_body  # type: ignore[literal-required]
+            self.scope[LEFT] = lambda: (  # type: ignore[literal-required]
+                not cycle.response_complete and (cycle.disconnected or self.transport.is_closing())
+            )
             cycle.transport = _ResponseTransport(cycle.transport, self.end)  # type: ignore[assignment]
 
     def on_response_complete(self) -> None:
@@ -93,6 +107,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         else:
             super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read what was written: it has STALL_S."""
+        super().pause_writing()
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was written."""
+        self._stop_stall()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came. What the last response still has to be read is dropped."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -129,6 +164,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if not self._arriving or len(self.lingering) >= MOST_LINGERING or self.transport.is_closing():
             self.transport.close()
+            if self._stall_timer is None and self.transport.get_write_buffer_size():
+                self._watch_stall()
             return
         self.lingering.add(self)
         self.flow.resume_reading()
@@ -150,6 +187,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _watch_stall(self) -> None:
+        self._stop_stall()
+        self._stall_timer = self.loop.call_later(STALL_S, self._stalled, self.transport.get_write_buffer_size())
+
+    def _stop_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _stalled(self, before_bytes: int) -> None:
+        """STALL_S after `before_bytes` were unread."""
+        if before_bytes - self.transport.get_write_buffer_size() >= STALL_BYTES:
+            self._watch_stall()  # it reads a long response, slowly
+            return
+        log.warning("a client is cut off: it has read too little of its response for %g s", STALL_S)
+        self.transport.abort()
+
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait()  # for the response: the application limits the time of its body
@@ -158,13 +212,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _ResponseTransport:
-    """The transport of one request's response, whose `close` is that of the connection."""
+    """The transport of one request's response, whose `close` is that of the connection. What the client left is dropped."""
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
         self._transport = transport
-        self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = end
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():  # uvloop's raises then
+            self._transport.write(data)
 
 
 def _too_large() -> ApiError:
