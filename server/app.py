@@ -13,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from ..version import __version__
@@ -22,6 +21,7 @@ from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
+from .cors import CorsHeaders, CorsQuestions
 from .engine_client import EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
 from .guard import Guard, GuardRules, RequestContext
@@ -102,10 +102,11 @@ def make_app(server: Server) -> ASGIApp:
     server.page.add_to(app)
     origins = list(server.options.rules.origins)
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(CorsQuestions, origins=origins)
     server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
     rules = replace(server.options.rules, open_paths=server.page.files.paths)
-    return Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
+    guard = Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
+    return CorsHeaders(guard, origins) if origins else guard
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
