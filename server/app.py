@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
@@ -30,6 +30,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
 from .page import PageEndpoints
 from .requests import (
+    MOST_DRAIN_S,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -272,7 +273,11 @@ def _add_health(app: FastAPI, server: Server) -> None:
 
 def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/sleep")
-    async def sleep(model: str | None = None, level: int = 1, drain_s: float | None = None) -> Response:
+    async def sleep(
+        model: str | None = None,
+        level: int = 1,
+        drain_s: Annotated[float | None, Query(ge=0, le=MOST_DRAIN_S, allow_inf_nan=False)] = None,
+    ) -> Response:
         """Free the memory of a model, or of all; as vLLM's. `level` makes no difference: weights are read again."""
         named = [server.models.get(model)] if model is not None else list(server.models)
         with server.metrics.sleep_operation("sleep"):
@@ -290,7 +295,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
 
     @app.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> Response:
-        return _json({"is_sleeping": server.models.get(model).state == "asleep"})
+        """Whether a model is asleep; without a name, whether all are."""
+        named = [server.models.get(model)] if model is not None else list(server.models)
+        return _json({"is_sleeping": bool(named) and all(one.state == "asleep" for one in named)})
 
     @app.post("/admin/models/load")
     async def load(body: LoadRequest) -> Response:

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
-from page_rig import PageServer  # noqa: E402
+from page_rig import PageServer
 
-from pagetide.server.app import AppOptions  # noqa: E402
-from pagetide.server.guard import GuardRules  # noqa: E402
-from pagetide.server.keys import ApiKey, ApiKeys, digest_of  # noqa: E402
+from pagetide.server.app import AppOptions
+from pagetide.server.guard import GuardRules
+from pagetide.server.keys import ApiKey, ApiKeys, digest_of
 
 ORIGIN = "https://app.example"
 KEY = {"Authorization": "Bearer sk-alice-1234"}
