@@ -22,6 +22,7 @@ from .streams import ARRIVED, LEFT
 log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 64 << 10
+MOST_FIELDS = 128  # headers and trailers of a request
 HEAD_S = (
     30.0  # a connection has this long for the head of a request, and this long once its response is sent for the rest
 )
@@ -44,10 +45,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._extra_bytes = 0  # of this request beside its body
-        self._field_bytes = 0  # of its headers and trailers
+        self._field_bytes = self._num_fields = 0  # of its headers and trailers
         self._arriving = True  # the next request, or the rest of one
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
+        self._last_error: ApiError | None = None  # to be sent once the requests before it are answered
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last request, which may wait for this one
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -68,7 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`."""
-        if self in self.lingering:
+        if self in self.lingering or self._last_error is not None:
             return
         self._extra_bytes += len(data)
         super().data_received(data)
@@ -78,14 +80,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._extra_bytes = self._field_bytes = 0
+        self._extra_bytes = self._field_bytes = self._num_fields = 0
         self._arriving = True
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer."""
         self._field_bytes += len(name) + len(value)
-        if self._field_bytes > MOST_HEAD_BYTES:
+        self._num_fields += 1
+        if self._field_bytes > MOST_HEAD_BYTES or self._num_fields > MOST_FIELDS:
             self._refusal = _too_large()
             raise _HeadTooLarge
         super().on_header(name, value)
@@ -99,6 +102,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.scope[LEFT] = lambda: (  # type: ignore[literal-required]
                 not cycle.response_complete and (cycle.disconnected or self.transport.is_closing())
             )
+            if self.scope["http_version"] == "1.0":
+                cycle.send = _WithoutChunks(cycle)  # type: ignore[method-assign]
             cycle.transport = _ResponseTransport(cycle.transport, self.end)  # type: ignore[assignment]
 
     def on_response_complete(self) -> None:
@@ -107,6 +112,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         else:
             super().on_response_complete()
+            if self._last_error is not None and self.cycle.response_complete and not self._is_ending:
+                self._refuse(self._last_error)
 
     def pause_writing(self) -> None:
         """The client does not read what was written: it has STALL_S."""
@@ -145,7 +152,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error` unless a response is under way, and close the connection."""
+        """Answer with `error` unless a response is under way, and close the connection. Earlier requests are answered first."""
+        if self.pipeline and self.cycle.more_body:  # it is this request, which has not begun
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answering  # type: ignore[assignment]
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self._last_error, self._arriving = error, True
+            self._stop_waiting()
+            return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json_encode(error.body)
             head = (
@@ -211,6 +225,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the request did not arrive within {HEAD_S:g} s"))
 
 
+class _WithoutChunks:
+    """The `send` of a request of HTTP/1.0, which has no chunks: a response without a length ends with its connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await self._send(message)
+
+
 class _ResponseTransport:
     """The transport of one request's response, whose `close` is that of the connection. What the client left is dropped."""
 
@@ -225,4 +257,4 @@ class _ResponseTransport:
 
 
 def _too_large() -> ApiError:
-    return ApiError(431, f"the head of a request may have {MOST_HEAD_BYTES:,} bytes at most")
+    return ApiError(431, f"the head of a request may have {MOST_HEAD_BYTES:,} bytes and {MOST_FIELDS} headers at most")

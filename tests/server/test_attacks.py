@@ -419,6 +419,62 @@ def test_what_nobody_reads_is_dropped_at_the_keep_alive_time_out(connections: li
     asyncio.run(run())
 
 
+# ---- requests that others follow, and HTTP/1.0 ----------------------------------------------------------------------
+
+
+async def in_parts(scope: Any, receive: Any, send: Any) -> None:
+    """An endpoint with a stream, which takes a while."""
+    await asyncio.sleep(0.01)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"one ", b"two"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def exchanged(sent: bytes) -> bytes:
+    async def run() -> bytes:
+        async with guarded(in_parts, ApiKeys()) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            found = await asyncio.wait_for(reader.read(), FAR_S)
+            writer.close()
+        return found
+
+    return asyncio.run(run())
+
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x01\x02\x03 garbage\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_before_garbage_get_their_own_answers(garbage: bytes, count: int) -> None:
+    found = exchanged(count * WHOLE + garbage)
+    *answers, refusal = found.split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == count and all(answer.startswith(b"200 ") for answer in answers)
+    assert all(answer.endswith(b"4\r\none \r\n3\r\ntwo\r\n0\r\n\r\n") for answer in answers)
+    assert refusal.startswith(b"400 ") and b"connection: close" in refusal
+
+
+def test_http_1_0_gets_a_stream_without_chunks() -> None:
+    head, _, body = exchanged(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")
+    assert body == b"one two" and b"transfer-encoding" not in head and b"connection: close" in head
+
+
+@pytest.mark.parametrize(("count", "status"), [(http_protocol.MOST_FIELDS, 200), (http_protocol.MOST_FIELDS + 1, 431)])
+def test_a_head_has_a_number_of_headers(count: int, status: int) -> None:
+    fields = b"".join(b"x%d: a\r\n" % i for i in range(count - 2))
+    found = exchanged(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n")
+    assert found.startswith(b"HTTP/1.1 %d " % status)
+
+
 # ---- refusals that come before their request has arrived ----------------------------------------------------------
 
 
